@@ -116,7 +116,6 @@ def _of_sinks(
         by_layer = found[:, :, None].expand(-1, -1, len(layers), -1)
     # Of the positions that a step computes, which alone have states to read: sinks, and so many controls.
     computed = torch.stack([stored.computes(step) for step in steps])
-    computed &= run.running[list(steps), :, None]
     found = (
         found & torch.nn.functional.pad(computed.byte(), (0, found.shape[-1] - computed.shape[-1]), value=1).bool()
     )

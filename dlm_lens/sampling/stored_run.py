@@ -126,8 +126,11 @@ class StoredCanvases:
         return before if blocks is None else before & blocks.until(run.spans[step], positions)
 
     def computes(self, step: int) -> Bool[Tensor, "batch position"]:
-        """The positions among `seen` whose states a step computes; with a cache those of its span."""
-        span, found = self._computed(step), self.seen(step)
+        """The positions among `seen` whose states a step computes; with a cache those of its span.
+
+        Those of a row that is over are computed beside the others, but are none of its run.
+        """
+        span, found = self._computed(step), self.seen(step) & self.run.running[step, :, None]
         if span is None:
             return found
         where = torch.arange(found.shape[1])

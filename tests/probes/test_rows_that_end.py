@@ -107,6 +107,23 @@ def test_sinks_and_their_lifetimes_end_with_their_row(family: str) -> None:
     pd.testing.assert_frame_equal(beside[names], lives[names], check_dtype=False)
 
 
+@pytest.mark.parametrize("family", CASES)
+def test_replayed_sinks_are_those_of_the_row_alone(family: str) -> None:
+    model, alone, both = pair(family, **CASES[family])
+    hook = [ablate("resid", dims=[0])]
+    one, two = (probes.replay(model, run, hook) for run in (alone, both))
+    ends, keys = alone.steps, slice(0, alone.tokens.shape[1])
+    for name in ("received", "received_hooked"):
+        single, beside = getattr(one, name), getattr(two, name)
+        assert bool(beside.values[ends:, 0].isnan().all())
+        assert bool((~beside.values[ends:, 1].isnan()).any())
+        assert not bool(beside.counted[ends:, 0].any())
+        # Another batch: other roundings in float32.
+        torch.testing.assert_close(
+            beside.values[:ends, 0][..., keys], single.values[:, 0], rtol=1e-4, atol=1e-5, equal_nan=True
+        )
+
+
 def test_a_row_without_an_end_is_over_with_the_run() -> None:
     run = dl.denoise(tiny("llada"), PROMPTS, steps=4, gen_length=8)
     assert run.row_steps.tolist() == [4, 4]

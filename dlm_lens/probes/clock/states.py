@@ -73,8 +73,7 @@ def read_states(
 
 def _read(stored: StoredRun, step: int, layers: Sequence[int], rows: Bool[Tensor, "batch"]) -> StepStates:
     run = stored.run
-    there = rows & run.running[step]
-    wanted = stored.computes(step) & run.attention_mask & there[:, None]
+    wanted = stored.computes(step) & run.attention_mask & rows[:, None]
     blocks = tuple(layer for layer in layers if layer != EMBEDDING)
     layout = SinkLayout.of(stored.model)
     reader = ResidualReader(layout, len(run.tokens), wanted, wanted, blocks or (0,), stored.first(step))
