@@ -228,8 +228,7 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     family.sampler_of(config)
     if family.causal:
         return
-    vocabulary = config.vocab_size
-    for name, value in family.special_ids.get(vocabulary, {}).items():
+    for name, value in family.ids_of(config, tokenizer).items():
         if getattr(config, f"{name}_token_id", None) is None:
             setattr(config, f"{name}_token_id", value)
     if not family.has_mask_token:
@@ -237,12 +236,10 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
         return
     tokenizer_mask = getattr(tokenizer, "mask_token_id", None)
     if config.mask_token_id is None:
-        config.mask_token_id = tokenizer_mask
-    if config.mask_token_id is None:
         raise ValueError(
             "neither config.json nor the tokenizer names a mask token; pass mask_token_id= to dlm_lens.load"
         )
-    rows = getattr(config, "embedding_rows", vocabulary)
+    rows = getattr(config, "embedding_rows", config.vocab_size)
     if not 0 <= config.mask_token_id < rows:
         raise ValueError(
             f"mask_token_id {config.mask_token_id} has no row in an embedding of {rows}; "

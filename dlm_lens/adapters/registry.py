@@ -69,8 +69,10 @@ class Family:
         refused: model type or architecture of a config.json -> what such a checkpoint is, and the remedy.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
-        mask_token: text of [MASK], added to tokenizers whose next free id it is; the authors' code adds it when
-            it loads them.
+        special_ids_of_types: model type -> likewise, where its checkpoints have other ids than those of another
+            type with as large a vocabulary.
+        mask_token: text of [MASK], added to tokenizers without one whose next free id it is; the authors' code adds
+            it when it loads them.
         tokenizers: vocabulary size of a released checkpoint -> hub name and model type of its tokenizer, for
             checkpoints without one.
         chat_options: arguments of the tokenizer's chat template.
@@ -94,6 +96,7 @@ class Family:
     architectures: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    special_ids_of_types: Mapping[str, Mapping[int, Mapping[str, int]]] = field(default_factory=dict)
     mask_token: str | None = None
     tokenizers: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     chat_options: Mapping[str, Any] = field(default_factory=dict)
@@ -114,6 +117,19 @@ class Family:
         if name not in self.samplers:
             raise ValueError(f"config.json names the sampler {name!r}; {self.name} has {', '.join(self.samplers)}")
         return str(name)
+
+    def ids_of(self, config: Any, tokenizer: Any) -> dict[str, int]:
+        """The special ids (mask, eos, eot) of a checkpoint whose config.json has none.
+
+        The mask is the tokenizer's, or the id that the authors' code adds to it; without a tokenizer that of the
+        released checkpoints of this size.
+        """
+        known = self.special_ids_of_types.get(config.model_type, self.special_ids)
+        found = dict(known.get(config.vocab_size, {}))
+        mask = getattr(tokenizer, "mask_token_id", None)
+        if mask is None and self.mask_token and tokenizer is not None:
+            mask = len(tokenizer) if len(tokenizer) < config.vocab_size else None
+        return found if mask is None else found | {"mask": int(mask)}
 
     def register(self) -> None:
         """Register the family's own model types with transformers' Auto classes and its weight loader.

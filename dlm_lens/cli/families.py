@@ -33,8 +33,10 @@ def families_command(as_json: Annotated[bool, JSON] = False) -> None:
 
 def _rows(family: "Family") -> dict[str, str]:
     ids = [
-        ", ".join(f"{name} {value}" for name, value in of_vocabulary.items()) + f" (vocabulary of {vocabulary})"
-        for vocabulary, of_vocabulary in family.special_ids.items()
+        ", ".join(f"{name} {value}" for name, value in of_vocabulary.items())
+        + f" ({f'{model_type}, ' if model_type else ''}vocabulary of {vocabulary})"
+        for model_type, known in {"": family.special_ids, **family.special_ids_of_types}.items()
+        for vocabulary, of_vocabulary in known.items()
     ]
     samplers = [
         f"{sampler}: {', '.join(f'{name}={value}' for name, value in defaults.items())}"
@@ -54,5 +56,9 @@ def _as_json(family: "Family") -> dict[str, Any]:
         "model_types": list(family.layouts),
         "checkpoints": list(family.hub_names),
         "special_ids": {str(vocabulary): dict(ids) for vocabulary, ids in family.special_ids.items()},
+        "special_ids_of_types": {
+            model_type: {str(vocabulary): dict(ids) for vocabulary, ids in known.items()}
+            for model_type, known in family.special_ids_of_types.items()
+        },
         "samplers": {sampler: dict(defaults) for sampler, defaults in family.samplers.items()},
     }

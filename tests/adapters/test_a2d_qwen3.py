@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import dlm_lens
+from dlm_lens.adapters import family_of
+from dlm_lens.adapters.loading import prepare_config
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
@@ -119,6 +121,48 @@ def test_the_tokenizer_gets_the_mask_as_its_next_id(tmp_path: Path) -> None:
     assert dlm_lens.load(tmp_path, mask_token_id=61).tokenizer.mask_token is None
     model.tokenizer.save_pretrained(tmp_path)
     assert dlm_lens.load(tmp_path).tokenizer.mask_token == "[MASK]"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokens", "own", "expected"),
+    [
+        ("a2d-qwen3", None, None, 151669),
+        ("a2d-qwen2", None, None, 151665),
+        ("a2d-qwen3", 151669, None, 151669),
+        ("a2d-qwen2", 151665, None, 151665),
+        ("a2d-qwen2", 151666, 151665, 151665),
+        ("a2d-qwen3", 151670, 151669, 151669),
+    ],
+)
+def test_the_mask_is_the_tokenizers(
+    model_type: str, tokens: int | None, own: int | None, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """dllm adds <|mask|> to the tokenizer; Qwen2.5's and Qwen3's have equal embeddings and other next free ids."""
+
+    class Tokens:
+        mask_token_id = own
+
+        def __len__(self) -> int:
+            return tokens or 0
+
+        def add_special_tokens(self, added: dict[str, str]) -> None:
+            assert added == {"mask_token": "<|mask|>"}
+            self.mask_token_id = tokens
+
+    family = family_of(model_type)
+    config = family.layouts[model_type][0](vocab_size=151936, eos_token_id=None)
+    tokenizer = None if tokens is None else Tokens()
+    prepare_config(config, family, tokenizer)
+    assert (config.mask_token_id, config.eos_token_id) == (expected, 151645)
+    assert tokenizer is None or tokenizer.mask_token_id == expected
+    assert not caplog.messages
+
+
+def test_a_tokenizer_as_long_as_the_embedding_leaves_no_row_for_a_mask() -> None:
+    family = family_of("a2d-llama")
+    config = family.layouts["a2d-llama"][0](vocab_size=9)
+    with pytest.raises(ValueError, match=r"neither config\.json nor the tokenizer names a mask token"):
+        prepare_config(config, family, range(9))
 
 
 BLOCKS = GOLDEN / "a2d_qwen3_bd3lm"

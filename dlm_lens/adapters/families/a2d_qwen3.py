@@ -57,6 +57,7 @@ class A2DLlamaModel(MaskedDiffusionMixin, LlamaForCausalLM):
 
 BLOCK_LENGTHS = {
     "dllm-hub/Qwen3-0.6B-diffusion-bd3lm-v0.1": 32,
+    "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1": 32,
     "divelab/OPDLM-0.6B": 4,
     "divelab/OPDLM-8B": 4,
 }
@@ -70,11 +71,19 @@ FAMILY = Family(
         "a2d-llama": (A2DLlamaConfig, A2DLlamaModel),
     },
     samplers={"dllm": DLLM_SAMPLER, "dllm_blocks": DLLM_BLOCK_SAMPLER},
-    hub_names=("dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1", *BLOCK_LENGTHS),
+    hub_names=(
+        "dllm-hub/Qwen3-0.6B-diffusion-mdlm-v0.1",
+        "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
+        *BLOCK_LENGTHS,
+    ),
     hub_samplers=dict.fromkeys(BLOCK_LENGTHS, "dllm_blocks"),
     hub_block_lengths=BLOCK_LENGTHS,
-    # The tokenizer gets <|mask|> as its next free id; <|im_end|> ends the text.
+    # The tokenizer gets <|mask|> as its next free id, which is another one in Qwen2.5's; <|im_end|> ends the text.
     special_ids={151936: {"mask": 151669, "eos": 151645}},
+    special_ids_of_types={
+        "a2d-qwen2": {rows: {"mask": 151665, "eos": 151645} for rows in (151936, 152064)},
+        "a2d-llama": {},
+    },
     mask_token="<|mask|>",
     chat_options={"enable_thinking": False},
 )
