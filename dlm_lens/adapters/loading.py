@@ -105,7 +105,8 @@ def load(
     values |= _given(family, str(path_or_hub_name), values, given | {"sampler": sampler})
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)
-    tokenizer = load_tokenizer(str(Path(source).parent) if Path(source).is_file() else source, options, config)
+    place = str(Path(source).parent) if Path(source).is_file() else source
+    tokenizer = load_tokenizer(place, options, config, family.tokenizer_classes)
     if tokenizer is None and config.vocab_size in family.tokenizers:
         name, model_type = family.tokenizers[config.vocab_size]
         tokenizer = load_tokenizer(name, {}, CONFIG_MAPPING[model_type]())

@@ -75,6 +75,8 @@ class Family:
             it when it loads them.
         tokenizers: vocabulary size of a released checkpoint -> hub name and model type of its tokenizer, for
             checkpoints without one.
+        tokenizer_classes: tokenizer class that only a checkpoint's own Python defines -> class of transformers that
+            reads its vocab.json and merges.txt alike, for checkpoints without tokenizer.json.
         chat_options: arguments of the tokenizer's chat template.
         text_options: arguments of the tokenizer for plain texts.
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names, in every checkpoint.
@@ -99,6 +101,7 @@ class Family:
     special_ids_of_types: Mapping[str, Mapping[int, Mapping[str, int]]] = field(default_factory=dict)
     mask_token: str | None = None
     tokenizers: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    tokenizer_classes: Mapping[str, str] = field(default_factory=dict)
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     text_options: Mapping[str, Any] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -43,7 +44,9 @@ _USED = frozenset({
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(source: str, options: dict[str, Any], config: Any = None) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(
+    source: str, options: dict[str, Any], config: Any = None, classes: Mapping[str, str] = MappingProxyType({})
+) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a checkpoint, or None where the files hold none; never with the checkpoint's own code.
 
     It is read from copies of the files named in `DATA`, and of the settings that describe a tokenizer, so that no
@@ -53,6 +56,8 @@ def load_tokenizer(source: str, options: dict[str, Any], config: Any = None) -> 
         source: a directory or a hub name.
         options: `revision`, if any.
         config: of the model, by which transformers chooses a class where the settings name none.
+        classes: class that only the checkpoint's Python defines -> class of transformers for its vocabulary files,
+            where there is no tokenizer.json.
 
     Raises:
         ValueError: files that are damaged or too large, or a tokenizer that only its own Python code makes.
@@ -65,6 +70,8 @@ def load_tokenizer(source: str, options: dict[str, Any], config: Any = None) -> 
             )
         return None
     settings = _settings(source, held[SETTINGS])
+    if held[WHOLE] is None and (named := settings.get("tokenizer_class", "")) in classes:
+        settings["tokenizer_class"] = classes[named]
     general = _is_general(settings, held[WHOLE], source)
     with tempfile.TemporaryDirectory(prefix="dlm_lens_tokenizer_") as directory:
         for name in DATA:

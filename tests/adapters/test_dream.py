@@ -1,5 +1,6 @@
 """Parity with the original Dream; what the numbers are: the golden README quoted in docs/models.md."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import dlm_lens
+from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
 
 DREAM = GOLDEN / "dream"
@@ -71,3 +73,40 @@ def test_saving_writes_the_original_names_back(tmp_path: Path) -> None:
     assert again.config.model_type == "Dream"
     assert again.config.logit_shift
     assert again.sampler_defaults["remasking"] == "origin"
+
+
+def test_the_tokenizer_is_read_from_vocabulary_and_merges(tmp_path: Path) -> None:
+    """The released checkpoints have no tokenizer.json, and a class of their own (DreamLM/Dream, issue 81)."""
+    model = tiny("dream")
+    model.save_pretrained(tmp_path)
+    entries = [
+        *map(chr, range(97, 123)),
+        "\u0120",
+        "ab",
+        "\u0120ab",
+        *map(chr, range(48, 58)),
+        *map(chr, range(65, 87)),
+    ]
+    (tmp_path / "vocab.json").write_text(json.dumps({text: i for i, text in enumerate(entries)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n\u0120 ab\n")
+    names = {61: "<|endoftext|>", 62: "<|beginoftext|>", 63: "<|mask|>"}
+    settings = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": {str(i): {"content": text, "special": True} for i, text in names.items()},
+        "bos_token": "<|beginoftext|>",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "mask_token": "<|mask|>",
+        "unk_token": None,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = dlm_lens.load(tmp_path).tokenizer
+    # Digits are tokens by themselves, and a space belongs to the word after it.
+    assert tokenizer("ab abc12 ab<|mask|>")["input_ids"] == [27, 28, 2, 30, 31, 28, 63]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id) == (62, 61, 63)
+    run = dlm_lens.denoise(dlm_lens.load(tmp_path), "ab ab", gen_length=4)
+    assert run.tokens[0, :2].tolist() == [27, 28]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "OtherTokenizer"}))
+    with pytest.raises(ValueError, match=r"needs further files, or its own Python code"):
+        dlm_lens.load(tmp_path)

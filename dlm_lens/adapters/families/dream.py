@@ -47,4 +47,6 @@ FAMILY = Family(
         "apple/DiffuCoder-7B-cpGRPO",
     ),
     special_ids={152064: {"mask": 151666, "eos": 151643}},
+    # The released tokenizers are vocab.json and merges.txt, and a class with Qwen2's normalisation and splitting.
+    tokenizer_classes={"DreamTokenizer": "Qwen2Tokenizer"},
 )
