@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.utils import is_peft_available
 
 from dlm_lens.adapters import smollm2
-from dlm_lens.adapters.config_fields import REFUSALS, built_config
+from dlm_lens.adapters.config_fields import REFUSALS, built_config, check_fields
 from dlm_lens.adapters.head import check_head, decoder_logits
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
@@ -127,6 +127,8 @@ def load(
         **quantised,
         **options,
     )
+    if eos_token_id is not None:
+        model.generation_config.eos_token_id = eos_token_id
     finish_model(model, family, tokenizer)
     if quantised or own:
         check_quantised(model, source)
@@ -201,7 +203,10 @@ def _supported(attn_implementation: str, model_class: Any) -> str:
 
 
 def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) -> PreTrainedModel:
-    """Finish a model: hook points, tokenizer, the sampler's settings, eval mode."""
+    """Finish a model: hook points, tokenizer, the sampler's settings, ends of the text, eval mode.
+
+    The text of an AR model ends as in transformers' `generate`, with the ids of its generation config.
+    """
     add_hook_points(model)
     extras: Any = model  # attributes that transformers' class does not declare
     extras.tokenizer = tokenizer
@@ -209,7 +214,10 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
     defaults = dict(family.samplers[family.sampler_of(model.config)])
     trained = getattr(model.config, "trained_block_length", None)
     generation = dict(getattr(model, "generation_settings", {}))
-    model.config.eos_token_id = generation.pop("eos_token_id", model.config.eos_token_id)
+    if family.causal:
+        generation["eos_token_id"] = getattr(model.generation_config, "eos_token_id", None)
+    ends = generation.pop("eos_token_id", None)
+    model.config.eos_token_id = model.config.eos_token_id if ends is None else ends
     extras.sampler_defaults = {
         **defaults,
         **({} if trained is None else {"block_length": trained}),
@@ -372,6 +380,8 @@ def _generation_config(kind: Any, source: str, config: Any, options: dict[str, A
         return GenerationConfig.from_model_config(config) if kind is GenerationConfig else kind()
     what = f"the generation_config.json of {source}"
     values = {name: value for name, value in read_object(found, what).items() if name in vars(kind())}
+    check_fields({"eos_token_id": values.get("eos_token_id")}, what)
+    values |= _possible_ends(values.get("eos_token_id"), config)
     sampler = values.get("sampler_config")
     if isinstance(sampler, dict) and sampler.get("_cls_name") not in SAMPLER_CONFIGS:
         raise ValueError(
@@ -382,6 +392,14 @@ def _generation_config(kind: Any, source: str, config: Any, options: dict[str, A
         return kind.from_dict(values)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{what} cannot be read ({one_line(error)}); fetch it again, or remove it") from error
+
+
+def _possible_ends(ends: int | list[int] | None, config: Any) -> dict[str, Any]:
+    """The ids among these that end a text of the model: those that have a row in its embedding."""
+    rows = getattr(config, "embedding_rows", config.vocab_size)
+    if not isinstance(ends, list):
+        return {"eos_token_id": ends if ends is not None and 0 <= ends < rows else None}
+    return {"eos_token_id": [end for end in ends if 0 <= end < rows] or None}
 
 
 def _load_weights(model_class: type[PreTrainedModel], source: str, **options: Any) -> PreTrainedModel:

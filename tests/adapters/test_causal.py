@@ -224,3 +224,26 @@ def test_the_check_costs_three_passes_and_can_be_skipped(tmp_path: Path, monkeyp
     assert not passes
     check_model(unchecked)
     assert len(passes) == 3
+
+
+def test_the_text_ends_as_in_generate(tmp_path: Path) -> None:
+    """Chat models name the end of a turn in generation_config.json alone (Phi-3: 32007; config.json says 32000)."""
+    model = build("llama")
+    third = int(greedy(model, True)[1, 13])
+    model.config.eos_token_id, model.generation_config.eos_token_id = 127, [127, third, 10**6]
+    model.save_pretrained(tmp_path)
+    loaded = dl.load(tmp_path)
+    run = dl.denoise(loaded, PROMPT[1:], gen_length=LENGTH)
+    theirs = model.generate(PROMPT[1:], max_new_tokens=LENGTH, do_sample=False)
+    assert theirs.shape[1] < PROMPT.shape[1] + LENGTH
+    assert run.tokens.equal(theirs)
+    assert run.eos_token_ids == (127, third)
+    given = dl.load(tmp_path, eos_token_id=126)
+    assert (given.config.eos_token_id, given.generation_config.eos_token_id) == (126, 126)
+    assert dl.denoise(given, PROMPT[1:], gen_length=LENGTH).steps == LENGTH
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": "x"}))
+    with pytest.raises(
+        ValueError, match=r"generation_config.json of .* eos_token_id = 'x'; it must be the id of a"
+    ):
+        dl.load(tmp_path)

@@ -278,6 +278,7 @@ def test_checkpoints_of_transformers_load_and_are_written_for_it(tmp_path: Path)
     assert "eos_token_id" not in loaded.sampler_defaults
     assert loaded.config.eos_token_id == [5, 6]
     assert dl.denoise(loaded, [1, 2], gen_length=8, steps_per_block=1).eos_token_ids == (5, 6)
+    assert dl.load(tmp_path / "theirs", eos_token_id=7).config.eos_token_id == 7
     assert loaded.sampler_defaults["t_min"] == 0.3
     assert loaded.sampler_defaults["entropy_bound"] == 0.1
     loaded.save_pretrained(tmp_path / "ours")
