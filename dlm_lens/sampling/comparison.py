@@ -28,7 +28,7 @@ class Comparison(ShowsItself):
 
     After the first difference the runs see different canvases, so that later differences are not direct effects of
     the hooks; `dlm_lens.replay` keeps the canvases fixed. An AR run that ended earlier is continued with its end
-    token.
+    token; one of a model that decodes blocks with the blocks that it did not decode, which stay open.
 
     Args:
         plain: the run without hooks.
@@ -49,7 +49,8 @@ class Comparison(ShowsItself):
         if two.prompt_length != width or len(one.tokens) != len(two.tokens):
             raise ValueError(f"the runs do not pair: {one} and {two} differ in prompt length or rows")
         lengths = one.tokens.shape[1], two.tokens.shape[1]
-        if not self.plain.autoregressive and lengths[0] != lengths[1]:
+        same_answer = one.settings.get("gen_length") == two.settings.get("gen_length")
+        if not self.plain.autoregressive and lengths[0] != lengths[1] and not same_answer:
             raise ValueError(f"the runs do not pair: they have {lengths[0]} and {lengths[1]} positions")
         content = one.attention_mask[:, :width]
         if not content.equal(two.attention_mask[:, :width]) or not torch.equal(
@@ -77,9 +78,11 @@ class Comparison(ShowsItself):
     @cached_property
     def _pair(self) -> tuple[DenoisingRun, DenoisingRun]:
         """Both runs with as many steps and positions."""
-        steps = max(self.plain.steps, self.hooked.steps)
-        first, second = (_longer(run, steps) for run in (self.plain, self.hooked))
-        return first, second
+        one, two = self.plain, self.hooked
+        if not one.autoregressive:  # whose positions are its steps
+            one, two = _as_wide_as(one, two), _as_wide_as(two, one)
+        steps = max(one.steps, two.steps)
+        return _longer(one, steps), _longer(two, steps)
 
     @property
     def answer(self) -> Bool[Tensor, "batch position"]:
@@ -193,7 +196,8 @@ def _longer(run: DenoisingRun, steps: int) -> DenoisingRun:
     if not more:
         return run
     if run.autoregressive:
-        run = _wider(run, more)
+        end = run.eos_token_ids[0] if run.eos_token_ids else 0
+        run = _wider(run, run.tokens.new_full((len(run.tokens), more), end))
 
     def held(tensor: Tensor) -> Tensor:
         return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])])
@@ -220,18 +224,26 @@ def _longer(run: DenoisingRun, steps: int) -> DenoisingRun:
     )
 
 
-def _wider(run: DenoisingRun, more: int) -> DenoisingRun:
-    """An AR run with more positions, which hold the end token."""
-    end = run.eos_token_ids[0] if run.eos_token_ids else 0
+def _as_wide_as(run: DenoisingRun, other: DenoisingRun) -> DenoisingRun:
+    """The run with the positions that it did not reach, open, as they are on the first canvas of the other run."""
+    width = run.tokens.shape[1]
+    return run if width >= other.tokens.shape[1] else _wider(run, other.canvases[0, :, width:])
+
+
+def _wider(run: DenoisingRun, tokens: Int[Tensor, "batch more"]) -> DenoisingRun:
+    """The run with more positions, which hold these tokens and are open at every step."""
 
     def padded(tensor: Tensor, value: float) -> Tensor:
-        return torch.nn.functional.pad(tensor, (0, more), value=value)
+        return torch.nn.functional.pad(tensor, (0, tokens.shape[1]), value=value)
+
+    def with_tokens(ids: Int[Tensor, "step batch position"]) -> Int[Tensor, "step batch wider"]:
+        return torch.cat([ids, tokens.expand(len(ids), -1, -1)], -1)
 
     return replace(
         run,
-        canvases=padded(run.canvases, end),
+        canvases=with_tokens(run.canvases),
         masked=padded(run.masked.byte(), 1).bool(),
-        proposals=padded(run.proposals, end),
+        proposals=with_tokens(run.proposals),
         confidence=padded(run.confidence, -torch.inf),
         unmasked=padded(run.unmasked.byte(), 0).bool(),
         revised=padded(run.revised.byte(), 0).bool(),

@@ -140,6 +140,41 @@ def test_an_ar_run_that_ends_earlier_goes_on_with_its_end_token() -> None:
     assert back.first_difference.equal(found.first_difference)
 
 
+ENDING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a2d_qwen3": ({"sampler": "dllm_blocks"}, {"block_length": 2, "steps": 12}),
+    "fast_dllm_v2": ({}, {"block_length": 4, "sub_block_length": 2}),
+    "diffusion_gemma": ({}, {"steps_per_block": 2}),
+}
+"""Families whose canvas ends with the last block that a row decoded."""
+
+
+@pytest.mark.parametrize("family", ENDING)
+def test_a_run_that_decodes_fewer_blocks_leaves_the_others_open(family: str) -> None:
+    fields, settings = ENDING[family]
+    model, prompt = tiny(family, **fields), [5, 9, 14]
+    longest = dl.denoise(model, prompt, gen_length=16, **settings)
+    ended = replace(longest)
+    for end in dict.fromkeys(longest.tokens[0, 3:].tolist()):  # the first of these that ends the run early
+        model.config.eos_token_id = end
+        ended = dl.denoise(model, prompt, gen_length=16, **settings)
+        if ended.tokens.shape[1] < longest.tokens.shape[1]:
+            break
+    width, full = ended.tokens.shape[1], longest.tokens.shape[1]
+    assert 3 < width < full
+    found = Comparison(longest, ended, ())
+    assert found.answer.tolist() == [[False] * 3 + [True] * (full - 3)]
+    rest = longest.tokens[0, width:] != longest.canvases[0, 0, width:]
+    assert found.changed[0, width:].equal(rest)
+    assert found.changed[0, :width].equal(longest.tokens[0, :width] != ended.tokens[0])
+    assert bool(rest.any())
+    assert found.confidence_change[0, width:].isnan().all()
+    assert found.step_change[0, width:].isnan().all()
+    # Until the shorter run ends, both have written the same.
+    assert int(found.first_difference[0]) >= ended.steps - 1
+    assert Comparison(ended, longest, ()).changed.equal(found.changed)
+    assert len(found.table()) == full - 3
+
+
 def test_what_does_not_pair_is_refused() -> None:
     model = tiny("llada")
     with pytest.raises(ValueError, match="hooks is empty"):
@@ -149,6 +184,8 @@ def test_what_does_not_pair_is_refused() -> None:
     one, two = dl.denoise(model, PROMPTS, **RUN), dl.denoise(model, [[5, 9, 14, 3, 8, 1], [7, 2, 11]], **RUN)
     with pytest.raises(ValueError, match="their prompts differ"):
         Comparison(one, two, ())
+    with pytest.raises(ValueError, match="they have 14 and 10 positions"):
+        Comparison(one, dl.denoise(model, PROMPTS, **{**RUN, "gen_length": 4}), ())
     with pytest.raises(ValueError, match="differ in prompt length or rows"):
         Comparison(one, replace(two, prompt_length=5), ())
     assert repr(Comparison(one, one, ("hook",))) == (
