@@ -136,9 +136,13 @@ def test_special_ids_of_the_released_vocabulary_are_known(tmp_path: Path) -> Non
     from dlm_lens.adapters import family_of
     from dlm_lens.adapters.loading import prepare_config
 
-    config = LLaDAConfig(vocab_size=126464, eos_token_id=None)
+    config = LLaDAConfig(vocab_size=126464)
     prepare_config(config, family_of("llada"))
     assert (config.mask_token_id, config.eos_token_id, config.eot_token_id) == (126336, 126081, 126348)
+    # iLLaDA's vocabulary, of which only the mask is known: nothing is Llama's.
+    other = LLaDAConfig(vocab_size=155136)
+    prepare_config(other, family_of("llada"))
+    assert (other.mask_token_id, other.bos_token_id, other.eos_token_id) == (5, None, None)
     named = LLaDAConfig(vocab_size=126464, mask_token_id=7, eos_token_id=8)
     prepare_config(named, family_of("llada"))
     assert (named.mask_token_id, named.eos_token_id) == (7, 8)

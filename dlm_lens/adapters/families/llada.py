@@ -53,6 +53,8 @@ class LLaDAConfig(LlamaConfig):
     is_causal: bool = False
     float32_rotation: ClassVar[bool] = True
     original_architecture: ClassVar[str] = "DlmLensLlama"  # the name of its TransformerLens adapter
+    bos_token_id: int | None = None  # Llama's is 1
+    eos_token_id: int | list[int] | None = None  # Llama's is 2
     mask_token_id: int | None = None
     eot_token_id: int | None = None
     rms_norm_eps: float = 1e-5  # the original's, where config.json has none; Llama's is 1e-6
