@@ -122,6 +122,36 @@ def test_the_first_step_is_what_the_formulas_say(model: PreTrainedModel) -> None
     assert run.unmasked[0, 0].nonzero().flatten().tolist() == sorted((likely[3:].topk(2).indices + 3).tolist())
 
 
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("dream", {"remasking": "origin"}),
+        ("sdar", {"remasking": "sequential", "block_length": 2}),
+        ("llada2", {"block_length": 1}),
+        ("llada", {"remasking": "random"}),
+        ("fast_dllm_v2", {"block_length": 4, "sub_block_length": 1}),
+        ("mdlm", {}),
+        ("smdm", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:block_length is")
+def test_a_likely_mask_leaves_the_choice_among_the_other_tokens(family: str, own: dict[str, Any]) -> None:
+    """At a low temperature the probabilities of all of them round to 0 beside it."""
+    model = tiny(family)
+    mask = model.config.mask_token_id
+
+    def with_mask(height: float) -> list[int]:
+        def raised(step: int, canvas: Tensor, logits: Tensor) -> Tensor:
+            if mask >= logits.shape[-1]:  # SMDM's, which has no logit
+                return logits
+            return logits.index_copy(-1, torch.tensor([mask]), logits.amax(-1, keepdim=True) + height)
+
+        run = dlm_lens.denoise(model, [[5, 6, 7]], gen_length=6, temperature=0.1, on_logits=raised, **own)
+        return run.tokens[0].tolist()
+
+    assert with_mask(12.0) == with_mask(-50.0)
+
+
 def test_sampling_follows_the_softmax_at_its_temperature(model: PreTrainedModel) -> None:
     temperature, rows = 3.0, 1500
     prompt = [[1, 2, 3]] * rows

@@ -14,6 +14,7 @@ from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Select, SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
+from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
 from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, known_remasking, not_negative
 
@@ -120,7 +121,7 @@ class DreamPropose(nn.Module):
     def __init__(self, settings: DreamSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
         self.settings, self.noise, self.rule = settings, noise, settings.remasking
-        self.never = None if reference_quirks else ids.mask
+        self.never = [] if reference_quirks else [ids.mask]
 
     def forward(
         self,
@@ -135,20 +136,15 @@ class DreamPropose(nn.Module):
             logits = logits / settings.temperature
         if settings.top_p is not None or settings.top_k is not None:
             # [MASK] leaves before the filter, which may keep nothing else.
-            logits = self._written(logits, -torch.inf)
-        likely = filtered(logits, settings.top_p, settings.top_k).softmax(-1)
-        choice = self._written(likely, 0.0)
+            logits = without(logits, self.never)
+        kept = filtered(logits, settings.top_p, settings.top_k)
+        # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
+        likely, choice = kept.softmax(-1), without(kept, self.never).softmax(-1)
         chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
         if self.rule != "origin":
             confidence = confidence.masked_scatter(evaluated, self._confidence(likely, chosen).float())
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
-
-    def _written(self, values: Float[Tensor, "n d_vocab"], nothing: float) -> Float[Tensor, "n d_vocab"]:
-        """The values with `nothing` for [MASK], which may not be proposed."""
-        if self.never is None:
-            return values
-        return values.index_fill(-1, torch.tensor([self.never], device=values.device), nothing)
 
     def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
         if self.rule == "topk_margin":

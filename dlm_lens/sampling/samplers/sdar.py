@@ -136,8 +136,9 @@ class SdarPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        likely = self._filtered(logits).softmax(-1)
-        choice = likely.index_fill(-1, torch.tensor(self.never, dtype=torch.long, device=likely.device), 0.0)
+        kept = self._filtered(logits)
+        # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
+        likely, choice = kept.softmax(-1), without(kept, self.never).softmax(-1)
         chosen = self.noise.tokens(choice, evaluated, eligible) if self.temperature > 0 else choice.argmax(-1)
         if self.by_entropy:
             found = -torch.special.entr(likely).sum(-1)
