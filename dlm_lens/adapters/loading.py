@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def load(
     family = family_of(values["model_type"])
     config_class, model_class = family.layouts[values["model_type"]]
     given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
-    values |= _given(family, str(path_or_hub_name), values, given | {"sampler": sampler})
+    values |= known_values(family, str(path_or_hub_name), values, given | {"sampler": sampler})
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)
     place = str(Path(source).parent) if Path(source).is_file() else source
@@ -137,29 +138,32 @@ def load(
     return model
 
 
-def _given(family: Family, name: str, values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def known_values(
+    family: Family, name: str, values: Mapping[str, Any], given: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """The values of the config that the caller gave, or that are known by the checkpoint's name.
 
     Args:
         family: of the checkpoint.
         name: of the checkpoint.
         values: of its config.json.
-        given: special ids and sampler of the caller, None for those that were not given.
+        given: special ids and sampler of the caller; None, or nothing, for those that were not given.
 
     Raises:
         ValueError: a mask token for a family that has none.
     """
-    if not family.has_mask_token and given["mask_token_id"] is not None:
+    if not family.has_mask_token and given.get("mask_token_id") is not None:
         raise ValueError(
             f"mask_token_id is {given['mask_token_id']}, and {family.name} has no mask token: its positions hold "
             "random tokens until they are decided; leave mask_token_id out"
         )
+    chosen = given.get("sampler") or values.get("sampler")
+    own = family.hub_samplers.get(name) or next(iter(family.samplers))
     known: dict[str, Any] = {}
-    if values.get("sampler") is None and given["sampler"] is None:
-        known = {
-            "sampler": family.hub_samplers.get(name),
-            "trained_block_length": family.hub_block_lengths.get(name),
-        }
+    if chosen is None:
+        known["sampler"] = family.hub_samplers.get(name)
+    if chosen in (None, own) and values.get("trained_block_length") is None:
+        known["trained_block_length"] = family.hub_block_lengths.get(name)
     return {name: value for name, value in {**given, **known}.items() if value is not None}
 
 

@@ -7,7 +7,7 @@ import torch
 
 from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
-from dlm_lens.adapters.loading import finish_model, prepare_config
+from dlm_lens.adapters.loading import finish_model, known_values, prepare_config
 from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.adapters.registry import family_of, model_type_of
 from dlm_lens.arguments import check_values
@@ -88,6 +88,7 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
     values = config_values(embedded_path(source), {})
     values["model_type"] = model_type_of(values, source)
     family = family_of(values["model_type"])
+    values |= known_values(family, source, values)
     config_class, model_class = family.layouts[values["model_type"]]
     config = built_config(config_class, values, f"the config.json of {source}")
     prepare_config(config, family)

@@ -11,6 +11,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions, mask_top_sinks
 from dlm_lens.sampling.block_network import block_causal
+from dlm_lens.sampling.run_plan import plan_run
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -186,6 +187,17 @@ def test_released_block_checkpoints_are_known_by_name(tmp_path: Path, monkeypatc
     tiny("a2d_qwen3").save_pretrained(tmp_path / other)
     model = dl.load(other)
     assert (model.config.sampler, model.sampler_defaults["block_length"]) == ("dllm_blocks", 4)
+    former = "dllm-collection/Qwen2.5-Coder-0.5B-Instruct-diffusion-bd3lm-v0.1"
+    (tmp_path / former).mkdir(parents=True)
+    tiny("a2d_qwen3", model_type="a2d-qwen2").save_pretrained(tmp_path / former)
+    assert dl.load(former).sampler_defaults["block_length"] == 32
+    assert dl.load(former).config.sampler == "dllm_blocks"
+    # Naming the sampler that it has anyway does not change the length of its blocks.
+    assert dl.load(other, sampler="dllm_blocks").sampler_defaults["block_length"] == 4
+    assert dl.load(other, sampler="dllm").sampler_defaults["block_length"] == 128
+    # A plan is that of the run: four blocks of two steps, each of which sees the canvas up to its block's end.
+    plan = plan_run(other, prompt_length=2, gen_length=16, steps_per_block=2)
+    assert plan.steps == dl.denoise(model, [[1, 2]], gen_length=16, steps_per_block=2).steps == 8
 
 
 def test_what_cannot_be() -> None:

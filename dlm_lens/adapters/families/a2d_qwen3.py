@@ -63,6 +63,11 @@ BLOCK_LENGTHS = {
 }
 """Released block diffusion checkpoints -> the length of the blocks of their training."""
 
+_BY_NAME = BLOCK_LENGTHS | {
+    name.replace("dllm-hub/", "dllm-collection/"): length for name, length in BLOCK_LENGTHS.items()
+}
+"""The same, with the former name of dllm's organisation, from which the hub redirects."""
+
 FAMILY = Family(
     name="a2d_qwen3",
     layouts={
@@ -76,8 +81,8 @@ FAMILY = Family(
         "dllm-hub/Qwen2.5-Coder-0.5B-Instruct-diffusion-mdlm-v0.1",
         *BLOCK_LENGTHS,
     ),
-    hub_samplers=dict.fromkeys(BLOCK_LENGTHS, "dllm_blocks"),
-    hub_block_lengths=BLOCK_LENGTHS,
+    hub_samplers=dict.fromkeys(_BY_NAME, "dllm_blocks"),
+    hub_block_lengths=_BY_NAME,
     # The tokenizer gets <|mask|> as its next free id, which is another one in Qwen2.5's; <|im_end|> ends the text.
     special_ids={151936: {"mask": 151669, "eos": 151645}},
     special_ids_of_types={
