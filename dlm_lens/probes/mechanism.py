@@ -203,6 +203,10 @@ def sink_mechanism(
     def compared(hook: Hook) -> Comparison:
         return Comparison(plain, denoise(model, prompts, seed=seed, hooks=[hook], **settings), (repr(hook),))
 
+    def later(pair: Comparison) -> Float[Tensor, "batch position"]:
+        # A run that decodes more blocks than the plain one has more positions, which are in no relation to it.
+        return pair.step_change[:, : plain.tokens.shape[1]]
+
     without = replayed(known)
     with_sinks = compared(own)
     others = [compared(mask_random(like=own, seed=s)) for s in controls]
@@ -214,8 +218,8 @@ def sink_mechanism(
         confidence_control=torch.stack(
             [replayed(mask_random(like=known, seed=s)).confidence_change for s in controls]
         ).mean(0),
-        later=with_sinks.step_change,
-        later_control=torch.stack([other.step_change for other in others]).mean(0),
+        later=later(with_sinks),
+        later_control=torch.stack([later(other) for other in others]).mean(0),
         tokens_changed=torch.stack([with_sinks.tokens_changed.float(), _mean_changed(others)]),
         rule=sinks.rule,
         controls=tuple(controls),

@@ -161,3 +161,24 @@ def test_a_cache_has_a_mechanism_too() -> None:
     assert any(found.run.computed)
     assert found.dependence[found.predicted].isfinite().all()
     assert found.confidence[found.predicted].isfinite().all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 7])
+def test_controls_may_decode_other_numbers_of_blocks(seed: int) -> None:
+    """A row ends with the block that holds its end of the text, which a hook may move."""
+    model = tiny("a2d_qwen3", seed=seed, sampler="dllm_blocks", eos_token_id=5)
+    with torch.no_grad():
+        model.lm_head.weight[5] *= 3
+    settings: dict[str, Any] = {"gen_length": 10, "temperature": 1.0, "block_length": 2, "seed": seed}
+    prompt = [[20, 21, 22, 23]]
+    found = sink_mechanism(model, prompt, dl.AboveMean(0.2), **settings)
+    shape = found.run.tokens.shape
+    assert found.later.shape == found.later_control.shape == shape
+    lengths = {
+        dl.denoise(
+            model, prompt, hooks=[mask_random(like=mask_sinks(dl.AboveMean(0.2)), seed=s)], **settings
+        ).tokens.shape
+        for s in (0, 1, 2)
+    }
+    assert len(lengths) > 1
