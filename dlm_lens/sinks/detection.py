@@ -40,6 +40,7 @@ class Sinks(ShowsItself):
         sinks: how many of the keys, the last ones, are the model's learned sink tokens (token id -1 - i).
         tokenizer: decodes token ids; None if there is none.
         padding: how many keys of each row are padding on its left; None for none.
+        final_tokens: ids of the keys after the last step, on the batch and key axes among `dims`; None if unknown.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -59,13 +60,15 @@ class Sinks(ShowsItself):
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
     padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
+    final_tokens: Int[Tensor, "*batch key"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(self.is_sink.shape)
         if len(shape) != len(self.dims) or tuple(d for d in AXES if d in self.dims) != self.dims:
             raise ValueError(f"Sinks.is_sink has shape {list(shape)}, which does not fit the axes {self.dims}")
         rows = tuple(size for d, size in zip(self.dims, shape, strict=True) if d not in ("layer", "head"))
-        wanted = {"scores": shape, "threshold": shape, "tokens": rows, "masked": rows}
+        final = rows[1:] if "step" in self.dims else rows
+        wanted = {"scores": shape, "threshold": shape, "tokens": rows, "masked": rows, "final_tokens": final}
         for name, expected in wanted.items():
             given = getattr(self, name)
             if given is not None and tuple(given.shape) != expected:
@@ -245,6 +248,7 @@ def _detected(given: Received | KeyStatistic, detector: Detector) -> Sinks:
         sinks=given.sinks,
         padding=given.padding,
         tokenizer=given.tokenizer,
+        final_tokens=_squeeze(given.final_tokens, given, ("batch", "key")),
     )
 
 

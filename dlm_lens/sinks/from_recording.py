@@ -206,6 +206,7 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
         dims=tuple(axis for axis in AXES if axis != "head") if quantity == "max activation" else AXES,
         sinks=recording.sinks,
         tokenizer=recording.run.tokenizer,
+        final_tokens=_final(recording),
     )
 
 

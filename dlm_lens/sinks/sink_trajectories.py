@@ -418,7 +418,7 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
     context = {
         "tokens": with_all_axes(sinks.tokens, sinks.dims, ("step", "batch", "key")),
         "masked": with_all_axes(sinks.masked, sinks.dims, ("step", "batch", "key")),
-        "final_tokens": None,
+        "final_tokens": with_all_axes(sinks.final_tokens, sinks.dims, ("batch", "key")),
         **{name: getattr(sinks, name) for name in ("level", "layers", "queries", *_CARRIED)},
     }
     scores, entered = (with_all_axes(tensor, sinks.dims) for tensor in (sinks.scores, sinks.is_sink))

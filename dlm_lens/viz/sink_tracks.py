@@ -150,7 +150,10 @@ def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Tr
     content = (~_at(sinks.scores, sinks.dims, place).isnan()).any(0)
     if sinks.masked is not None:
         content = content | _at(sinks.masked, _rows(sinks), place).any(0)
-    tokens = None if sinks.tokens is None else _at(sinks.tokens, _rows(sinks), place)[-1].tolist()
+    final = None if sinks.tokens is None else _at(sinks.tokens, _rows(sinks), place)[-1]
+    if sinks.final_tokens is not None:
+        final = _at(sinks.final_tokens, _rows(sinks)[1:], place)
+    tokens = None if final is None else final.tolist()
     padding = 0 if sinks.padding is None else int(sinks.padding[row])
     return _track(sinks, place, content.nonzero().flatten().tolist(), tokens).from_first_token(padding)
 

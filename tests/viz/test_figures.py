@@ -243,6 +243,23 @@ def test_tokens_beside_the_positions_are_those_of_the_largest(received):
     assert [t.get_text() for t in right.get_yticklabels()] == [token_label(HOSTILE[1]), token_label(HOSTILE[8])]
 
 
+def test_a_position_that_the_last_step_decides_has_its_final_token(received):
+    values, masked = torch.ones_like(received.values), received.masked.clone()
+    values[..., 9] = 9.0
+    masked[-1, :, 9] = True
+    masked_until_the_end = replace(
+        received, values=values, masked=masked, tokens=received.final_tokens.where(~masked, torch.tensor(99))
+    )
+    rule = AboveMean(3.0)
+    sinks = find_sinks(masked_until_the_end, rule)
+    # Row 1 begins after three positions of padding.
+    for given, detector in ((masked_until_the_end, rule), (sinks, None), (trajectories(sinks), None)):
+        for row, position in ((0, 9), (1, 6)):
+            right = sink_positions(given, detector, layer=4, head=1, row=row).axes[0].child_axes[0]
+            assert right.get_yticks().tolist() == [position]
+            assert [t.get_text() for t in right.get_yticklabels()] == ["9"]
+
+
 @pytest.mark.filterwarnings("error")
 def test_hostile_tokens_and_titles_render_without_warnings(received):
     received = replace(received, tokenizer=Hostile())
