@@ -25,7 +25,8 @@ class Track:
     Keys count from the row's first token.
 
     Args:
-        largest: the key with the highest score at each step; -1 where no key has one.
+        largest: the key with the highest score at each step (of rules whose sinks have low scores, such as
+            `LowKeyNorm`, the lowest); -1 where no key has one.
         passes: whether that key is a sink.
         masked: which keys are open (masked, or holding a random token); None if unknown.
         content: the keys that are not padding.
@@ -37,6 +38,7 @@ class Track:
         defined: which steps have scores; a row that has ended has none.
         padding: number of padding positions before the row's first token.
         uniform_noise: whether open keys hold random tokens.
+        low: whether the rule's sinks have low scores.
     """
 
     largest: list[int]
@@ -51,6 +53,7 @@ class Track:
     defined: list[bool]
     padding: int = 0
     uniform_noise: bool = False
+    low: bool = False
 
     def from_first_token(self, padding: int) -> "Track":
         """The same track with keys that count from the row's first token instead of the canvas's."""
@@ -98,7 +101,9 @@ def row_blocks(run: DenoisingRun, row: int) -> list[tuple[int, int]]:
     return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
-def track_of(given: Source, detector: Detector | None, layer: int | None, head: int | None, row: int) -> Track:
+def track_of(
+    given: Source, detector: Detector | str | None, layer: int | None, head: int | None, row: int
+) -> Track:
     """The track of one layer, head and row.
 
     Raises:
@@ -122,7 +127,7 @@ def track_of(given: Source, detector: Detector | None, layer: int | None, head: 
     return _track(found, {}, shown.content.tolist(), shown.final).from_first_token(padding)
 
 
-def trajectories_of(given: Source, detector: Detector | None) -> Trajectories:
+def trajectories_of(given: Source, detector: Detector | str | None) -> Trajectories:
     """The trajectories of the sinks, by the same rule as `track_of`.
 
     Raises:
@@ -161,7 +166,8 @@ def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Tr
 def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list[int] | None) -> Track:
     scores = _at(sinks.scores, sinks.dims, place)
     is_sink = _at(sinks.is_sink, sinks.dims, place)
-    largest = scores.nan_to_num(nan=-torch.inf).argmax(-1)
+    low = sinks.detector.low_is_sink
+    largest = (-scores if low else scores).nan_to_num(nan=-torch.inf).argmax(-1)
     passes = is_sink.gather(-1, largest[:, None]).squeeze(-1)
     return Track(
         largest=largest.masked_fill(scores.isnan().all(-1), -1).tolist(),
@@ -175,6 +181,7 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
         sinks=sinks.sinks,
         defined=(~scores.isnan()).any(-1).tolist(),
         uniform_noise=holds_random_tokens(sinks.tokens, sinks.masked),
+        low=low,
     )
 
 

@@ -97,6 +97,22 @@ def notes(axes):
     return [text.get_text() for text in axes.texts if text.get_gid() == "note"]
 
 
+def test_sinks_of_low_scores_are_at_the_lowest(received):
+    norms = KeyStatistic(1 / received.values, "key norm", layers=(5, 7))
+    sinks = find_sinks(norms, LowKeyNorm(0.5))
+    for layer, head in ((5, 0), (5, 1), (7, 2)):
+        figure = dl.viz.sink_positions(sinks, layer=layer, head=head)
+        scores = norms.values[:, 0, (5, 7).index(layer), head]
+        passes = scores.amin(-1) < 0.5 * scores.median(-1).values
+        points = {c.get_gid(): c.get_offsets().tolist() for c in figure.axes[0].collections if c.get_gid()}
+        assert sorted(points["sink"] + points["largest"]) == [[t, int(scores[t].argmin())] for t in range(STEPS)]
+        assert [int(t) for t, _ in points["sink"]] == passes.nonzero().flatten().tolist()
+        assert notes(figure.axes[0]) == ([] if bool(passes.any()) else ["no sink by the rule at any step"])
+        assert figure.axes[0].get_title(loc="left").startswith("Position with the lowest score")
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert legend[:2] == ["lowest, a sink by the rule", "lowest, no sink"]
+
+
 def test_an_empty_figure_says_so(received):
     some = dl.viz.sink_positions(received, RULE, layer=5, head=1)
     none = dl.viz.sink_positions(received, dl.AboveMean(50.0), layer=5, head=1)

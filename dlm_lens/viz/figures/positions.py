@@ -1,7 +1,7 @@
 """`sink_positions`: where the largest sink is at every step (2510.15731, Figure 7), of one or several models."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool
@@ -30,7 +30,7 @@ SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
 
 def sink_positions(
     sinks: Received | Recording | Sinks | Trajectories,
-    detector: Detector | None = None,
+    detector: Detector | str | None = None,
     *,
     layer: int | Literal["moving"] | None = "moving",
     head: int | Literal["moving"] | None = "moving",
@@ -41,8 +41,9 @@ def sink_positions(
 ) -> Figure:
     """Position of the key with the highest score at every step: filled where it is a sink, hollow where it is not.
 
-    After Figure 7 of 2510.15731. Shaded cells are masked at that step. The labels on the right are the final tokens
-    of the positions that hold the largest sink at some step. Positions count from the prompt's first token.
+    After Figure 7 of 2510.15731; of a rule whose sinks have low scores (`LowKeyNorm`), the key with the lowest one.
+    Shaded cells are masked at that step. The labels on the right are the final tokens of the positions that have the
+    mark at some step. Positions count from the prompt's first token.
 
     Args:
         sinks: from `received_over_steps`, a recording with ReceivedAttention, `Sinks` with a step axis, or
@@ -63,8 +64,6 @@ def sink_positions(
         ValueError: an unknown layer, head or row, a layer without a head or the reverse, another level, another
             number of blocks than steps, rewritten tokens of other steps, or no head with a sink.
     """
-    if revised is None and isinstance(sinks, Recording):
-        revised = sinks.run.revised[:, row]
     chosen = layer == head == "moving"
     if layer == "moving" or head == "moving":
         if not chosen:
@@ -72,6 +71,8 @@ def sink_positions(
         layer, head = most_moving(trajectories_of(sinks, detector), row)
     track = track_of(sinks, detector, layer, head, row)
     steps, positions = len(track.largest), len(track.content)
+    if revised is None and isinstance(sinks, Recording):
+        revised = sinks.run.revised[:, row]
     rewritten = track.marks(revised)
     if blocks is not None and len(blocks) != steps:
         raise ValueError(f"{len(blocks)} blocks for {steps} steps; give one (start, stop) per step, run.spans")
@@ -81,7 +82,7 @@ def sink_positions(
     explain_tracks(figure, [track], blocks=bool(blocks), revised=bool(rewritten))
     sentences = [
         *([title] if title else []),
-        "Position with the highest score",
+        _what([track]),
         f"rule: {track.rule}",
         level_label(track.level, layer, head) + ", whose sinks move most" * chosen,
         f"{counted_keys(positions, track.sinks)}, {sum(track.defined)} steps, n = 1 sequence (row {row})",
@@ -93,7 +94,7 @@ def sink_positions(
 
 def sink_positions_by_model(
     models: Mapping[str, Source],
-    detector: Detector | None = None,
+    detector: Detector | str | None = None,
     *,
     heads: Mapping[str, tuple[int | None, int | None]],
     rows: Mapping[str, int] | None = None,
@@ -146,7 +147,7 @@ def sink_positions_by_model(
     explain_tracks(figure, list(tracks.values()), blocks=bool(blocks), revised=edits)
     sentences = [
         *([title] if title else []),
-        "Position with the highest score",
+        _what(list(tracks.values())),
         *dict.fromkeys(f"rule: {track.rule}" for track in tracks.values()),
         "n = 1 sequence per model",
     ]
@@ -273,11 +274,11 @@ def _name_axes(axes: Axes, track: Track, height: float) -> None:
 
 def explain_tracks(figure: Figure, tracks: Sequence[Track], *, blocks: bool, revised: bool = False) -> None:
     """Draw a legend of the marks that can occur."""
+    point: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 4}
+    key = "/".join(dict.fromkeys("lowest" if track.low else "largest" for track in tracks))
     handles: list[Artist] = [
-        Line2D([], [], linestyle="", marker="o", markersize=4, color=SINK, label="largest, a sink by the rule"),
-        Line2D(
-            [], [], linestyle="", marker="o", markersize=4, color=LARGEST, mfc="white", label="largest, no sink"
-        ),
+        Line2D([], [], color=SINK, label=f"{key}, a sink by the rule", **point),
+        Line2D([], [], color=LARGEST, mfc="white", label=f"{key}, no sink", **point),
     ]
     if any(track.masked is not None for track in tracks):
         label = open_label(*(track.uniform_noise for track in tracks))
@@ -288,6 +289,12 @@ def explain_tracks(figure: Figure, tracks: Sequence[Track], *, blocks: bool, rev
         mark = Line2D([], [], linestyle="", marker="x", markersize=4, color="black", label="token rewritten")
         handles.append(mark)
     figure.legend(handles=handles, loc="outside lower left", ncols=4 + revised, fontsize=7, frameon=False)
+
+
+def _what(tracks: Sequence[Track]) -> str:
+    """What the marks are, for captions."""
+    extreme = dict.fromkeys("lowest" if track.low else "highest" for track in tracks)
+    return f"Position with the {' or '.join(extreme)} score"
 
 
 def _name_tokens(axes: Axes, track: Track, spacing: float) -> None:
