@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from dlm_lens.recording import ReceivedAttention, record
 from dlm_lens.sinks import AboveMean, AttentionShare, Received, TopK, find_sinks, received_of, trajectories
 from dlm_lens.testing import tiny
-from dlm_lens.viz import incoming_attention, row_blocks, sink_positions
+from dlm_lens.viz import incoming_attention, row_blocks, score_distribution, sink_positions, sink_strength
 from dlm_lens.viz.figures.labels import caption, token_label, token_labels
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import find_plot
@@ -258,6 +258,19 @@ def test_a_position_that_the_last_step_decides_has_its_final_token(received):
             right = sink_positions(given, detector, layer=4, head=1, row=row).axes[0].child_axes[0]
             assert right.get_yticks().tolist() == [position]
             assert [t.get_text() for t in right.get_yticklabels()] == ["9"]
+
+
+def test_a_rule_may_be_a_text_and_a_row_that_is_not_there_is_refused():
+    rec = record(tiny("llada"), [[*range(5, 17)]], [ReceivedAttention()], gen_length=4)
+    rule = AboveMean(0.5)
+    for draw in (
+        lambda given: score_distribution(rec, detector=given),
+        lambda given: sink_strength(rec, given),
+        lambda given: sink_positions(rec, given, layer=0, head=0),
+    ):
+        assert rendered(draw("above-mean:0.5")) == rendered(draw(rule)) != rendered(draw("above-mean:2"))
+    with pytest.raises(ValueError, match="row 3 is not among the rows 0"):
+        sink_positions(rec, rule, layer=0, head=0, row=3)
 
 
 @pytest.mark.filterwarnings("error")

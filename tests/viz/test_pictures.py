@@ -143,6 +143,12 @@ def test_maps_hold_the_patterns_and_mark_the_sinks(model, recording, head):
     rendered(figure)
 
 
+def test_maps_name_the_scale_of_the_rule(model, recording):
+    for rule, scale in (("attention-share:0.1", "share of attention"), ("above-mean:1", "relative to uniform")):
+        figure = dl.viz.attention_maps(model, recording.run, steps=(0,), layer=0, head=0, detector=rule)
+        assert f"; scale: {scale}" in figure.get_suptitle().replace("\n", " ")
+
+
 def test_a_causal_map_shows_what_cannot_be_seen_as_such():
     network = tiny("causal")
     run = denoise(network, TEXTS[0], gen_length=6)

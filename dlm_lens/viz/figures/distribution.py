@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Detector, Received
+from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.sinks.statistics import ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, level_label
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -29,7 +30,7 @@ def score_distribution(
     layer: int | None = None,
     head: int | None = None,
     parts: int = 4,
-    detector: Detector | None = None,
+    detector: Detector | str | None = None,
     title: str = "",
 ) -> Figure:
     """Share of keys whose score is at least x, on logarithmic axes, for early to late steps.
@@ -50,7 +51,7 @@ def score_distribution(
         TypeError: neither a `Received` nor a `Recording`.
         ValueError: an unknown layer or head, a number of parts out of range, or a rule that reads hidden states.
     """
-    received, rule = as_received(received), AboveMean(3.0) if detector is None else detector
+    received, rule = as_received(received), AboveMean(3.0) if detector is None else as_detector(detector)
     level_of(layer, head)
     if not 1 <= parts <= len(DASHES):
         raise ValueError(f"parts is {parts}; it is 1 to {len(DASHES)}")

@@ -18,6 +18,7 @@ from torch import Tensor
 from dlm_lens.attention import HookLike
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
+from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
 from dlm_lens.viz.figures.labels import PLAIN, caption, counted_keys, level_label, open_label, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -40,7 +41,7 @@ def attention_maps(
     head: int | None,
     row: int = 0,
     hooks: Sequence[HookLike] = (),
-    detector: Detector | None = None,
+    detector: Detector | str | None = None,
     title: str = "",
 ) -> Figure:
     """Attention A_ij of query i (down) on key j (across) at a few steps side by side, with the sinks marked.
@@ -67,7 +68,7 @@ def attention_maps(
     """
     if not 1 <= len(steps) <= MOST_MAPS:
         raise ValueError(f"{len(steps)} steps; give one to {MOST_MAPS}")
-    rule = AboveMean(3.0) if detector is None else detector
+    rule = AboveMean(3.0) if detector is None else as_detector(detector)
     shots = [snapshot(model, run, step=int(step), layer=layer, row=row, hooks=hooks) for step in steps]
     heads = shots[0].pattern.shape[0]
     maps = [_of_head(shot, head, heads) for shot in shots]
@@ -99,7 +100,7 @@ def attention_maps(
         "Attention maps",
         level,
         *([f"under {', '.join(shots[0].hooks)}"] if shots[0].hooks else []),
-        f"rule: {rule} on received attention relative to uniform",
+        f"rule: {rule}; scale: {shots[0].received().read(rule.quantity)[1]}",
         f"{' / '.join(counts)}, n = 1 sequence (row {row})",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)

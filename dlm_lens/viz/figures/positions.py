@@ -42,8 +42,8 @@ def sink_positions(
     """Position of the key with the highest score at every step: filled where it is a sink, hollow where it is not.
 
     After Figure 7 of 2510.15731; of a rule whose sinks have low scores (`LowKeyNorm`), the key with the lowest one.
-    Shaded cells are masked at that step. The labels on the right are the final tokens of the positions that have the
-    mark at some step. Positions count from the prompt's first token.
+    Shaded cells are masked at that step. The labels on the right are the final tokens of the marked positions.
+    Positions count from the prompt's first token.
 
     Args:
         sinks: from `received_over_steps`, a recording with ReceivedAttention, `Sinks` with a step axis, or

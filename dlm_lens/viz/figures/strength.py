@@ -8,6 +8,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
+from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.viz.figures.labels import PLAIN, caption
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
@@ -18,7 +19,7 @@ UNDEFINED = "#d9d9d9"
 
 
 def sink_strength(
-    sinks: SinkProfile | Received | Recording, detector: Detector | None = None, *, title: str = ""
+    sinks: SinkProfile | Received | Recording, detector: Detector | str | None = None, *, title: str = ""
 ) -> Figure:
     """Score of the main sink per layer (down) and head (across), mean over steps, and sinks per layer.
 
@@ -39,7 +40,8 @@ def sink_strength(
             raise TypeError(f"this profile was made by {sinks.detector}; a detector goes with a Received")
         profile = sinks
     else:
-        profile = sink_profile(as_received(sinks), detector)
+        rule = None if detector is None else as_detector(detector)
+        profile = sink_profile(as_received(sinks), rule)
     layers, heads = profile.score.shape
     width = min(13.0, max(6.4, 0.3 * heads + 4.2))
     figure = NotebookFigure(figsize=(width, min(10.0, max(3.0, 0.24 * layers + 1.6))), layout="constrained")
