@@ -217,6 +217,22 @@ def test_a_recording_of_one_prompt_is_shown_without_a_pass(monkeypatch):
     assert received.values.equal(recording.received)
 
 
+@pytest.mark.parametrize("part", [{"layer": [1]}, {"head": [1, 3]}, {"head": [0, 1]}], ids=str)
+def test_a_recording_of_some_layers_or_heads_is_made_again_with_all(part):
+    model = tiny("llada")
+    whole = dl.record(model, [[*range(5, 17)]], gen_length=4, seed=2, temperature=0.5)
+    explorer = dl.viz.explore(model, whole.select(**part))
+    assert explorer.received.values.equal(received_of(whole).values)
+    explorer.select(step=2, layer=1, head=3)
+    explorer.hide(4)
+    for twin, name in ((explorer.twin_received, "twin"), (explorer.received, "recording")):
+        assert twin.layers == (0, 1)
+        space = {"model": model}
+        exec(explorer.code, space)  # noqa: S102  # our own code
+        assert received_of(space[name]).values.equal(twin.values)
+    assert space["received"].equal(explorer.twin_received.values[2, 0, 1, 3])
+
+
 def test_hooks_of_the_run_stay_in_the_twin():
     model = tiny("llada")
     own = mask_positions(0)
@@ -262,6 +278,13 @@ def test_the_code_computes_what_is_shown(name):
         torch.testing.assert_close(space["received"], shown.values[2, 0, 1, 3], equal_nan=True)
         lens = explorer.lens(twin=explorer.twin is not None)
         assert space["lens"].top_tokens.equal(lens.top_tokens)
+        pattern = torch.tensor(space["pattern"].pieces[0].props["attention"])
+        there = explorer.pattern(twin=explorer.twin is not None)
+        # The view has the learned sink's own row too, and no positions that are not decoded yet.
+        sinks = int(name == "sink_qwen")
+        seen = len(pattern) - sinks
+        keys = [*range(seen), *range(there.shape[1] - sinks, there.shape[1])]
+        torch.testing.assert_close(pattern[:seen], there[:seen, keys], rtol=0, atol=5.1e-5)
 
 
 def test_the_selection_is_read_and_set():

@@ -26,6 +26,7 @@ from dlm_lens.viz.exploring.sides import (
     Side,
     check_hooks_given,
     given_source,
+    has_all_scores,
     made_side,
     row_prompt,
 )
@@ -137,7 +138,8 @@ class Exploration:
         if self.source is None:
             return made_side(self.model, prompt, (), self.rule, self.progress)
         run, source = self.source
-        if source is not None and len(run.tokens) == 1 and not int(run.padding[0]):
+        alone = len(run.tokens) == 1 and not int(run.padding[0])
+        if source is not None and alone and has_all_scores(source, self.model):
             return Side(source, self.hooks, self.rule)
         side = made_side(self.model, prompt, (), self.rule, self.progress)
         count, first = int(run.row_steps[row]), int(run.padding[row])

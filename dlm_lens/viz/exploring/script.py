@@ -81,13 +81,12 @@ def _selected(exploration: Exploration, selection: Selection) -> list[str]:
         f"received = dl.received_of({name}).values[{step}, 0, {layer}, {head}]  # of every key",
     ]
     side = exploration.base if exploration.twin is None else exploration.twin
-    if not side.hooks:
-        where = f"step={step}, layer={selection.layer}, head={selection.head}"
-        lines.append(f"pattern = dl.viz.attention_pattern({name}.run, model, {where})")
+    hooks = ", hooks=hooks" if side.hooks else ""
+    where = f"step={step}, layer={selection.layer}, head={selection.head}"
+    lines.append(f"pattern = dl.viz.attention_pattern({name}.run, model, {where}{hooks})")
     position: Any = selection.position
     if position is not None:
         place = side.run.tokens.shape[1] + position.index if isinstance(position, SinkToken) else position
-        hooks = ", hooks=hooks" if side.hooks else ""
         call = f"dl.logit_lens(model, {name}.run, [{place}], steps=[{step}], controls=False{hooks})"
         lines.append(f"lens = {call}{'.hooked' if side.hooks else ''}")
     return lines

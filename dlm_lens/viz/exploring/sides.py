@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from dlm_lens.attention import HookLike, SinkToken
+from dlm_lens.attention import HookLike, SinkToken, attention_blocks
 from dlm_lens.recording import ReceivedAttention, Recorder, Recording
 from dlm_lens.sampling import DenoisingRun, RunObserver, algorithms, denoise
 from dlm_lens.sinks import Detector, Level, Received
@@ -200,6 +200,20 @@ def given_source(given: Any) -> tuple[DenoisingRun, Any] | None:
         Subject.of(given, 0)
         return given[1], given
     return None
+
+
+def has_all_scores(source: Any, model: Any) -> bool:
+    """Whether a source has what a twin has: every head of every layer, of all queries, relative to uniform."""
+    subject = Subject.of(source, 0)
+    received = subject.received
+    layers, heads = len(attention_blocks(model)), model.config.num_attention_heads
+    return (
+        received.layers[:layers] == tuple(range(layers))
+        and received.level == "head"
+        and len(subject.heads) >= heads
+        and subject.heads == tuple(range(len(subject.heads)))
+        and (received.queries, received.scale) == ("all", "relative to uniform")
+    )
 
 
 def row_prompt(run: DenoisingRun, row: int, hooks: tuple[HookLike, ...]) -> Prompt:
