@@ -212,6 +212,12 @@ class PlotOptions:
             return strongest(received)
         return most_moving(trajectories(received, self.rule), self.row)
 
+    def place_in_model(self) -> tuple[int | None, int | None]:
+        """`place` for pictures that run the model: a head picked in some recorded heads has its own index."""
+        layer, head = self.place()
+        picked, heads = self.layer is None and self.head is None, self.recording.heads
+        return layer, heads[head] if picked and heads is not None and head is not None else head
+
     def one_layer(self) -> int:
         """The layer of `place`, which must not be a mean.
 
@@ -224,12 +230,12 @@ class PlotOptions:
         return layer
 
     def one_head(self) -> tuple[int, int]:
-        """Layer and head of `place`, which must not be means.
+        """Layer and head of `place_in_model`, which must not be means.
 
         Raises:
             ValueError: one is.
         """
-        layer, head = self.place()
+        layer, head = self.place_in_model()
         if layer is None or head is None:
             raise ValueError("this picture is of one head; give --layer and --head, or neither for the strongest")
         return layer, head
@@ -238,11 +244,14 @@ class PlotOptions:
         """The one step that is given; the middle of the row's steps by default.
 
         Raises:
-            ValueError: several are given.
+            ValueError: several are given, or one that the row did not run.
         """
         if len(self.steps) > 1:
             raise ValueError(f"this picture is of one step, not of {', '.join(map(str, self.steps))}")
-        return self.steps[0] if self.steps else self.row_steps // 2
+        step = self.steps[0] if self.steps else self.row_steps // 2
+        if not 0 <= step < self.row_steps:
+            raise ValueError(f"step {step}: the steps of row {self.row} go from 0 to {self.row_steps - 1}")
+        return step
 
     @property
     def row_steps(self) -> int:

@@ -59,6 +59,19 @@ def test_the_head_is_the_strongest_one_unless_told(files):
     assert find_sinks(options.received, options.rule).detector.eps == 3.0
 
 
+def test_a_head_picked_in_some_recorded_heads_is_that_head_of_the_model(files):
+    from dlm_lens import Recording
+
+    recording = Recording.load(files / "rec")
+    for heads in ([1, 3], [2], [3, 0]):
+        options = PlotOptions({"rec": recording.select(head=heads)})
+        values = recording.received.nan_to_num(nan=0).amax(-1).mean((0, 1))[:, heads]
+        layer, place = divmod(int(values.argmax()), len(heads))
+        assert options.place() == (layer, place)
+        assert options.one_head() == options.place_in_model() == (layer, heads[place])
+        assert PlotOptions(options.recordings, layer=1, head=3).one_head() == (1, 3)
+
+
 def test_list_names_every_kind():
     result, _ = plot("list")
     assert result.exit_code == 0
@@ -85,6 +98,8 @@ def test_list_names_every_kind():
         (["sink-positions", "rec", "--layer", "first"], "--layer is 'first'; give an index, or mean"),
         (["sink-positions", "rec", "--layer", 9, "--head", 0], "layer 9 is not among the layers 0, 1"),
         (["attention-pattern", "rec", "--layer", "mean"], "is of one head"),
+        (["lens-table", "rec", "--steps", 3], "step 3: the steps of row 0 go from 0 to 2"),
+        (["lens-table", "rec", "--steps", -1], "step -1: the steps of row 0 go from 0 to 2"),
         (["sinks-over-eps", "rec", "--detector", "top-k:2"], r"marks an eps of above-mean; TopK(k=2) has none"),
     ],
 )
