@@ -1,6 +1,7 @@
 """`dlm-lens plot`: one picture of a recording, in a file."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,16 +66,26 @@ def plot_command(
     from dlm_lens.viz.plot_options import PlotOptions
     from dlm_lens.viz.plot_registry import write_plot
 
-    loaded: dict[str, Recording] = {}
-    for path in recordings:
-        part = Recording.load(path)
-        label = Path(part.model).name or path.name
-        loaded[label if label not in loaded else f"{label} ({path.name})"] = part
+    parts = [Recording.load(path) for path in recordings]
+    loaded = dict(zip(labels_of([part.model for part in parts], recordings), parts, strict=True))
     written = write_plot(name, PlotOptions(loaded, title, **options), file)
     if as_json:
         show_json({"file": str(written)})
     else:
         echo(str(written))
+
+
+def labels_of(models: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    """A label for every recording, all different: its model, and as much of its path as that needs."""
+    names = [Path(model).name or path.name for model, path in zip(models, paths, strict=True)]
+    beside = (
+        [""] * len(paths),
+        [f" ({path.name})" for path in paths],
+        [f" ({path})" for path in paths],
+        [f" ({path}, {place})" for place, path in enumerate(paths)],
+    )
+    found = [[f"{name}{more}" for name, more in zip(names, one, strict=True)] for one in beside]
+    return next(labels for labels in found if len(set(labels)) == len(labels))
 
 
 def _declare_options(command: Any) -> None:

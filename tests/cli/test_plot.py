@@ -72,6 +72,25 @@ def test_a_head_picked_in_some_recorded_heads_is_that_head_of_the_model(files):
         assert PlotOptions(options.recordings, layer=1, head=3).one_head() == (1, 3)
 
 
+def test_every_recording_has_its_own_panel_and_label(files, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "dlm_lens.viz.plot_registry.write_plot", lambda _, options, out: drawn.append(options) or out
+    )
+    copies = [tmp_path / name / "rec" for name in "abc"]
+    for copy in copies:
+        copy.parent.mkdir()
+        copy.symlink_to(files / "rec")
+    for given in ([files / "rec", files / "norms"], copies, [*copies, copies[0]]):
+        result, error = plot("sink-positions", *given, "-o", tmp_path / "x.png")
+        assert (result.exit_code, error) == (0, "")
+        labels, parts = list(drawn[-1].recordings), list(drawn[-1].recordings.values())
+        assert len(labels) == len(given)
+        for label, part, path in zip(labels, parts, given, strict=True):
+            assert set(part.specs) == ({"value_norm"} if path.name == "norms" else set(parts[0].specs))
+            assert (path.name if len(given) == 2 else str(path)) in label
+
+
 def test_list_names_every_kind():
     result, _ = plot("list")
     assert result.exit_code == 0
