@@ -9,6 +9,10 @@ PHRASES = (
     (r"ReceivedAttention\(queries='(\w+)'\)", r"--reducers received:\1"),
     (r"pass (the right )?(\w+_token_id)= to dlm_lens\.load", r"put \1\2 into its config.json"),
     (r"take a part, such as recording\.select\(.*\)$", "record fewer steps or shorter answers"),
+    (
+        r"give find_sinks a KeyStatistic \(key_statistic_over_steps\) instead of received attention",
+        "give --detector a rule of received attention, such as above-mean:3",
+    ),
     (r"pass revision= one of the cached commits \(", "give the directory of a cached commit ("),
 )
 """Advice for Python -> advice for a command line."""

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import dlm_lens as dl
 from dlm_lens.cli import app as cli
+from dlm_lens.cli.errors import as_command_line
 from dlm_lens.cli.recordings import detector_of, load_recording
 from dlm_lens.features import load_sae, save_sae
 from dlm_lens.probes import (
@@ -58,6 +59,30 @@ def test_sinks_are_those_of_the_library(saved: Any) -> None:
     assert "queries: masked" in masked["rule"]
     assert "level: layer" in masked["rule"]
     assert "LowKeyNorm(below=0.9)" in printed("sinks", path, "--detector", "low-key-norm:0.9")["rule"]
+
+
+@pytest.mark.parametrize("command", ["sinks", "norms"])
+def test_a_rule_of_hidden_states_takes_no_queries_and_no_other_level(saved: Any, command: str) -> None:
+    path, *_ = saved
+    rule = [command, path, "--detector", "low-key-norm:0.9"]
+    for option, value, sentence in (
+        ("--queries", "masked", "--queries masked: low-key-norm:0.9 reads hidden states"),
+        ("--level", "layer", "--level layer: low-key-norm:0.9 finds the sinks of each head; leave --level out"),
+    ):
+        if (command, option) != ("norms", "--queries"):
+            with pytest.raises(ValueError, match=sentence):
+                CliRunner().invoke(cli.app, [*rule, option, value], catch_exceptions=False)
+
+
+def test_a_rule_that_a_picture_cannot_take_is_named_by_its_option(saved: Any) -> None:
+    path, *_ = saved
+    arguments = ["plot", "sink-strength", path, "--detector", "low-key-norm"]
+    result = CliRunner().invoke(cli.app, arguments)
+    sentence = as_command_line(str(result.exception), {"detector": "--detector"})
+    assert sentence == (
+        "this detector reads 'key norm', not attention; give --detector a rule of received attention, such as "
+        "above-mean:3"
+    )
 
 
 def test_norms_are_those_of_the_library(saved: Any) -> None:
