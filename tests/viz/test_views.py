@@ -12,7 +12,7 @@ from dlm_lens.sampling import denoise
 from dlm_lens.testing import tiny
 from dlm_lens.viz.attention_snapshot import snapshot
 from dlm_lens.viz.views import heads
-from dlm_lens.viz.views.view import Piece, View, web_label
+from dlm_lens.viz.views.view import Piece, View, rounded, web_label
 
 TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9", "w4 w5"]
 
@@ -55,6 +55,37 @@ def test_one_head_and_what_its_values_make_of_it(model, run):
     assert plain["maskUpperTri"] is weighted["maskUpperTri"] is False
     with pytest.raises(ValueError, match="head 4 is not among"):
         dl.viz.attention_pattern(run, model, step=1, layer=0, head=4)
+
+
+@pytest.mark.parametrize("largest", [3e-5, 0.002, 0.04, 0.6, 1.0, 7.0, 10.0, 250.0, 4e4])
+def test_numbers_have_four_digits_of_the_largest(largest):
+    values = largest * torch.linspace(0, 1, 23).reshape(1, 23)
+    shown = torch.tensor(rounded(values), dtype=torch.float64)
+    assert float((shown - values).abs().max()) <= 6e-4 * largest
+
+
+def test_a_view_of_weak_values_keeps_their_digits():
+    network = tiny("llada")
+    with torch.no_grad():
+        network.model.layers[0].self_attn.v_proj.weight.div_(3000)
+    run = denoise(network, TEXTS[0], steps=4, gen_length=8)
+    weighted = dl.viz.value_weighted_pattern(run, network, step=1, layer=0, head=3).pieces[0].props
+    shot = snapshot(network, run, step=1, layer=0)
+    wanted = shot.pattern[3] * shot.value_norms[3]
+    assert float(wanted.max()) < 1e-3
+    torch.testing.assert_close(torch.tensor(weighted["attention"]), wanted, rtol=0, atol=float(wanted.max()) * 6e-4)
+
+
+def test_a_crop_is_around_the_block_of_the_row(monkeypatch):
+    network = tiny("llada2")
+    batch = denoise(network, [[*range(5, 45)], [9, 8, 7]], gen_length=8)
+    monkeypatch.setattr(heads, "ENTRIES", 4 * 100)
+    for row in (0, 1):
+        own = batch.in_block[0, row].nonzero().flatten().tolist()
+        view = dl.viz.attention_heads(batch, network, step=0, layer=0, row=row)
+        (sentence,) = [one for one in view.sentences if "Shown" in one]
+        first = max(0, (own[0] + own[-1] + 1 - 10) // 2 - int(batch.padding[row]))
+        assert f"{first} to {first + 9}" in sentence
 
 
 def test_long_sequences_are_cropped_around_the_block_with_a_sentence(model, run, monkeypatch):

@@ -13,7 +13,8 @@ from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of
-from dlm_lens.viz.views.view import Piece, View, web_labels
+from dlm_lens.viz.sink_tracks import row_blocks
+from dlm_lens.viz.views.view import Piece, View, rounded, web_labels
 
 ENTRIES = 2**18
 """The largest number of pattern entries of one view; a browser draws a rectangle for each."""
@@ -176,21 +177,12 @@ def _props(shot: Snapshot, values: Float[Tensor, "*head query key"], kept: Tenso
     top = max(float(shown.max()), 1e-9)
     return {
         "tokens": labels,
-        "attention": _rounded(shown),
+        "attention": rounded(shown),
         "maxValue": top,
         "minValue": -top,
         "positiveColor": COLOUR,
         "maskUpperTri": False,
     }
-
-
-def _rounded(values: Tensor) -> Any:
-    """Nested lists with four decimals; of values above 1, with four digits of the largest."""
-    scale = max(1.0, float(values.abs().max()))
-    decimals = 4 if scale <= 1 else max(0, 4 - len(str(int(scale))))
-    return (
-        [_rounded(v) for v in values] if values.ndim > 1 else [round(v, decimals) for v in values.double().tolist()]
-    )
 
 
 def _cropped(
@@ -211,7 +203,7 @@ def _cropped(
         room = max(8, int((ENTRIES / patterns) ** 0.5) - shot.sinks)
         if room >= count:
             return torch.arange(len(shot.tokens)), ()
-        start, stop = run.spans[shot.step]
+        start, stop = row_blocks(run, shot.row)[shot.step]
         inside = [i for i, position in enumerate(shot.positions) if start <= position < stop] or [count // 2]
         first = min(max(0, (inside[0] + inside[-1] + 1 - room) // 2), count - room)
         kept = torch.arange(first, first + room)

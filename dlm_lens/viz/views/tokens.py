@@ -16,7 +16,7 @@ from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, choose
-from dlm_lens.viz.views.view import Piece, View, web_labels
+from dlm_lens.viz.views.view import Piece, View, rounded, web_labels
 
 TOKENS = 4096
 """The largest number of tokens of one view."""
@@ -168,10 +168,9 @@ def _last_positions(content: Tensor, lines: int) -> tuple[Tensor, tuple[str, ...
 def _coloured(labels: list[str], values: Float[Tensor, "token"], top: float, colour: str) -> dict[str, Any]:
     # Spaces of tokens are shown as characters, so that this one separates tokens.
     labels = [f"{label} " for label in labels]
-    numbers = [round(value, 4) for value in values.double().nan_to_num(nan=0.0).tolist()]
     return {
         "tokens": labels,
-        "values": numbers,
+        "values": rounded(values.nan_to_num(nan=0.0), least=4),
         "minValue": -max(top, 1e-9),
         "maxValue": max(top, 1e-9),
         "positiveColor": colour,

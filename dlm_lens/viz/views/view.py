@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
+
+from torch import Tensor
 
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.paths import check_file
@@ -128,6 +131,19 @@ def _bundle() -> str:
             f"circuitsvis's bundle dist/cdn/iife.js was not found ({error}); pip install circuitsvis"
         ) from error
     return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def rounded(values: Tensor, least: int = 0) -> Any:
+    """Nested lists of numbers, rounded to four digits of the largest one, and to `least` decimals or more."""
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    place = math.floor(math.log10(largest)) if largest > 0 else 0
+    return _rounded(values, max(least, 3 - place if largest > 1 else 4 - min(0, place + 1)))
+
+
+def _rounded(values: Tensor, decimals: int) -> Any:
+    if values.ndim > 1:
+        return [_rounded(part, decimals) for part in values]
+    return [round(value, decimals) for value in values.double().tolist()]
 
 
 def web_labels(ids: list[int], tokenizer: Any) -> list[str]:
