@@ -117,7 +117,8 @@ class Commitment:
         """One line per step: how sure and how right the predictions are, where the right token is known.
 
         With confidence c and correctness y of n predictions: `brier` is mean((c - y)^2); `ece` is the sum over
-        `bins` equal bins of c of (their share of n) |mean y - mean c| (Guo et al. 2017, equation 3).
+        `bins` equal bins of c of (their share of n) |mean y - mean c| (Guo et al. 2017, equation 3). Where a
+        confidence is not known, as in `proposed_commitment` of some samplers, both are NaN.
 
         Raises:
             ValueError: less than one bin.
@@ -132,8 +133,10 @@ class Commitment:
             right = (self.token[step] == self.reference)[where].double().numpy()
             line: dict[str, Any] = {"step": step, "predictions": len(sure)}
             if len(sure):
-                index = np.minimum((sure * bins).astype(int), bins - 1)
-                gaps = np.abs(np.bincount(index, right - sure, bins)).sum() / len(sure)
+                # Bins of an unknown confidence do not exist; its means are NaN.
+                known = bool(np.isfinite(sure).all())
+                index = np.minimum((sure * bins).astype(int), bins - 1) if known else None
+                gaps = np.nan if index is None else np.abs(np.bincount(index, right - sure, bins)).sum() / len(sure)
                 line |= {"confidence": sure.mean(), "accuracy": right.mean(), "ece": gaps}
                 line |= {"brier": ((sure - right) ** 2).mean(), "entropy": self.entropy[step][where].mean().item()}
             lines.append(line)

@@ -13,6 +13,7 @@ import dlm_lens as dl
 from dlm_lens.probes import Commitment, commitment, proposed_commitment
 from dlm_lens.sampling import StoredRun, denoise
 from dlm_lens.testing import tiny
+from dlm_lens.viz import commitment_map
 from tests.probes.test_decisions import run_of
 from tests.recording.reference import PROMPTS
 
@@ -86,6 +87,21 @@ def test_commitments_that_are_known() -> None:
     assert found.lead.tolist() == [[1, 2, -1]]
     assert found.flips.tolist() == [[2, 0, 1]]
     assert found.mean_lead.value == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("name", ["causal", "dream", "llada2"])
+def test_calibration_without_confidences_has_accuracies_alone(name: str) -> None:
+    run = denoise(tiny(name), [[5, 6, 7], [8, 9, 10, 11]], gen_length=4, temperature=0.0)
+    found = proposed_commitment(run)
+    table = found.calibration()
+    assert table["predictions"].tolist() == found.predicted.sum((1, 2)).tolist()
+    for step, line in table[table["predictions"] > 0].iterrows():
+        where = found.predicted[step]
+        right = (found.token[step] == run.tokens)[where].double().mean()
+        assert line["accuracy"] == pytest.approx(float(right))
+        assert line[["confidence", "ece", "brier", "entropy"]].isna().all()
+    (accuracy,) = commitment_map(found).axes[1].get_lines()
+    assert accuracy.get_gid() == "accuracy"
 
 
 def test_calibration_is_that_of_a_loop_over_bins() -> None:
