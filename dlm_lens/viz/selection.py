@@ -51,9 +51,12 @@ class Selection:
 
     @property
     def steps(self) -> int:
-        """The number of steps that the row ran: up to the last one with a score, or all if no key has any."""
-        defined = (~self.scores.isnan()).any(-1).nonzero()
-        return int(defined[-1]) + 1 if len(defined) else len(self.scores)
+        """The number of steps that the row ran: up to the last one with a counted query, or all if none has any.
+
+        A step of a cached run may compute too few queries for a score; a row that has ended has no queries.
+        """
+        ran = (self.received.counted[:, 0] > 0).nonzero()
+        return int(ran[-1]) + 1 if len(ran) else len(self.scores)
 
     @property
     def final(self) -> list[int] | None:

@@ -13,7 +13,14 @@ from matplotlib.figure import Figure
 from dlm_lens.recording import ReceivedAttention, record
 from dlm_lens.sinks import AboveMean, AttentionShare, Received, TopK, find_sinks, received_of, trajectories
 from dlm_lens.testing import tiny
-from dlm_lens.viz import incoming_attention, row_blocks, score_distribution, sink_positions, sink_strength
+from dlm_lens.viz import (
+    incoming_attention,
+    received_tokens,
+    row_blocks,
+    score_distribution,
+    sink_positions,
+    sink_strength,
+)
 from dlm_lens.viz.figures.labels import caption, token_label, token_labels
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import find_plot
@@ -94,6 +101,21 @@ def test_heat_map_of_means(received, layer, axes):
 def test_dots_are_on_the_masked_cells(received):
     dots = marks(incoming_attention(received, layer=4, head=1), "masked")
     assert dots == [(i + 0.5, t + 0.5) for t in range(STEPS) for i in range(5 + t, KEYS)]
+
+
+def test_steps_of_a_cache_without_a_score_are_drawn():
+    prompts, settings = [[*range(5, 17)], [9, 8, 7, 12]], {"gen_length": 8, "block_length": 4}
+    rec = record(tiny("llada"), prompts, [ReceivedAttention()], cache="prefix", **settings)
+    scored = (~rec.received.isnan()).any(-1)[:, :, 1, 2]
+    assert rec.run.row_steps.tolist() == [8, 8]
+    assert scored[:, 0].tolist() == [True] * 5 + [False] * 3  # the last block's later steps compute 4 queries
+    for row, keys in ((0, 20), (1, 12)):
+        figure = incoming_attention(rec, layer=1, head=2, row=row)
+        assert mesh(figure).shape == (8, keys)
+        assert (~np.ma.getmaskarray(mesh(figure))).any(-1).tolist() == scored[:, row].tolist()
+        assert f"{keys} positions, 8 steps" in texts(figure)
+        pieces = received_tokens(rec, layer=1, head=2, row=row).pieces
+        assert [piece.heading for piece in pieces] == [f"step {step}" for step in range(8)]
 
 
 def test_undefined_cells_are_blank_and_explained(received):
