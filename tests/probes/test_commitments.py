@@ -195,6 +195,8 @@ def test_the_map_shows_what_each_prediction_became() -> None:
     found = commitment(model, denoise(model, PROMPTS, steps=6, gen_length=10, temperature=0.7))
     figure = dl.viz.commitment_map(found, row=1)
     cells = figure.axes[0].collections[0].get_array()
+    assert figure.axes[0].get_xticks().tolist() == [step + 0.5 for step in range(6)]  # in the middle of the cells
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == [*"012345"]
     where = found.predicted[:, 1].any(0).nonzero().flatten().tolist()
     kinds = set()
     for down, place in enumerate(where):

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.probes.commitments import Commitment, proposed_commitment
-from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -69,8 +69,7 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
     handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in STATES.items()]
     below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
     left.legend(handles=handles, fontsize=6, frameon=False, **below)
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    left.tick_params(axis="x", labelsize=7)
+    step_ticks(left, range(run.steps))
     _draw_confidence(right, found)
     sentences = [
         *([title] if title else []),

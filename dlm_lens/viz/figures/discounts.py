@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.selection import index_of
 
@@ -29,11 +29,12 @@ def sink_discount(
         raise ValueError(f"the weights have shape {list(weights.shape)}, the run {list(run.unmasked.shape)}")
     index_of("row", row, range(weights.shape[1]))
     there = run.attention_mask[row].nonzero().flatten()
-    values, width = weights[:, row][:, there].T.double(), 6.4
+    steps, width = int(run.row_steps[row]), 6.4  # a row that has ended has no weights
+    values = weights[:steps, row][:, there].T.double()
     figure = NotebookFigure(figsize=(width, max(2.6, 0.11 * len(there) + 1.0)), layout="constrained")
     axes = figure.add_subplot()
     mesh = axes.pcolormesh(values.numpy(), cmap="viridis", vmin=0, vmax=1)
-    dots = run.open[:-1, row][:, there].T.nonzero()
+    dots = run.open[:steps, row][:, there].T.nonzero()
     axes.scatter(dots[:, 1] + 0.5, dots[:, 0] + 0.5, s=1.5, color="white", gid="open")
     axes.invert_yaxis()
     skip = -(-len(there) // 40)
@@ -41,7 +42,7 @@ def sink_discount(
     shown = torch.arange(0, len(there), skip).tolist()
     axes.set_yticks([place + 0.5 for place in shown], [labels[place] for place in shown], fontsize=6, **PLAIN)
     axes.set_xlabel("step", fontsize=8)
-    axes.tick_params(axis="x", labelsize=7)
+    step_ticks(axes, range(steps))
     bar = figure.colorbar(mesh, ax=axes, pad=0.01)
     bar.set_label("discount of the position", fontsize=8)
     bar.ax.tick_params(labelsize=7)

@@ -77,6 +77,12 @@ def level_label(level: Level, layer: int | None, head: int | None) -> str:
     }[level]
 
 
+def step_ticks(axes: Axes, steps: Sequence[int]) -> None:
+    """Number the columns of a map with a column per step, in the middle of each; at most 16 have a number."""
+    shown = range(0, len(steps), max(1, -(-len(steps) // 16)))
+    axes.set_xticks([place + 0.5 for place in shown], [str(steps[place]) for place in shown], fontsize=7)
+
+
 def note(axes: Axes, text: str, height: float = 0.5) -> None:
     """Write a note into axes that show nothing, at a share of their height."""
     box = {"facecolor": "white", "edgecolor": "0.8", "alpha": 0.85, "pad": 3.0}

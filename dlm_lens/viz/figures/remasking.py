@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.probes import RemaskSensitivity
 from dlm_lens.viz.figures.commitment import MOST_LABELS
-from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.selection import index_of
 
@@ -70,9 +70,7 @@ def _draw_row(axes: Axes, states: torch.Tensor, found: RemaskSensitivity) -> Non
     """The cells of a row, a column for each changed run."""
     axes.pcolormesh(states.T.numpy(), cmap=ListedColormap(list(STATES.values())), vmin=-0.5, vmax=len(STATES) - 0.5)
     axes.invert_yaxis()
-    skip = -(-len(found.steps) // 16)
-    steps = [str(step) for step in found.steps]
-    axes.set_xticks([place + 0.5 for place in range(0, len(steps), skip)], steps[::skip], fontsize=7)
+    step_ticks(axes, found.steps)
     axes.set_xlabel("step at which positions were masked again", fontsize=8)
     axes.set_ylabel("position, by the plain run's token", fontsize=8)
     handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in STATES.items()]
