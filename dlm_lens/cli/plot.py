@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 
 from dlm_lens.cli.options import JSON
 from dlm_lens.cli.output import show_json
+from dlm_lens.cli.recordings import path_ends
 from dlm_lens.printable import echo
 from dlm_lens.viz.plot_options import PLOT_OPTIONS
 
@@ -76,16 +77,15 @@ def plot_command(
 
 
 def labels_of(models: Sequence[str], paths: Sequence[Path]) -> list[str]:
-    """A label for every recording, all different: its model, and as much of its path as that needs."""
+    """A label for every recording, all different: its model, as much of its path as that needs, and a number."""
     names = [Path(model).name or path.name for model, path in zip(models, paths, strict=True)]
-    beside = (
-        [""] * len(paths),
-        [f" ({path.name})" for path in paths],
-        [f" ({path})" for path in paths],
-        [f" ({path}, {place})" for place, path in enumerate(paths)],
-    )
-    found = [[f"{name}{more}" for name, more in zip(names, one, strict=True)] for one in beside]
-    return next(labels for labels in found if len(set(labels)) == len(labels))
+    if len(set(names)) == len(names):
+        return names
+    labels = [f"{name} ({end})" for name, end in zip(names, path_ends(paths), strict=True)]
+    return [
+        label if labels.count(label) == 1 else f"{label} {labels[:place].count(label) + 1}"
+        for place, label in enumerate(labels)
+    ]
 
 
 def _declare_options(command: Any) -> None:

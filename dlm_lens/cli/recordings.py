@@ -1,6 +1,8 @@
 """What the commands on a recording share: its sinks by a rule of the command line, and its model."""
 
 import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,16 @@ if TYPE_CHECKING:
     from dlm_lens.sinks import Sinks
 
 logger = logging.getLogger(__name__)
+
+
+def path_ends(paths: Sequence[Path]) -> list[str]:
+    """The last names of every path, as many as tell the paths from each other."""
+    parts = [Path(os.path.abspath(path)).parts for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        ends = ["/".join(part[-count:]) for part in parts]
+        if len(set(ends)) == len(set(parts)):
+            break
+    return ends
 
 
 def load_recording(path: Path) -> "Recording":

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from dlm_lens.cli.options import DETECTOR, RECORDING
-from dlm_lens.cli.recordings import load_recording
+from dlm_lens.cli.recordings import load_recording, path_ends
 from dlm_lens.files.paths import check_file
 from dlm_lens.printable import echo
 
@@ -34,6 +34,7 @@ def report_command(
 
     from dlm_lens.viz import report
 
+    names = path_ends(paths)
     first, *others = [load_recording(path) for path in paths]
     report(
         first,
@@ -43,6 +44,6 @@ def report_command(
         row=row,
         title=title,
         progress=True,
-        labels=None if compare is None else (recording.resolve().name, compare.resolve().name),
+        labels=None if compare is None else (names[0], names[1]),
     )
     echo(f"{out}: {out.stat().st_size / 1e6:.2f} MB")

@@ -81,14 +81,18 @@ def test_every_recording_has_its_own_panel_and_label(files, tmp_path, monkeypatc
     for copy in copies:
         copy.parent.mkdir()
         copy.symlink_to(files / "rec")
-    for given in ([files / "rec", files / "norms"], copies, [*copies, copies[0]]):
+    for given, ends in (
+        ([files / "rec", files / "norms"], ["rec)", "norms)"]),
+        (copies, ["a/rec)", "b/rec)", "c/rec)"]),
+        ([*copies, copies[0]], ["a/rec) 1", "b/rec)", "c/rec)", "a/rec) 2"]),
+    ):
         result, error = plot("sink-positions", *given, "-o", tmp_path / "x.png")
         assert (result.exit_code, error) == (0, "")
         labels, parts = list(drawn[-1].recordings), list(drawn[-1].recordings.values())
         assert len(labels) == len(given)
-        for label, part, path in zip(labels, parts, given, strict=True):
-            assert set(part.specs) == ({"value_norm"} if path.name == "norms" else set(parts[0].specs))
-            assert (path.name if len(given) == 2 else str(path)) in label
+        assert labels == [f"LLaDAModelLM ({end}" for end in ends]
+        for part, path in zip(parts, given, strict=True):
+            assert set(part.specs) == ({"value_norm"} if path.name == "norms" else {*parts[0].specs})
 
 
 def test_list_names_every_kind():

@@ -373,6 +373,10 @@ def test_the_command(recording, tmp_path):
     twice = CliRunner().invoke(app, ["report", str(saved), "-o", str(out), "--compare", str(saved)])
     assert twice.exit_code == 0, twice.output
     assert out.read_text().count('"label":"rec"') == 2
+    other = replace(recording).save(tmp_path / "other" / "rec")
+    CliRunner().invoke(app, ["report", str(saved), "-o", str(out), "--compare", str(other)], catch_exceptions=False)
+    assert f'"label":"{tmp_path.name}/rec"' in out.read_text()
+    assert '"label":"other/rec"' in out.read_text()
     wrong = CliRunner().invoke(app, ["report", str(saved), "--detector", "loud"])
     assert isinstance(wrong.exception, ValueError)
     assert "--detector 'loud': there are above-mean, above-median, above-std" in str(wrong.exception)
