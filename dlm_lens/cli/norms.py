@@ -13,8 +13,10 @@ from dlm_lens.option_values import one_of
 
 def norms_command(
     recording: Annotated[Path, RECORDING],
-    detector: Annotated[str, DETECTOR] = "above-mean",
-    level: Annotated[str, typer.Option(help="head (2601.19657, Eq. 15) or layer (Eq. 16).")] = "head",
+    detector: Annotated[str | None, DETECTOR] = None,
+    level: Annotated[
+        str | None, typer.Option(help="head (2601.19657, Eq. 15; the default) or layer (Eq. 16).")
+    ] = None,
     learned: Annotated[
         bool, typer.Option("--learned", help="Measure the learned sink tokens instead of detected sinks.")
     ] = False,
@@ -29,6 +31,12 @@ def norms_command(
 
     The recording needs the reducer value-norm, and received for shares of attention.
     """
+    chosen = {"--detector": detector, "--level": level}
+    if learned and (unused := [f"{option} {value}" for option, value in chosen.items() if value is not None]):
+        raise ValueError(
+            f"--learned measures the learned sink tokens; leave out {' and '.join(unused)}, or --learned"
+        )
+    detector, level = detector or "above-mean", level or "head"
     one_of("--level", level, ("head", "layer"))
     one_of("--match", match, ("any", "masked"))
     check_rule(recording, detector, level)

@@ -74,6 +74,15 @@ def test_a_rule_of_hidden_states_takes_no_queries_and_no_other_level(saved: Any,
                 CliRunner().invoke(cli.app, [*rule, option, value], catch_exceptions=False)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--level", "layer"), ("--level", "head"), ("--detector", "top-k:3")]
+)
+def test_norms_of_learned_sinks_take_no_rule_and_no_level(saved: Any, option: str, value: str) -> None:
+    path, *_ = saved
+    with pytest.raises(ValueError, match=f"leave out {option} {value}, or --learned"):
+        CliRunner().invoke(cli.app, ["norms", path, "--learned", option, value], catch_exceptions=False)
+
+
 def test_a_rule_that_a_picture_cannot_take_is_named_by_its_option(saved: Any) -> None:
     path, *_ = saved
     arguments = ["plot", "sink-strength", path, "--detector", "low-key-norm"]
