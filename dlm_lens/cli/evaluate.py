@@ -17,6 +17,7 @@ from dlm_lens.cli.options import (
     check_device,
     check_dtype,
     check_storage,
+    device_or_gpu,
 )
 from dlm_lens.cli.output import show_json
 from dlm_lens.files.paths import check_directory
@@ -110,7 +111,7 @@ def eval_command(
         batch_size=batch_size,
         seed=seed,
         dtype=dtype,
-        device=device or _gpu_or_cpu(),
+        device=device_or_gpu(device) or "cpu",
         confirm_run_unsafe_code=confirm_run_unsafe_code,
         **settings,
     )
@@ -162,12 +163,6 @@ def _recorded(names: str, to: Path | None, layers: str | None, storage: str) -> 
 def _with(settings: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The settings of a preset, some of them replaced."""
     return {**(vars(settings) if settings is not None else {}), **given}
-
-
-def _gpu_or_cpu() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _print_presets(as_json: bool) -> None:

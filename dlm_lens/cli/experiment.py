@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_lens.cli.options import DTYPE, check_device, check_dtype, quiet_transformers
+from dlm_lens.cli.options import DTYPE, check_device, check_dtype, device_or_gpu, quiet_transformers
 from dlm_lens.cli.output import show_json
 from dlm_lens.files.paths import check_directory
 from dlm_lens.option_values import words
@@ -96,7 +96,5 @@ def _list_experiments(as_json: bool) -> None:
 
 
 def _loading(device: str | None, dtype: str | None) -> dict[str, Any]:
-    import torch
-
-    chosen = device or ("cuda" if torch.cuda.is_available() else None)
-    return {name: value for name, value in (("device_map", chosen), ("dtype", dtype)) if value is not None}
+    chosen = (("device_map", device_or_gpu(device)), ("dtype", dtype))
+    return {name: value for name, value in chosen if value is not None}

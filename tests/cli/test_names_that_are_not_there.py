@@ -45,3 +45,35 @@ def test_a_device_that_the_machine_lacks(tmp_path: Path) -> None:
     wanted = f"--device is cuda:9, and this machine has {count} CUDA devices; leave --device out for "
     assert str(refused.exception).startswith(wanted)
     assert not (tmp_path / "out").exists()
+
+
+COMMANDS_WITH_A_MODEL = (
+    ("record", ["toy", "--prompts", "{prompts}"], "dlm_lens.adapters.load"),
+    ("eval", ["toy", "--tasks", "toy_problems"], "dlm_lens.evaluation.evaluate"),
+    ("experiment", ["fig7-paths"], "dlm_lens.experiments.run_experiment"),
+)
+
+
+@pytest.mark.parametrize(("command", "arguments", "called"), COMMANDS_WITH_A_MODEL)
+def test_under_torchrun_every_process_has_its_own_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str], called: str
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "tom has 5 apples ."}\n')
+    command_line = [command, *(one.format(prompts=prompts) for one in arguments), "--out", str(tmp_path / "out")]
+    given: dict[str, Any] = {}
+
+    def stop(*_: Any, **settings: Any) -> None:
+        given.update(settings.get("loading", settings))
+        raise ValueError("stopped")
+
+    monkeypatch.setattr(called, stop)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for option, wanted in ((), "cuda:2"), (("--device", "cuda:3"), "cuda:3"), (("--device", "cpu"), "cpu"):
+        given.clear()
+        assert str(CliRunner().invoke(cli.app, [*command_line, *option]).exception) == "stopped"
+        assert given["device" if command == "eval" else "device_map"] == wanted
+    refused = CliRunner().invoke(cli.app, [*command_line, "--device", "cuda:4"]).exception
+    assert str(refused) == "--device is cuda:4, and this machine has 4 CUDA devices; leave --device out for a GPU"
