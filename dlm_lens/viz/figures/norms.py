@@ -19,7 +19,8 @@ MOST_POINTS = 4000
 def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
     """Value norms of sinks and of matched other tokens, with their means.
 
-    After the scatter plots of Figure 1 of 2601.19657. Left: every sampled pair, with random horizontal offsets.
+    After the scatter plots of Figure 1 of 2601.19657. Left: the sampled pairs, of more than 4,000 the first, which
+    are in random order, with random horizontal offsets.
     Right: histograms of the norms. The bar is the mean, the box its 95% interval (bootstrap over prompts).
 
     Args:
