@@ -65,8 +65,9 @@ class RemaskSensitivity(ShowsItself):
 
     @property
     def collateral(self) -> Float[Tensor, "changed batch"]:
-        """The changed share of the answer's other positions; NaN where there are none."""
-        return self._share(self.run.open[0] & ~self.remasked)
+        """The changed share of the answer's other positions; NaN where there are none, or none was masked again."""
+        others = self.run.open[0] & ~self.remasked
+        return self._share(others).masked_fill(~self.remasked.any(-1), torch.nan)
 
     def mean(self, name: str, step: int) -> Estimate:
         """The mean of "direct" or "collateral" over rows; the interval is over prompts.
@@ -121,7 +122,7 @@ def remask(
         steps: of every run.
         at: on the canvases of which steps, negative from the end; None for all on which something is decided.
         share: of each row's decided positions, at least one; in block diffusion those of the step's block, the
-            others being finished.
+            others being finished. A row that has ended by then stays as it is and does not count.
         seed: of the choice of positions.
         progress: show a progress bar.
         **settings: of `dlm_lens.denoise`: gen_length, block_length, remasking, ...
@@ -134,7 +135,8 @@ def remask(
     if mask is None:
         raise ValueError(f"remask: {type(model).__name__} has no mask token, so that nothing can be masked again")
     plain = denoise(model, prompts, steps=steps, seed=seed, **settings)
-    decided = plain.open[0] & ~plain.open[:-1]
+    # What is masked in a row that has ended stays masked: no step is left to fill it in.
+    decided = plain.open[0] & ~plain.open[:-1] & plain.running[..., None]
     if plain.attention_blocks is not None:
         decided &= plain.in_block
     there = decided.any(-1).any(-1).nonzero().flatten().tolist()

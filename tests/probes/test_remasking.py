@@ -72,6 +72,46 @@ def test_the_share_of_what_is_decided() -> None:
     assert not torch.equal(other.remasked, found.remasked)
 
 
+ENDING: dict[str, dict[str, Any]] = {
+    "mmada": {"steps": 12, "gen_length": 12, "block_length": 4, "eot_token": 3},
+    "sdar": {"gen_length": 16, "block_length": 4, "remasking": "sequential", "temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("family", ENDING)
+def test_a_row_that_has_ended_is_not_masked_again_and_does_not_count(family: str) -> None:
+    model, prompts, settings = tiny(family), ["w1 w2 w3 w4 w5 w6", "w7 w8 w9 w4 w1 w1"], dict(ENDING[family])
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    first = denoise(model, prompts, **settings)
+    place = first.prompt_length + 3  # the last one of the first block
+    end = int(first.tokens[0, place])
+    if "eot_token" in settings:
+        settings["eot_token"] = end
+    else:
+        model.config.eos_token_id = model.generation_config.eos_token_id = end
+    found = remask(model, prompts, **settings)
+    ends, steps = int(found.run.row_ends[0]), torch.tensor(found.steps)
+    assert found.run.row_ends.tolist() == [ends, found.run.steps]
+    assert ends < found.run.steps
+    late = steps >= ends
+    assert int(late.sum()) > 2
+    assert not bool(found.remasked[late, 0].any())
+    # Alone, the row is masked again at the steps that it runs.
+    alone = remask(model, prompts[:1], **settings)
+    masked_again = found.remasked[:, 0].any(-1)
+    assert list(alone.steps) == steps[masked_again].tolist()
+    for place, step in enumerate(found.steps):
+        for name in ("direct", "collateral"):
+            values = getattr(found, name)[place]
+            counted = found.remasked[place].any(-1)
+            assert torch.equal(values.isfinite(), counted)
+            assert found.mean(name, step).value == pytest.approx(float(values[counted].mean()))
+
+
 def test_shares_that_are_known() -> None:
     run = run_of([0, 1, 2, 3])
     remasked = torch.tensor([[[True, True, False, False]]])
