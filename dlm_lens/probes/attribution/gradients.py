@@ -50,7 +50,8 @@ def attribution_patching(
       what follows it is linearised: sum_ij dL/dA_ij (A'_ij - A_ij). At single positions a key is replaced alone.
     - `grad_drop` (section 3.1.2): the mean of |effect| over passes in each of which the gradient through one
       layer's attention and MLP is dropped, sum_l |effect_l| / (L - 1), so that effects which cancel each other
-      between layers show. It has no sign, and costs one backward pass for each layer.
+      between layers show. In the pass of its own layer a node has none; the stream after a layer ("resid") is in
+      none, so that its sum is divided by L. It has no sign, and costs one backward pass for each layer.
 
     AtP*'s bound on what the ranking missed is `missed_effects`.
 
@@ -157,7 +158,9 @@ class Backward:
         }
 
     def dropped(self, estimate: Callable[[], Tensor]) -> Tensor:
-        """sum_l |estimate with the gradient through layer l's attention and MLP dropped| / (L - 1).
+        """sum_l |estimate with the gradient through layer l's attention and MLP dropped| over the passes that have one.
+
+        Those are L - 1, all but that of the node's own layer; L for the residual stream, which is in no layer.
 
         Raises:
             ValueError: a model of one layer.
@@ -174,7 +177,7 @@ class Backward:
             finally:
                 for handle in handles:
                     handle.remove()
-        return torch.stack(found).sum(0) / (self.depth - 1)
+        return torch.stack(found).sum(0) / (self.depth - (self.keep.site != "resid"))
 
     def _read(self, inputs: AttentionInputs) -> None:
         self.inputs[inputs.layer] = inputs

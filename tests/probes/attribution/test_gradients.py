@@ -77,6 +77,18 @@ def test_grad_drop_undoes_a_cancellation_between_layers() -> None:
     torch.testing.assert_close(dropped.effects[:, :, 0, 1], alone.effects[:, :, 0, 1].abs())
 
 
+@pytest.mark.parametrize("site", ["z", "v", "attn_out", "mlp_out", "resid"])
+def test_grad_drop_is_the_absolute_effect_where_no_layer_follows(site: str) -> None:
+    model = tiny("llada", num_hidden_layers=3).double()
+    run = run_of(model, steps=1, gen_length=3)
+    plain, dropped = (
+        attribution_patching(model, run, OTHER, site, target=TARGET, layers=[-1], grad_drop=drops)
+        for drops in (False, True)
+    )
+    assert bool((plain.effects.abs() > 1e-6).any())
+    torch.testing.assert_close(dropped.effects, plain.effects.abs())
+
+
 def test_models_with_unequal_key_heads_and_padded_blocks_have_nodes() -> None:
     for family, settings in (
         ("diffusion_gemma", {"steps": 1, "gen_length": 4}),
