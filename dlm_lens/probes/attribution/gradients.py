@@ -158,9 +158,9 @@ class Backward:
         }
 
     def dropped(self, estimate: Callable[[], Tensor]) -> Tensor:
-        """sum_l |estimate with the gradient through layer l's attention and MLP dropped| over the passes that have one.
+        """The sum over l of |estimate with the gradient through layer l's attention and MLP dropped|, over L - 1.
 
-        Those are L - 1, all but that of the node's own layer; L for the residual stream, which is in no layer.
+        L - 1 passes have a value, all but that of the node's own layer. The residual stream is in no layer: over L.
 
         Raises:
             ValueError: a model of one layer.
