@@ -94,8 +94,8 @@ def test_a_row_that_has_ended_is_not_masked_again_and_does_not_count(family: str
     else:
         model.config.eos_token_id = model.generation_config.eos_token_id = end
     found = remask(model, prompts, **settings)
-    ends, steps = int(found.run.row_ends[0]), torch.tensor(found.steps)
-    assert found.run.row_ends.tolist() == [ends, found.run.steps]
+    ends, steps = int(found.run.row_steps[0]), torch.tensor(found.steps)
+    assert found.run.row_steps.tolist() == [ends, found.run.steps]
     assert ends < found.run.steps
     late = steps >= ends
     assert int(late.sum()) > 2

@@ -1,16 +1,13 @@
 """A row whose text ends before those beside it: probes read what they read of the row alone."""
 
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
 import dlm_lens as dl
 from dlm_lens import probes
 from dlm_lens.hooks import ablate
-from dlm_lens.recording import rerun
 from dlm_lens.testing import tiny
 
 PROMPTS = ["w1 w2 w3 w4 w5 w6", "w7 w8 w9 w4 w1 w1"]
@@ -61,50 +58,6 @@ def test_probes_read_what_they_read_of_the_row_alone(family: str) -> None:
     assert torch.equal(right[decided], both.tokens[1][decided])
     proposed = probes.proposed_commitment(both)
     assert not bool((proposed.token[ends:, 0] >= 0).any())
-
-
-@pytest.mark.parametrize("family", CASES)
-def test_recorded_statistics_are_those_of_the_row_alone(family: str, tmp_path: Path) -> None:
-    model, alone, both = pair(family, **CASES[family])
-    ends, settings = alone.steps, {"gen_length": 16, "temperature": 0.0, **CASES[family]}
-    reducers = [dl.ReceivedAttention(("all", "unmasked"), min_viewers=1), dl.ValueNorm("both"), dl.TopKeys(2)]
-    kept = dl.record(model, PROMPTS, reducers, **settings)
-    single = dl.record(model, PROMPTS[:1], reducers, **settings)
-    stored = dl.record(model, PROMPTS, reducers, to=tmp_path / "a", **settings)
-    again = rerun(model, both, reducers)
-    keys = single.run.tokens.shape[1]
-    for recording in (kept, stored, again):
-        assert recording.run.row_steps.tolist() == [ends, both.steps]
-        for name, array in single.arrays.items():
-            axes, here = single.specs[name].dims, recording.arrays[name]
-            others = here[ends:, 0]
-            assert bool((others.isnan() if others.is_floating_point() else others == -1).all()), name
-            assert not bool((here[ends:, 1].isnan() if here.is_floating_point() else here[ends:, 1] == -1).all())
-            here = here[:ends, 0]
-            if "key" in axes:
-                here = here.narrow(axes.index("key") - 1, 0, keys)  # [step, ...] of one row
-            # Another batch: other roundings in float32.
-            torch.testing.assert_close(here, array[:, 0], rtol=1e-4, atol=1e-5, equal_nan=True)
-    # Both rows were running in these steps; a part does not show where the first one ended.
-    part = kept.select(step=slice(ends - 2, both.steps))
-    assert part.run.row_steps.tolist() == [2, both.steps - ends + 2]
-    assert stored.select(step=slice(ends - 2, both.steps)).received[2:, 0].isnan().all()
-    assert kept.select(step=slice(ends, both.steps)).run.row_steps[0] == 0
-
-
-@pytest.mark.parametrize("family", CASES)
-def test_sinks_and_their_lifetimes_end_with_their_row(family: str) -> None:
-    model, alone, both = pair(family, **CASES[family])
-    rule = dl.TopK(1)
-    one, two = (dl.received_over_steps(model, run, min_viewers=1) for run in (alone, both))
-    ends, sinks = alone.steps, dl.find_sinks(two, rule)
-    assert not bool(sinks.is_sink[ends:, 0].any())
-    assert bool(sinks.is_sink[ends:, 1].any(-1).all())
-    assert two.counted[ends:, 0].eq(0).all()
-    lives, beside = (dl.trajectories(received, rule).table() for received in (one, two))
-    beside = beside[beside["batch"] == 0].reset_index(drop=True)
-    names = ["layer", "head", "position", "first_step", "last_step", "died"]
-    pd.testing.assert_frame_equal(beside[names], lives[names], check_dtype=False)
 
 
 @pytest.mark.parametrize("family", CASES)

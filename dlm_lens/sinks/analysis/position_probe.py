@@ -114,7 +114,7 @@ def position_or_token(
         run: from `denoise`.
         detector: the rule; `AboveMean(3.0)` by default.
         steps: steps whose canvases are changed, negative from the end; by default the first, the last and two
-            between.
+            between. Of a row that has ended by then there are no trials.
         level: the level of the main sinks.
         seed: of the random positions.
         min_viewers: as in `received_over_steps`.
@@ -135,11 +135,14 @@ def position_or_token(
     chosen = sorted({step % run.steps for step in chosen})
     generator = np.random.default_rng(seed)
     lines: list[dict[str, Any]] = []
-    for row in range(len(run.tokens)):
-        base = _sinks_of(model, _canvases_of(run, row, chosen), rule, level, min_viewers)
-        plan = [change for number in range(len(chosen)) for change in _plan(base, number, generator)]
+    for row, end in enumerate(run.row_steps.tolist()):
+        own = [step for step in chosen if step < end]
+        if not own:
+            continue
+        base = _sinks_of(model, _canvases_of(run, row, own), rule, level, min_viewers)
+        plan = [change for number in range(len(own)) for change in _plan(base, number, generator)]
         if plan:
-            lines += _trials(model, run, row, chosen, base, plan, rule, level, min_viewers)
+            lines += _trials(model, run, row, own, base, plan, rule, level, min_viewers)
     axes = [name for name in ("layer", "head") if name not in MERGED[level]]
     columns = ["step", "batch", *axes, "change", "position", "token", "to", "at_token", "at_position"]
     table = pd.DataFrame(lines, columns=columns)
