@@ -114,7 +114,7 @@ class Commitment:
         return pd.DataFrame(lines)
 
     def calibration(self, bins: int = 10) -> pd.DataFrame:
-        """One line per step: how sure and how right the predictions are, where the right token and c are known.
+        """One line per step: how sure and how right the predictions are, where the right token is known.
 
         With confidence c and correctness y of n predictions: `brier` is mean((c - y)^2); `ece` is the sum over
         `bins` equal bins of c of (their share of n) |mean y - mean c| (Guo et al. 2017, equation 3). Where a
@@ -125,7 +125,7 @@ class Commitment:
         """
         if bins < 1:
             raise ValueError(f"bins is {bins}; it must be at least 1")
-        counted = self.predicted & (self.reference >= 0) & self.confidence.isfinite()
+        counted = self.predicted & (self.reference >= 0)
         lines = []
         for step in range(self.run.steps):
             where = counted[step]

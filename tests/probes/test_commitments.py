@@ -181,15 +181,6 @@ def test_a_run_alone_says_what_its_model_predicted(name: str, where: Any) -> Non
         torch.testing.assert_close(alone.confidence[step][here].double(), likely[here], rtol=1e-5, atol=1e-6)
 
 
-def test_predictions_of_unknown_confidence_are_not_calibrated() -> None:
-    run = denoise(tiny("dream"), PROMPTS, steps=4, gen_length=8, remasking="entropy", temperature=0.0)
-    alone = proposed_commitment(run)
-    assert bool(alone.predicted.any())
-    assert not bool(alone.confidence.isfinite().any())
-    table = alone.calibration()
-    assert table["predictions"].tolist() == [0] * run.steps
-
-
 def test_proposals_that_are_drawn_say_nothing_alone() -> None:
     with pytest.raises(ValueError, match="the run has temperature"):
         proposed_commitment(denoise(tiny("llada"), PROMPTS, steps=2, gen_length=4, temperature=0.7))
