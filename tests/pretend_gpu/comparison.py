@@ -25,14 +25,15 @@ REFUSED_BY_SOME = (
     "guidance",
     "record: pattern similarity",
     "reference quirks",
+    "reference quirks of a cache",
     "likelihood",
     "greedy completion",
     "Monte Carlo likelihood",
     *PROBES,
 )
 """Calls that some families refuse in a sentence, which is then the same everywhere: no layout of the bridge, a
-sampler without guidance, a canvas that grows, an original that takes one prompt, a model without a mask token, a
-question that has no meaning for a family."""
+sampler without guidance or without an approximate cache, a canvas that grows, an original that takes one prompt, a
+model without a mask token, a question that has no meaning for a family."""
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -210,6 +210,9 @@ SCENES: dict[str, Scene] = {
 MASKED_ONLY: dict[str, Scene] = {
     "guidance": lambda model, family: told(run(model, family, cfg_scale=1.5)),
     "reference quirks": lambda m, f: told(run(m, f, temperature=0.5, reference_quirks=True)),
+    "reference quirks of a cache": lambda m, f: told(
+        run(m, f, temperature=0.5, cache="prefix", reference_quirks=True)
+    ),
     "canvas edited": lambda m, f: told(run(m, f, on_canvas=lambda step, canvas: canvas)),
     "Monte Carlo likelihood": lambda m, f: dl.log_likelihood(m, PROMPTS, [[7, 8], [4, 6]], samples=4).value,
     "position or token": lambda m, f: dl.sinks.position_or_token(m, run(m, f), seed=0).trials.iloc[:, -1].tolist(),

@@ -253,7 +253,7 @@ class DreamSampler(CachedSampler, TimestepSampler):
         if self.stream is not None:
             # Theirs draws tokens for every position of a whole pass, and for all masks that a threshold sees.
             seen = masked & self.reach(masked, plan)
-            block = seen if self.parallel else seen & (torch.arange(masked.shape[1]) < plan.span[1])
+            block = seen if self.parallel else super().eligible(seen, plan)
             self.stream.span = plan.computed
             self.stream.drawn = torch.ones_like(masked) if whole else block
         if isinstance(self.select, SelectDrawn):
