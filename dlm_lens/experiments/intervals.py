@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-RESAMPLES = 2000
-
-Z = 1.959964
-"""Quantile of the normal distribution, two-sided 95%."""
+from dlm_lens.sinks.statistics import RESAMPLES, Z, expanded, student_quantile, wilson_bounds
 
 
 class Interval(NamedTuple):
@@ -30,7 +27,7 @@ class Interval(NamedTuple):
 
 
 def wilson(correct: Sequence[Any], z: float = Z) -> Interval:
-    """Share of true values with Wilson's score interval, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+    """Share of true values with Wilson's score interval (`wilson_bounds`).
 
     Raises:
         ValueError: no case was given.
@@ -38,10 +35,7 @@ def wilson(correct: Sequence[Any], z: float = Z) -> Interval:
     n, successes = len(correct), sum(map(bool, correct))
     if n < 1:
         raise ValueError("a share needs at least one case, got n = 0")
-    p, scale = successes / n, 1 + z**2 / n
-    centre = (p + z**2 / (2 * n)) / scale
-    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / scale
-    return Interval(p, 0.0 if not successes else centre - half, 1.0 if successes == n else centre + half, n)
+    return Interval(successes / n, *wilson_bounds(successes, n, z), n)
 
 
 def bounded_share(found: Interval, cases: float | None = None) -> Interval:
@@ -121,15 +115,7 @@ def _bootstrap(top: Any, bottom: Any, seed: int) -> Interval:
 
 
 def bootstrapped(value: float, drawn: Any, n: int, cases: int | None = None) -> Interval:
-    """A statistic with the interval of its values in a bootstrap that draws n prompts (or groups).
-
-    The percentile interval is too narrow for few prompts: its variance is (n - 1) / n times too small, and its
-    quantiles are the normal distribution's instead of Student's (Hesterberg 2015, "What Teachers Should Know About
-    the Bootstrap", on expanded percentiles). Both of its distances from the value are multiplied by
-
-        t(n - 1) / z * sqrt(n / (n - 1)),
-
-    two-sided 95% quantiles: by 1.44 for n = 6, by 1.04 for n = 48.
+    """A statistic with the interval of its values in a bootstrap that draws n prompts (or groups): `expanded`.
 
     Args:
         value: of all prompts.
@@ -138,13 +124,7 @@ def bootstrapped(value: float, drawn: Any, n: int, cases: int | None = None) -> 
         cases: how many prompts count, such as those with a denominator; None for all. With fewer than two there is
             no interval.
     """
-    count = n if cases is None else cases
-    if count < 2:
-        return Interval(value, math.nan, math.nan, n)
-    low, high = np.quantile(np.asarray(drawn, float), (0.025, 0.975))
-    wider = student_quantile(count - 1) / Z * math.sqrt(count / (count - 1))
-    low, high = value - wider * (value - low), value + wider * (high - value)
-    return Interval(value, float(low), float(high), n)
+    return Interval(value, *expanded(value, drawn, n if cases is None else cases), n)
 
 
 def difference_of_ratios(one: tuple[Any, Any], other: tuple[Any, Any], seed: int = 0) -> Interval:
@@ -218,13 +198,6 @@ def unpaired_difference(one: Interval, other: Interval) -> Interval:
     low = value - math.hypot(one.value - one.low, other.high - other.value)
     high = value + math.hypot(one.high - one.value, other.value - other.low)
     return Interval(value, low, high, min(one.n, other.n))
-
-
-def student_quantile(degrees: float) -> float:
-    """Quantile of Student's t, two-sided 95%; the degrees of freedom need not be whole."""
-    from scipy import stats
-
-    return float(stats.t.ppf(0.975, degrees))
 
 
 def over_networks(

@@ -19,7 +19,7 @@ from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.probes.remasking import SHARE
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, estimate_mean
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 
 PROBES = ("class", "shuffled", "place")
@@ -85,7 +85,7 @@ class ClassReadability(ShowsItself):
         right, counted = self._right(layer, of), self._counted
         if step is not None:
             right, counted = right[step : step + 1], counted[step : step + 1]
-        return self._mean(right[counted].float(), counted.nonzero()[:, 1])
+        return self._mean(right[counted].float(), counted.nonzero()[:, 1], SHARE_BOUNDS)
 
     def class_at(self, layer: int, of: str = "class") -> Int[Tensor, "batch position"]:
         """The step from which on the right class is read until the token is decided; -1 where nothing is read.
@@ -160,8 +160,8 @@ class ClassReadability(ShowsItself):
             raise ValueError(f"layer {layer} was not read; there are {', '.join(map(str, self.layers))}")
         return self.layers.index(layer)
 
-    def _mean(self, values: Tensor, rows: Tensor) -> Estimate:
-        return estimate_mean(values.numpy(), rows.numpy(), len(self.held_out), seed=self.seed)
+    def _mean(self, values: Tensor, rows: Tensor, bounds: Bounds | None = None) -> Estimate:
+        return estimate_mean(values.numpy(), rows.numpy(), len(self.held_out), bounds=bounds, seed=self.seed)
 
 
 @checked_arguments(held_out=SHARE, seed=whole(least=0))

@@ -16,7 +16,7 @@ from dlm_lens.probes.predictions import read_predictions, result_of
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, estimate_mean
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 
 
@@ -109,7 +109,7 @@ class Commitment:
             if bool(where.any()):
                 line: dict[str, Any] = {"class": name, "positions": int(where.sum())}
                 line |= self._mean(self.lead, where).columns("lead")
-                line |= self._mean((self.committed_at == start).float(), where).columns("from_start")
+                line |= self._mean((self.committed_at == start).float(), where, SHARE_BOUNDS).columns("from_start")
                 lines.append(line)
         return pd.DataFrame(lines)
 
@@ -142,9 +142,14 @@ class Commitment:
             lines.append(line)
         return pd.DataFrame(lines)
 
-    def _mean(self, values: Float[Tensor, "batch position"], where: Bool[Tensor, "batch position"]) -> Estimate:
+    def _mean(
+        self,
+        values: Float[Tensor, "batch position"],
+        where: Bool[Tensor, "batch position"],
+        bounds: Bounds | None = None,
+    ) -> Estimate:
         rows = where.nonzero()[:, 0]
-        return estimate_mean(values[where].numpy(), rows.numpy(), len(where), seed=self.seed)
+        return estimate_mean(values[where].numpy(), rows.numpy(), len(where), bounds=bounds, seed=self.seed)
 
 
 def settled_at(

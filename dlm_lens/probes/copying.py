@@ -15,7 +15,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, difference_of, estimate, mean_of
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
 
 MEASURES = ("decisions", "hits", "mass", "chance hits", "chance mass")
 
@@ -187,7 +187,7 @@ class RetrievalHeads(ShowsItself):
         Raises:
             ValueError: a layer that was not measured, or another measure.
         """
-        return estimate(self._pair(layer, head, measure).numpy(), mean_of, seed=self.seed)
+        return estimate(self._pair(layer, head, measure).numpy(), mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
 
     def excess(self, layer: int, head: int, measure: str = "hits") -> Estimate:
         """The score minus what it would be by chance.

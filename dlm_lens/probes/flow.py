@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import estimate, mean_of
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, estimate, mean_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,8 @@ class RegionFlow(ShowsItself):
                     known = values.isfinite()
                     if not bool(known.any()):
                         continue
-                    e = estimate(torch.stack([values.nan_to_num(), known.double()], -1), mean_of, seed=self.seed)
+                    pairs = torch.stack([values.nan_to_num(), known.double()], -1)
+                    e = estimate(pairs, mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
                     line = {"step": step, "queries": query, "keys": key}
                     lines.append({**line, "mass": e.value, "low": e.low, "high": e.high, "prompts": e.prompts})
         return pd.DataFrame(lines)

@@ -16,7 +16,17 @@ from dlm_lens.printable import shown
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
-from dlm_lens.sinks.statistics import Estimate, Floats, difference_of, estimate, mean_of, ratio_of, summed
+from dlm_lens.sinks.statistics import (
+    SHARE_BOUNDS,
+    Bounds,
+    Estimate,
+    Floats,
+    difference_of,
+    estimate,
+    mean_of,
+    ratio_of,
+    summed,
+)
 
 ValueMatch = Literal["any", "masked", "open"]
 
@@ -117,12 +127,12 @@ class ValueNorms(ShowsItself):
     def shorter(self) -> Estimate:
         """Share of the pairs in which the sink's value is the shorter one, ties by half; 0.5 by chance."""
         below = shorter(self.sink, self.other)
-        return self._estimate(mean_of, below, None)
+        return self._estimate(mean_of, below, None, bounds=SHARE_BOUNDS)
 
     @property
     def mean_percentile(self) -> Estimate:
         """Mean percentile rank of a sink among the others of its pattern; 0 the shortest, 0.5 by chance."""
-        return self._estimate(mean_of, self.percentile, None)
+        return self._estimate(mean_of, self.percentile, None, bounds=SHARE_BOUNDS)
 
     @cached_property
     def _measures(self) -> dict[str, Estimate]:
@@ -153,12 +163,12 @@ class ValueNorms(ShowsItself):
         }
         return pd.DataFrame({"low": edges[:-1], "high": edges[1:], **counts})
 
-    def _estimate(self, statistic: object, *summands: Tensor | None) -> Estimate:
+    def _estimate(self, statistic: object, *summands: Tensor | None, bounds: Bounds | None = None) -> Estimate:
         ones = torch.ones(len(self.sink), dtype=torch.float64)
         columns = [ones if values is None else values.double() for values in summands]
         prompts = int(self.prompt.max()) + 1 if len(self.prompt) else 0
         sums = summed(torch.stack(columns, -1), self.prompt, prompts)
-        return estimate(sums, statistic, seed=self.seed)  # type: ignore[arg-type]
+        return estimate(sums, statistic, bounds=bounds, seed=self.seed)  # type: ignore[arg-type]
 
 
 SAMPLES = 10_000
@@ -336,7 +346,8 @@ def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tens
             sums = (scores * recording.expected(layer=layer)[:, :, None]).nan_to_num()
             sums = sums.mean(2) if here.ndim == 3 else sums
             total = torch.ones_like(sums, dtype=torch.bool)
-            e = estimate(torch.stack([_per_prompt(sums, here), _per_prompt(sums, total)], -1), mean_of, seed=seed)
+            pairs = torch.stack([_per_prompt(sums, here), _per_prompt(sums, total)], -1)
+            e = estimate(pairs, mean_of, bounds=SHARE_BOUNDS, seed=seed)
             line |= e.columns("share")
         lines.append(line)
     return pd.DataFrame(lines)

@@ -15,7 +15,7 @@ from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, estimate_mean
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate_mean
 
 SHARE = Rule("a share, above 0 and at most 1", lambda value: is_real(value) and 0 < value <= 1)
 
@@ -81,7 +81,7 @@ class RemaskSensitivity(ShowsItself):
             raise ValueError(f"nothing was masked at step {step}; there are {', '.join(map(str, self.steps))}")
         values = getattr(self, name)[self.steps.index(step)]
         rows = values.isfinite().nonzero().flatten()
-        return estimate_mean(values[rows].numpy(), rows.numpy(), len(values), seed=self.seed)
+        return estimate_mean(values[rows].numpy(), rows.numpy(), len(values), bounds=SHARE_BOUNDS, seed=self.seed)
 
     def table(self) -> pd.DataFrame:
         """One line per step, with intervals over prompts."""

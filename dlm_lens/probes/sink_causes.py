@@ -18,7 +18,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_of
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
-from dlm_lens.sinks.statistics import Estimate, difference_of, estimate, estimate_mean, summed
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, Bounds, Estimate, difference_of, estimate, estimate_mean, summed
 
 CAUSES = ("norms", "angles", "either", "together")
 """What explains a sink: it survives with norms alone, with angles alone, with either alone, or with neither."""
@@ -178,8 +178,8 @@ class SinkAnatomy:
         chance = (self.is_sink[..., place] & known).sum(-1) / known.sum(-1).clamp(min=1)
         return (kept[:, place].double(), prompt), (chance[tuple(where[:, :4].T)].double(), prompt)
 
-    def _mean(self, values: Tensor, prompt: Tensor) -> Estimate:
-        return estimate_mean(values.numpy(), prompt.numpy(), self.is_sink.shape[1], seed=self.seed)
+    def _mean(self, values: Tensor, prompt: Tensor, bounds: Bounds | None = SHARE_BOUNDS) -> Estimate:
+        return estimate_mean(values.numpy(), prompt.numpy(), self.is_sink.shape[1], bounds=bounds, seed=self.seed)
 
     def _estimate(self, pair: Sequence[tuple[Tensor, Tensor]]) -> Estimate:
         """The difference of two means over the same sinks."""
@@ -191,7 +191,7 @@ class SinkAnatomy:
         return estimate(torch.cat(list(map(torch.from_numpy, sums)), -1).numpy(), difference_of, seed=self.seed)
 
     def _masked(self, values: Tensor, chosen: Bool[Tensor, "step batch *axes"]) -> Estimate:
-        return self._mean(values[chosen].double(), chosen.nonzero()[:, 1])
+        return self._mean(values[chosen].double(), chosen.nonzero()[:, 1], None)
 
 
 @checked_arguments(position=flag(), seed=whole(least=0))

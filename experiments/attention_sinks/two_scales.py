@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import PromptRun, record_prompts
 from dlm_lens.experiments.experiment import Cost
-from dlm_lens.experiments.intervals import Interval, Z
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.sinks.statistics import Z
 
 if TYPE_CHECKING:
     from dlm_lens.sinks import Received

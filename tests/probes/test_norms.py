@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 
 import dlm_lens as dl
 from dlm_lens.probes import sink_updates, value_norms
@@ -147,7 +148,9 @@ def test_prompts_and_not_sinks_are_drawn_for_an_interval() -> None:
     many = one * 50  # the same prompts with fifty times as many sinks each: no narrower
     first, second = (estimate(sums, mean_of) for sums in (one, many))
     assert (first.value, first.low, first.high) == pytest.approx((second.value, second.low, second.high))
-    assert (first.low, first.high) == (1.5, 2.5)  # drawn thrice the first, thrice the last
+    # 17 / 8, and drawn thrice the first, thrice the last: 1.5 and 2.5, both moved away from it for three prompts.
+    wider = stats.t.ppf(0.975, 2) / stats.norm.ppf(0.975) * (3 / 2) ** 0.5
+    assert (first.low, first.high) == pytest.approx((2.125 - 0.625 * wider, 2.125 + 0.375 * wider))
     alone = estimate(one[:1], mean_of)
     assert alone.value == 1.5
     assert np.isnan(alone.low)

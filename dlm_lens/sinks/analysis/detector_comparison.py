@@ -14,7 +14,7 @@ from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
 from dlm_lens.sinks.received import Level, Received
-from dlm_lens.sinks.statistics import ratio_by_prompt
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
 
 ENTRIES_AT_ONCE = 2**19
 
@@ -92,7 +92,7 @@ def _pair(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
         rows = mask[None] if batch is None else mask.movedim(batch, 0)
         return rows.flatten(1).sum(1).double().numpy()
 
-    jaccard, low, high = ratio_by_prompt(per_sequence(a & b), per_sequence(a | b))
+    jaccard, low, high = ratio_by_prompt(per_sequence(a & b), per_sequence(a | b), bounds=SHARE_BOUNDS)
     n, compared = int(both.sum()), (a_main >= 0) & (b_main >= 0)
     same = (a_main == b_main)[compared].double().mean()
     return {
@@ -149,6 +149,7 @@ def eps_sweep(
         kept, low, high = ratio_by_prompt(
             np.stack([row["kept"] for row in rows]),
             np.stack([np.full(len(rules), float(row["n"])) for row in rows]),
+            bounds=SHARE_BOUNDS,
         )
         patterns = sum(row["patterns"] for row in rows)
         with_sink = sum(row["with_sink"] for row in rows) / max(patterns, 1)

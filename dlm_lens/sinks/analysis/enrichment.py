@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
-from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
+from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, Floats, ratio_by_prompt
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 
 COLUMNS = ("class", "sinks", "share", "base", "enrichment", "low", "high", "sequences")
@@ -188,7 +188,7 @@ def _group_indices(
 
 
 def _lines(names: tuple[str, ...], seen: Floats, base: Floats, total: Floats) -> list[dict[str, object]]:
-    ratio, low, high = ratio_by_prompt(seen, base)
+    ratio, low, high = ratio_by_prompt(seen, base, bounds=POSITIVE_BOUNDS)
     everything = max(total.sum(), 1.0)
     return [
         {

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.analysis.enrichment import blocks_of_rows
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
-from dlm_lens.sinks.statistics import Floats, ratio_by_prompt
+from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, Floats, ratio_by_prompt
 
 POINTS = ("leftmost mask", "rightmost mask", "block start", "block end")
 """References that are one position at every step; the others are the nearest of several."""
@@ -150,7 +150,7 @@ def _against(
     }
     merged = tuple(axis + 1 for axis, axis_name in enumerate(("layer", "head")) if axis_name not in groups)
     totals = {key: value.sum(merged).astype(float) for key, value in sums.items()}
-    ratio, low, high = ratio_by_prompt(totals["distance"], totals["chance"])
+    ratio, low, high = ratio_by_prompt(totals["distance"], totals["chance"], bounds=POSITIVE_BOUNDS)
     n = totals["n"].sum(0)
     columns: dict[str, object] = _columns(paths, groups, n.shape) | {"reference": name}
     with np.errstate(invalid="ignore", divide="ignore"):

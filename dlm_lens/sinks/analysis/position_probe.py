@@ -23,7 +23,7 @@ from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.from_recording import received_over_steps
 from dlm_lens.sinks.received import MERGED, Level
-from dlm_lens.sinks.statistics import ratio_by_prompt
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
 
 OUTCOMES = ("token", "position", "both", "neither")
 
@@ -75,7 +75,7 @@ class PositionOrToken(ShowsItself):
             for outcome in OUTCOMES:
                 hits = group["outcome"] == outcome
                 count = np.array([(hits & (group["batch"] == row)).sum() for row in sequences], dtype=float)
-                share, low, high = ratio_by_prompt(count[:, None], n[:, None])
+                share, low, high = ratio_by_prompt(count[:, None], n[:, None], bounds=SHARE_BOUNDS)
                 line |= {
                     outcome: float(share[0]),
                     f"{outcome}_low": float(low[0]),

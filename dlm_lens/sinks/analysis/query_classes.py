@@ -11,7 +11,7 @@ from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
 from dlm_lens.sinks.received import Level, Received
-from dlm_lens.sinks.statistics import ratio_by_prompt
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
 
 
 def compare_query_classes(
@@ -49,7 +49,7 @@ def compare_query_classes(
     rule = AboveMean(3.0) if detector is None else detector
     first, second = (find_sinks(given.at_level(level), rule, level=level) for given in (masked, unmasked))
     counts = _counts(first, second)
-    differ, low, high = ratio_by_prompt(counts["differ"], counts["both"])
+    differ, low, high = ratio_by_prompt(counts["differ"], counts["both"], bounds=SHARE_BOUNDS)
     sums = {name: value.sum(0) for name, value in counts.items()}
     groups = [name for name in ("layer", "head") if name in first.dims]
     places: dict[str, Any] = dict(zip(groups, map(np.ravel, np.indices(differ.shape)), strict=True))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Detector, Received
 from dlm_lens.sinks.detectors.base import as_detector
-from dlm_lens.sinks.statistics import ratio_by_prompt
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, level_label
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
@@ -62,7 +62,7 @@ def score_distribution(
     axes = figure.add_subplot()
     for number, steps in enumerate(groups):
         colour = colormaps["viridis"](0.75 * number / max(1, len(groups) - 1))
-        above, low, high = ratio_by_prompt(counts.above[:, number], counts.defined[:, number])
+        above, low, high = ratio_by_prompt(counts.above[:, number], counts.defined[:, number], bounds=SHARE_BOUNDS)
         label = f"steps {steps[0]} to {steps[-1]}"
         shown = np.where(above > 0, above, np.nan)
         axes.plot(counts.x, shown, DASHES[number], color=colour, linewidth=1.6, label=label, gid="tail")

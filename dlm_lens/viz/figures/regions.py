@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
-from dlm_lens.sinks.statistics import ratio_by_prompt
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, region_words
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
@@ -174,7 +174,7 @@ def _line(axes: Axes, steps: tuple[int, ...], mass: Float[Tensor, "step batch"],
     """Draw the mean over the sequences in which the class has queries, with its interval; `word` is its name."""
     values = mass.T.numpy()
     there = np.isfinite(values)
-    mean, low, high = ratio_by_prompt(np.where(there, values, 0.0), there.astype(float))
+    mean, low, high = ratio_by_prompt(np.where(there, values, 0.0), there.astype(float), bounds=SHARE_BOUNDS)
     colour, dashes = QUERY_STYLES[name]
     # The mean is over other sequences after one ends or has no queries of the class left: the line breaks there.
     breaks = np.flatnonzero((there[:, 1:] != there[:, :-1]).any(0)) + 1

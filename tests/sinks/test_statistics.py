@@ -1,0 +1,102 @@
+"""Intervals over prompts: how often they cover the truth, at few prompts too, and shares at their bounds."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dlm_lens.experiments.intervals import mean_over_prompts, ratio_over_prompts
+from dlm_lens.sinks.statistics import (
+    POSITIVE_BOUNDS,
+    SHARE_BOUNDS,
+    difference_of,
+    estimate,
+    estimate_mean,
+    expanded,
+    mean_of,
+    ratio_by_prompt,
+    summed,
+)
+
+TRIALS = 400
+
+
+def covered(draw: Callable[[np.random.Generator], tuple[float, float]], truth: float) -> float:
+    """How often an interval covers the truth."""
+    generator = np.random.default_rng(11)
+    found = [draw(generator) for _ in range(TRIALS)]
+    return sum(low <= truth <= high for low, high in found) / TRIALS
+
+
+@pytest.mark.parametrize(
+    "prompts", [3, 6, pytest.param(12, marks=pytest.mark.long), pytest.param(48, marks=pytest.mark.long)]
+)
+def test_intervals_cover_the_truth_at_few_prompts_too(prompts: int) -> None:
+    def mean(generator: np.random.Generator) -> tuple[float, float]:
+        # Five entries a prompt, alike within it.
+        values = generator.normal(size=(prompts, 1)) + 0.3 * generator.normal(size=(prompts, 5))
+        where = np.repeat(np.arange(prompts), 5)
+        found = estimate_mean(values.ravel(), where, prompts)
+        return found.low, found.high
+
+    def share(generator: np.random.Generator) -> tuple[float, float]:
+        n = generator.integers(20, 60, size=prompts)
+        hits = generator.binomial(n, generator.beta(2, 6, size=prompts))
+        _, low, high = ratio_by_prompt(hits[:, None].astype(float), n[:, None].astype(float), bounds=SHARE_BOUNDS)
+        return float(low[0]), float(high[0])
+
+    def difference(generator: np.random.Generator) -> tuple[float, float]:
+        # Both sides of a prompt share its effect: the pairing takes it out.
+        own = 5 * generator.normal(size=prompts)
+        sums = [own + generator.normal(size=prompts), np.ones(prompts), own + generator.normal(size=prompts)]
+        found = estimate(np.stack([*sums, np.ones(prompts)], -1), difference_of)
+        return found.low, found.high
+
+    # Of 400 draws the standard deviation of 95% is 0.011.
+    assert covered(mean, 0.0) >= 0.93 - 0.011
+    assert covered(difference, 0.0) >= 0.93 - 0.011
+    assert covered(share, 0.25) >= 0.93 - 0.02  # skewed
+
+
+def test_the_library_and_the_experiments_have_one_interval() -> None:
+    drawn = np.random.default_rng(0).normal(3.0, 1.0, size=2000)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    factor = stats.t.ppf(0.975, 5) / stats.norm.ppf(0.975) * math.sqrt(6 / 5)
+    assert expanded(3.0, drawn, 6) == pytest.approx((3 - factor * (3 - low), 3 + factor * (high - 3)), rel=1e-6)
+    values = np.random.default_rng(1).normal(size=24)
+    one, other = estimate_mean(values, np.arange(24), 24), mean_over_prompts(values)
+    # Other draws of the same distribution.
+    assert (one.low, one.high) == pytest.approx((other.low, other.high), abs=0.05 * (one.high - one.low))
+
+
+@pytest.mark.parametrize("prompts", [2, 6, 48])
+def test_shares_at_a_bound_have_wilson_s_interval(prompts: int) -> None:
+    n = np.ones((prompts, 1))
+    for hits in (0 * n, n):
+        _, low, high = ratio_by_prompt(hits, n, bounds=SHARE_BOUNDS)
+        found = estimate(np.concatenate([hits, n], -1), mean_of, bounds=SHARE_BOUNDS)
+        wanted = ratio_over_prompts(hits[:, 0], n[:, 0])
+        assert (float(low[0]), float(high[0])) == pytest.approx((wanted.low, wanted.high))
+        assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high))
+    # What is no share, such as a count of moves, may be equal in all prompts; of several cases in a prompt it is
+    # not known how many they amount to.
+    assert ratio_by_prompt(0 * n, n)[1:] == (pytest.approx(0.0), pytest.approx(0.0))
+    assert ratio_by_prompt(0 * n, 3 * n, bounds=SHARE_BOUNDS)[1:] == (pytest.approx(0.0), pytest.approx(0.0))
+
+
+def test_bounds_cut_and_prompts_without_cases_do_not_count() -> None:
+    values = np.array([0.0, 0.0, 1.0])
+    wide = estimate_mean(values, np.arange(3), 3)
+    assert wide.low < 0 < 1 < wide.high
+    cut = estimate_mean(values, np.arange(3), 3, bounds=SHARE_BOUNDS)
+    assert (cut.value, cut.low, cut.high) == (wide.value, 0.0, 1.0)
+    assert estimate_mean(values, np.arange(3), 3, bounds=POSITIVE_BOUNDS).high == wide.high
+    # Of four prompts one has a denominator in the first entry, three in the second.
+    bottom = np.array([[2.0, 2.0], [0.0, 4.0], [0.0, 3.0], [0.0, 0.0]])
+    ratio, low, high = ratio_by_prompt(bottom * [[0.5, 0.5]], bottom)
+    assert ratio.tolist() == [0.5, 0.5]
+    assert np.isnan([low[0], high[0]]).all()
+    assert (low[1], high[1]) == pytest.approx((0.5, 0.5))
+    assert summed([1.0, 2.0], [2, 2], 4).tolist() == [0, 0, 3, 0]
