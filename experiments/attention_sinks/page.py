@@ -51,8 +51,10 @@ its 95% interval, the number without the effect (the null), and the verdict with
 set before the numbers, with two exceptions: the bounds of Figure 8 (0.25 and 0.8) are those of the earlier edition,
 put back after "above a random key" had called a ratio of 1.00 an agreement; and the interval of Figure 4 where no
 pattern moves is Wilson's on patterns with a design effect, since one case per prompt gave [0, 0.11] for 0 of 8,640.
-"undecided": the interval allows both. "no counterpart": nothing can be compared. The twins of toy-gated were
-trained in float32, all other twins with bfloat16 products.
+"undecided": the interval allows both. "no counterpart": nothing can be compared. The twins of toy-gated, and
+those of toy-ar except in Table 1, were trained in float32, all other twins with bfloat16 products: toy-ar's were
+trained again for the figures, whose AR rows had included the steps after their text ended. In Table 1 these steps
+still enter the eps that toy-ar's rows with Eq. 3 mask by, and what its masks hide per map.
 
 `python -m dlm_lens.experiments.attention_sinks.page` makes this page from `experiments/attention_sinks/results`;
 `pytest tests/experiments/test_attention_sinks_page.py` checks that it is up to date.
