@@ -114,7 +114,12 @@ def test_what_the_page_says_first_has_these_directions() -> None:
         beside = fig4_moving.apart(moves, "toy-sink", "toy-ar", scale)
         assert beside.low < 0 < beside.high
     assert "undecided on column sums and on the relative scale." in page.PAGE.read_text()
-    assert fig4_moving.share(moves, "toy-ar", "static", "sums").low > 0.75
+    # Most are static, as many as by the causal mask alone.
+    static, alone = (
+        fig4_moving.share(moves, "toy-ar", "static", "sums"),
+        moves.listed("sums uniform static", model="toy-ar"),
+    )
+    assert 0.5 < static.low < sum(alone) / len(alone) < static.high
 
 
 def test_moving_sinks_on_both_scales_by_hand() -> None:
