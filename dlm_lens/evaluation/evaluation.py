@@ -154,7 +154,7 @@ def evaluate(
         ImportError: lm-evaluation-harness is not installed.
         ValueError: an unknown task, settings that cannot work, or code execution that is not allowed.
     """
-    if limit is not None and limit <= 0:
+    if limit is not None and (limit <= 0 or (limit > 1 and limit != int(limit))):
         raise ValueError(f"limit is {limit}; give a number of documents, a share below 1, or None for all")
     if isinstance(settings.get("hooks"), str):
         settings["hooks"] = parse_hooks(settings["hooks"])  # an error in it is raised before anything is loaded

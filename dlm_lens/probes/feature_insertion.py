@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -164,18 +164,21 @@ class InsertionLoss(ShowsItself):
 
 @dataclass(eq=False)
 class _Mean(Hook):
-    """Sums the activation of one layer over content; a hook that changes nothing."""
+    """Sums the activation of one layer over the content of rows that are not over; a hook that changes nothing."""
 
     site: Site
     layers: tuple[int, ...]
+    running: Bool[Tensor, "step batch"] = field(kw_only=True)
     sums: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     remembers = False
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Keep the sum over the content positions of the step, which may run more than once."""
-        content = tensor[where(None, tensor, hook, self)]
-        self.sums[run_of(hook, self).step] = content.double().sum(0).cpu(), len(content)
+        step, here = run_of(hook, self).step, where(None, tensor, hook, self)
+        running = self.running[step].to(here.device)
+        content = tensor[here & running.repeat(len(here) // len(running))[:, None]]  # guidance sees rows twice
+        self.sums[step] = content.double().sum(0).cpu(), len(content)
         return tensor
 
     def mean(self, steps: Sequence[int]) -> Float[Tensor, "d_model"]:
@@ -277,7 +280,7 @@ def _means(
     stored: StoredRun, saes: Sequence[SparseAutoencoder], steps: Sequence[int]
 ) -> list[Float[Tensor, "d_model"]]:
     """The mean activation of every autoencoder's layer over the content of the canvases."""
-    readers = [_Mean(sae.site, (int(sae.layer or 0),)) for sae in saes]
+    readers = [_Mean(sae.site, (int(sae.layer or 0),), running=stored.run.running) for sae in saes]
     # A pass of its own keys: with a cache those of the compared passes stay as they are.
     again = StoredRun(stored.model, stored.run, hooks=readers, carried="keys", warn=False)
     for step in steps:

@@ -7,7 +7,10 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens import probes
-from dlm_lens.hooks import ablate
+from dlm_lens.features import SparseAutoencoder
+from dlm_lens.hooks import ablate, capture
+from dlm_lens.probes.feature_insertion import _means
+from dlm_lens.sampling.stored_run import StoredRun
 from dlm_lens.testing import tiny
 
 PROMPTS = ["w1 w2 w3 w4 w5 w6", "w7 w8 w9 w4 w1 w1"]
@@ -75,6 +78,26 @@ def test_replayed_sinks_are_those_of_the_row_alone(family: str) -> None:
         torch.testing.assert_close(
             beside.values[:ends, 0][..., keys], single.values[:, 0], rtol=1e-4, atol=1e-5, equal_nan=True
         )
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_the_mean_that_is_inserted_is_of_rows_that_run(family: str) -> None:
+    model, alone, both = pair(family, **CASES[family])
+    width, generator = int(model.config.hidden_size), torch.Generator().manual_seed(0)
+    down, up = (torch.randn(24, width, generator=generator) for _ in range(2))
+    sae = SparseAutoencoder(down.T.contiguous(), torch.zeros(24), up, torch.zeros(width), k=5, layer=1)
+    other = dl.denoise(model, PROMPTS[1:], gen_length=16, temperature=0.0, **CASES[family])
+    sums = []
+    for run in (alone, other):
+        kept = capture(model, run, "resid", layers=[1])
+        for step in range(run.steps):
+            states = kept["resid", 1, step].double()
+            seen = run.attention_mask[:, : states.shape[1]]
+            sums.append((states[seen].sum(0), int(seen.sum())))
+    wanted = torch.stack([total for total, _ in sums]).sum(0) / sum(count for _, count in sums)
+    (found,) = _means(StoredRun(model, both), [sae], range(both.steps))
+    # Another batch: other roundings in float32.
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_without_an_end_is_over_with_the_run() -> None:

@@ -123,6 +123,15 @@ def test_the_picture_holds_the_numbers() -> None:
     figure.savefig(io.BytesIO(), format="png")
 
 
+def test_layers_from_100_on_follow_the_others() -> None:
+    shares = {f"sink_share/layer_{layer:02d}": float(layer) for layer in (9, 99, 100)}
+    figure = sink_emergence(
+        [{"step": 0, "sink/main_share": 0.1, "sink/moved": 0.5, "sink/value_norm_ratio": 1, **shares}]
+    )
+    lines = figure.axes[0].get_lines()
+    assert [line.get_ydata().tolist() for line in lines] == [[9.0], [99.0], [100.0]]
+
+
 def test_a_history_without_probes_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="train with probe_steps above 0"):
         sink_emergence([{"step": 1, "loss": 2.0}])

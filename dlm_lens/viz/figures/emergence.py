@@ -96,7 +96,7 @@ def _line(axis: Axes, entries: Sequence[Mapping[str, Any]], name: str, label: st
 
 def _layers(figure: Figure, axis: Axes, probes: Sequence[Mapping[str, Any]]) -> None:
     """A line per layer, from dark (the first layer) to bright (the last)."""
-    names = sorted(name for name in probes[0] if name.startswith(LAYER))
+    names = sorted((name for name in probes[0] if name.startswith(LAYER)), key=lambda name: int(name[len(LAYER) :]))
     steps: npt.NDArray[np.float64] = np.array([probe["step"] for probe in probes], dtype=float)
     scale = Normalize(0, max(1, len(names) - 1))
     for layer, name in enumerate(names):
