@@ -157,12 +157,14 @@ def known_values(
             f"mask_token_id is {given['mask_token_id']}, and {family.name} has no mask token: its positions hold "
             "random tokens until they are decided; leave mask_token_id out"
         )
-    chosen = given.get("sampler") or values.get("sampler")
+    chosen = values.get("sampler") if given.get("sampler") is None else given["sampler"]
     own = family.hub_samplers.get(name) or next(iter(family.samplers))
     known: dict[str, Any] = {}
     if chosen is None:
         known["sampler"] = family.hub_samplers.get(name)
-    if chosen in (None, own) and values.get("trained_block_length") is None:
+    if (chosen is None or (isinstance(chosen, str) and chosen == own)) and values.get(
+        "trained_block_length"
+    ) is None:
         known["trained_block_length"] = family.hub_block_lengths.get(name)
     return {name: value for name, value in {**given, **known}.items() if value is not None}
 

@@ -100,6 +100,10 @@ def expanded(value: float, drawn: Any, prompts: int) -> Bounds:
     return float(value - wider * (value - low)), float(value + wider * (high - value))
 
 
+ROUNDING = 1e-6
+"""A share this near to 0 or 1 is 0 or 1: sums of attention in float32 are off by a few 2^-24, by device."""
+
+
 def _within(value: float, found: Bounds, cases: Floats, bounds: Bounds | None) -> Bounds:
     """An interval cut at the bounds.
 
@@ -113,8 +117,8 @@ def _within(value: float, found: Bounds, cases: Floats, bounds: Bounds | None) -
     """
     if bounds is None or math.isnan(found[0]):
         return found
-    if bounds == SHARE_BOUNDS and value in SHARE_BOUNDS and bool((cases == 1).all()):
-        return wilson_bounds(len(cases) if value else 0, len(cases))
+    if bounds == SHARE_BOUNDS and min(value, 1 - value) < ROUNDING and bool((cases == 1).all()):
+        return wilson_bounds(round(value) * len(cases), len(cases))
     return max(bounds[0], found[0]), min(bounds[1], found[1])
 
 

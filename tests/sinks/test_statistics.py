@@ -71,6 +71,13 @@ def test_the_library_and_the_experiments_have_one_interval() -> None:
     assert (one.low, one.high) == pytest.approx((other.low, other.high), abs=0.05 * (one.high - one.low))
 
 
+def test_a_share_that_rounds_to_a_bound_has_the_interval_of_the_bound() -> None:
+    """Sums in float32 are 1 on one device and 1 - 2^-24 on another."""
+    exact, rounded = (estimate([[share, 1.0]] * 4, mean_of, bounds=SHARE_BOUNDS) for share in (1.0, 1 - 2**-24))
+    assert exact.low < 0.6
+    assert (rounded.low, rounded.high) == (exact.low, exact.high)
+
+
 @pytest.mark.parametrize("prompts", [2, 6, 48])
 def test_shares_at_a_bound_have_wilson_s_interval(prompts: int) -> None:
     n = np.ones((prompts, 1))
