@@ -72,7 +72,6 @@ def eval_command(
 ) -> None:
     """Evaluate a model on tasks of lm-evaluation-harness, and on those that come with this package."""
     from dlm_lens.adapters.model_names import check_model_name
-    from dlm_lens.evaluation import find_preset
     from dlm_lens.hooks.expressions import check_expression
 
     if presets:
@@ -87,16 +86,11 @@ def eval_command(
         raise ValueError(f"--batch-size is {batch_size!r}; give a whole number, or auto")
     for directory in filter(None, (out, record_to)):
         check_directory(directory)
-    settings: dict[str, Any] = {} if preset is None else find_preset(preset).settings()
-    settings |= {"tasks": words("--tasks", tasks)} if tasks else {}
-    if "tasks" not in settings:
-        raise ValueError("no task given; pass --tasks, such as --tasks toy_problems, or --preset")
-    settings |= {"chat": True} if chat else {}
-    settings |= {"add_bos": True} if add_bos else {}
-    settings |= {} if max_length is None else {"max_length": max_length}
-    settings |= {} if num_fewshot is None else {"num_fewshot": num_fewshot}
-    for name, text in (("likelihood", likelihood), ("generation", generation)):
-        settings |= {name: _with(settings.get(name), read_pairs(text))} if text else {}
+    given = {
+        "tasks": words("--tasks", tasks) if tasks else None, "chat": chat or None, "add_bos": add_bos or None,
+        "max_length": max_length, "num_fewshot": num_fewshot,
+    }  # fmt: skip
+    settings = _settings(preset, given, likelihood=likelihood, generation=generation)
     if record or record_to is not None or record_layers is not None:
         settings |= _recorded(record or "received", record_to, record_layers, record_storage)
     from dlm_lens.evaluation import evaluate
@@ -107,7 +101,7 @@ def eval_command(
     result = evaluate(
         model,
         hooks=hooks or (),
-        limit=limit if limit is None or limit < 1 else int(limit),
+        limit=limit,
         batch_size=batch_size,
         seed=seed,
         dtype=dtype,
@@ -124,6 +118,26 @@ def eval_command(
         echo(f"\nresults: {out / 'results.json'}", err=True)
     if record_to is not None:
         echo(f"recordings: {record_to}; requests.jsonl lists the request of each", err=True)
+
+
+def _settings(preset: str | None, given: dict[str, Any], **pairs: str) -> dict[str, Any]:
+    """The settings of a preset, with those of the command in their place.
+
+    Args:
+        preset: its name.
+        given: settings; None for those that were not given.
+        pairs: groups of settings as text, "" for none.
+
+    Raises:
+        ValueError: an unknown preset, no task, or a text that is no settings.
+    """
+    from dlm_lens.evaluation import find_preset
+
+    settings: dict[str, Any] = {} if preset is None else find_preset(preset).settings()
+    settings |= {name: value for name, value in given.items() if value is not None}
+    if "tasks" not in settings:
+        raise ValueError("no task given; pass --tasks, such as --tasks toy_problems, or --preset")
+    return settings | {name: _with(settings.get(name), read_pairs(text)) for name, text in pairs.items() if text}
 
 
 def _score(score: Any) -> dict[str, Any]:

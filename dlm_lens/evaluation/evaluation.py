@@ -154,8 +154,10 @@ def evaluate(
         ImportError: lm-evaluation-harness is not installed.
         ValueError: an unknown task, settings that cannot work, or code execution that is not allowed.
     """
-    if limit is not None and (limit <= 0 or (limit > 1 and limit != int(limit))):
-        raise ValueError(f"limit is {limit}; give a number of documents, a share below 1, or None for all")
+    if limit is not None and not 0 < limit < 1:
+        if limit < 1 or not float(limit).is_integer():
+            raise ValueError(f"limit is {limit}; give a number of documents, a share below 1, or None for all")
+        limit = int(limit)
     if isinstance(settings.get("hooks"), str):
         settings["hooks"] = parse_hooks(settings["hooks"])  # an error in it is raised before anything is loaded
     from dlm_lens.evaluation.harness import HarnessLM

@@ -104,6 +104,13 @@ def test_it_needs_a_task() -> None:
         run("toy")
 
 
+@pytest.mark.parametrize("limit", ["2.7", "inf", "0"])
+def test_a_limit_that_is_no_number_of_documents_is_refused(limit: str) -> None:
+    result = CliRunner().invoke(cli.app, ["eval", "toy", "--tasks", "toy_lists", "--limit", limit])
+    assert result.exit_code != 0
+    assert f"limit is {float(limit)}; give a number of documents" in str(result.exception)
+
+
 def test_settings_are_read_as_json_or_text() -> None:
     assert read_pairs("samples=16,cfg_scale=0.5,method=mc,is_greedy=False,strata=null") == {
         "samples": 16,

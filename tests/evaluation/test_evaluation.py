@@ -201,7 +201,7 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> 
         evaluate(toy, "toy_list")
     with pytest.raises(ValueError, match="no task given"):
         evaluate(toy, [])
-    for limit in (0, -2, 2.7):
+    for limit in (0, -2, 2.7, float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"limit is {limit}; give a number of documents"):
             evaluate(toy, "toy_lists", limit=limit)
     with pytest.raises(ValueError, match="GenerationSettings has no setting 'lenght'"):
