@@ -30,6 +30,7 @@ COMMANDS = (
     "experiment nothing",
     "demo",
 )
+MODEL_CLASS = "from transformers import LlamaForCausalLM"
 ROOT = Path(__file__).parents[1]
 
 
@@ -73,8 +74,10 @@ def main(
         nothing = seconds_of(["-c", "pass"], folder)
         imported = seconds_of(["-c", "import dlm_lens"], folder)
         print(f"| import dlm_lens, beyond Python itself | {imported - nothing:.3f} |")
-        needed = seconds_of(["-c", "from transformers import LlamaForCausalLM"], folder)
+        needed = seconds_of(["-c", MODEL_CLASS], folder)
         print(f"| import of torch and a model class of transformers, the least with a model | {needed:.2f} |")
+        frozen = seconds_of(["-c", "import atexit, gc; atexit.register(gc.freeze)\n" + MODEL_CLASS], folder)
+        print(f"| the same, its modules left out of the collections at the exit, as commands do | {frozen:.2f} |")
         for command in commands or COMMANDS:
             seconds = seconds_of(["-m", "dlm_lens.cli", *command.split()], folder)
             print(f"| dlm-lens {command} | {seconds:.2f} |", flush=True)
