@@ -300,7 +300,7 @@ class DenoisingRun(ShowsItself):
             ended = (torch.isin(self.tokens, ends) & self.answer & ~left).any(-1) & left.any(-1) & (last > 0)
         return torch.where(ended, last, self.steps)
 
-    @property
+    @cached_property
     def running(self) -> Bool[Tensor, "step batch"]:
         """Whether each row is not over yet at each step, see `row_steps`."""
         return torch.arange(self.steps)[:, None] < self.row_steps
