@@ -92,7 +92,7 @@ class _PrintableLines(logging.Formatter):
 
 
 IMPORTED_OBJECTS = 10_000
-"""New objects between two collections of cycles; importing torch and a model class of transformers leaves 380,000."""
+"""New objects between two collections of cycles; importing torch and a class of transformers leaves 380,000."""
 
 
 def _collect_less() -> None:

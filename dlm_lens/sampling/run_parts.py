@@ -33,12 +33,22 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
         run: the whole, or a part itself.
         steps: indices of the steps, as in `run.canvases`.
         rows: indices of the rows.
+
+    Raises:
+        ValueError: steps out of order, of which one after a row's end comes before another one.
     """
     chosen = list(range(run.steps)) if steps is None else list(steps)
     rows = list(rows)
     whole = run.part is None and chosen == list(range(run.steps))
     seeds = run.settings.get("seeds")
     settings, ran = dict(run.settings), run.row_steps.tolist()  # a part does not show where rows ended
+    for row in rows:
+        running = [step < ran[row] for step in chosen]
+        if running != sorted(running, reverse=True):
+            raise ValueError(
+                f"steps {', '.join(map(str, chosen))}: row {row} was over after {ran[row]} steps, so that the part "
+                "cannot begin after its end and go on before it; give the steps in increasing order"
+            )
     if seeds is not None and len(seeds) == len(run.tokens):
         settings["seeds"] = tuple(seeds[row] for row in rows)
     return replace(

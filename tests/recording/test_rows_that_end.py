@@ -92,6 +92,17 @@ def test_sinks_of_a_row_do_not_depend_on_when_the_others_end(family: str) -> Non
     assert bool(norms[int(both.row_steps[0]) :, 0].isnan().all())
 
 
+def test_a_part_does_not_begin_after_the_end_of_a_row_and_go_on_before_it() -> None:
+    model, settings = model_and_settings("causal")
+    recording = dl.record(model, PROMPTS, REDUCERS, **settings)
+    end = int(recording.run.row_steps[0])
+    with pytest.raises(ValueError, match=f"row 0 was over after {end} steps"):
+        recording.select(step=[end, end - 1])
+    assert recording.select(step=[end, end - 1], batch=1).run.row_steps.tolist() == [2]
+    assert recording.select(step=[end - 1, end]).run.row_steps.tolist() == [1, 2]
+    assert recording.select(step=[end - 1, end - 2]).run.row_steps.tolist() == [2, 2]
+
+
 def test_a_run_that_ends_with_all_its_rows_is_the_same() -> None:
     run = dl.denoise(tiny("llada"), PROMPTS, steps=4, gen_length=8)
     assert run.running.all()
