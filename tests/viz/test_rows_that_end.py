@@ -134,7 +134,7 @@ def test_commands_choose_steps_of_the_row(ended, monkeypatch, tmp_path):
         CliRunner().invoke(cli.app, ["plot", kind, str(path), "--row", "0", "-o", str(out)], catch_exceptions=False)
         assert out.exists()
     assert seen["steps"] == [0, 1]  # of steps 0 to 2; of all seven they were 1 and 4
-    with pytest.raises(ValueError, match="read nothing at step 4 of sequence 0"):
+    with pytest.raises(ValueError, match="step 4: the steps of row 0 go from 0 to 2"):
         CliRunner().invoke(
             cli.app, ["plot", "lens-table", str(path), "--row", "0", "--steps", "4", "-o", str(tmp_path / "x.svg")],
             catch_exceptions=False,
