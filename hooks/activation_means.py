@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import (
@@ -24,7 +24,7 @@ from dlm_lens.attention import (
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
-from dlm_lens.sampling import denoise
+from dlm_lens.sampling import DenoisingRun, StoredCanvases, denoise
 
 CLASSES = ("masked", "visible", "sink")
 """Masked (open) positions, content that is not masked, learned sink tokens."""
@@ -144,6 +144,7 @@ class _Summing(Hook):
     site: Site
     bins: int
     halves: int
+    running: Bool[Tensor, "step batch"] | None = None
     sums: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
 
@@ -160,6 +161,8 @@ class _Summing(Hook):
         kind[:, hook.sinks.canvas(tensor.shape[1])] *= run.valid[..., None].to(kind.device)
         # With guidance the second half of the rows has a masked prompt.
         kind[len(tensor) // self.halves :] = 0
+        if self.running is not None:
+            kind[~self.running[run.step].to(kind.device)] = 0
         weights = torch.einsum("rpc,rb->cbrp", kind, at_bin)
         layer = hook.layer()
         added = (weights.flatten(2) @ tensor.flatten(0, 1).flatten(1).double()).unflatten(-1, tensor.shape[2:])
@@ -183,9 +186,10 @@ def mean_activations(
     """Measure an activation's means over a denoising run of `prompts`, for `ablate(site, value=means)`.
 
     Masked positions, other content and learned sink tokens have separate means, in every layer and in equal bins of
-    progress, because a mean over all would mix states that never occur together. Padding and guidance's
-    unconditional rows do not count. It takes memory for [layer, 3, bins] activations in float64. `+` merges the
-    means of several calls.
+    progress, because a mean over all would mix states that never occur together. Padding, guidance's
+    unconditional rows and the steps after a row's end (`DenoisingRun.row_steps`) do not count; where rows of a
+    batch end at different steps the network sees the run's canvases a second time. It takes memory for
+    [layer, 3, bins] activations in float64. `+` merges the means of several calls.
 
     Args:
         model: from `dlm_lens.load`.
@@ -204,13 +208,29 @@ def mean_activations(
     _check_widths(model, site)
     guided = settings.get("cfg_scale", getattr(model, "sampler_defaults", {}).get("cfg_scale"))
     summing = _Summing(site, bins, 2 if guided else 1)
-    denoise(model, prompts, hooks=[*hooks, summing], **settings)
+    run = denoise(model, prompts, hooks=[*hooks, summing], **settings)
+    if not run.running.all():
+        # Which rows are over at a step is known only after the run.
+        summing = _while_running(model, run, hooks, site, bins)
     layers = range(len(attention_blocks(model)))
     counts = summing.counts[0].cpu()
     wide = (*counts.shape, *[1] * (summing.sums[0].ndim - 2))
     # With a device map the layers' sums lie on several devices.
     means = torch.stack([summing.sums[layer].cpu() / counts.clamp(min=1).reshape(wide) for layer in layers])
     return MeanActivations(site, means.float(), counts)
+
+
+def _while_running(
+    model: Any, run: DenoisingRun, hooks: Sequence[HookLike], site: ActivationSite, bins: int
+) -> _Summing:
+    """The sums over the steps of every row until its end."""
+    summing = _Summing(site, bins, 1, run.running)
+    stored = StoredCanvases(model, run, hooks=[*hooks, summing], warn=False)
+    with stored.under_hooks():
+        for step in range(run.steps):
+            stored.enter(step)
+            stored.forward(step)
+    return summing
 
 
 def _check_widths(model: Any, site: str) -> None:
