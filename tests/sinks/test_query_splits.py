@@ -8,6 +8,7 @@ import pytest
 import dlm_lens as dl
 from dlm_lens.recording import AttentionPattern, rerun
 from dlm_lens.sinks import SplitAttention, received_of_split
+from dlm_lens.testing import tiny
 
 PROMPTS = ["w3 w4 w5 w6 w7 w8 w9", "w9 w8 w7"]
 CLASSES = dl.ReceivedAttention(queries=("masked", "unmasked"), min_viewers=1)
@@ -108,3 +109,57 @@ def test_split_attention_says_what_it_cannot_do(tiny_causal: Any, tiny_llada: An
     plain = dl.record(tiny_llada, PROMPTS, [CLASSES], gen_length=2, steps=2)
     with pytest.raises(ValueError, match="no split_random; record with"):
         received_of_split(plain)
+
+
+@pytest.mark.parametrize("by", ["random", "position"])
+@pytest.mark.parametrize("family", ["sdar", "llada2"])
+def test_in_block_causal_attention_every_block_is_split(family: str, by: Any) -> None:
+    model = tiny(family)
+    reducers = [CLASSES, SplitAttention(3 if by == "random" else 1, by, min_viewers=1), AttentionPattern()]
+    recording = dl.record(model, PROMPTS, reducers, gen_length=8, block_length=4)
+    run = recording.run
+    assert run.attention_blocks is not None
+    number = run.attention_blocks.numbers(run.tokens.shape[1]).numpy()
+    drawn, several = set(), 0
+    for step in range(run.steps):
+        for row in run.running[step].nonzero().flatten().tolist():
+            pattern = recording.pattern[step, row].double().nan_to_num(nan=0.0).numpy()
+            queries = pattern.sum((0, 1, 3)) > 0
+            masked = run.masked[step, row].numpy() & queries
+            seen = (pattern > 0).any((0, 1))
+            uniform = seen / np.maximum(seen.sum(-1, keepdims=True), 1)
+            for draw in range(3 if by == "random" else 1):
+                parts = received_of_split(recording, by, draw)
+                sums = [np.nan_to_num(one.column_sums[step, row].double().numpy()) for one in parts]
+                first = _solved(pattern, sums[0], queries)
+                assert (_solved(pattern, sums[1], queries) == queries & ~first).all()
+                for block in {*number[row][queries]}:
+                    inside = number[row] == block
+                    assert (first & inside).sum() == (masked & inside).sum()
+                    if by == "position":
+                        assert (np.diff(first[inside & queries].astype(int)) >= 0).all()
+                # The scores are relative to the parts' own e_j.
+                values = parts[0].values[step, row].double().numpy()
+                known, e = np.isfinite(values), uniform[first].sum(0)
+                expected = np.broadcast_to(e, values.shape)
+                np.testing.assert_allclose((values * expected)[known], sums[0][known], atol=1e-5)
+                drawn.add((step, row, tuple(first)))
+            several += len({*number[row][queries]}) > 1
+    assert several > 4
+    assert by == "position" or len(drawn) > 1.5 * run.steps * 2
+
+
+def _solved(pattern: np.ndarray, sums: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """Which queries the column sums [layer, head, key] are of."""
+    equations = np.moveaxis(pattern[:, :, queries], -2, -1).reshape(-1, queries.sum())
+    weights, *_ = np.linalg.lstsq(equations, sums.ravel(), rcond=None)
+    assert abs(weights - weights.round()).max() < 1e-2
+    found = np.zeros_like(queries)
+    found[queries] = weights.round().astype(bool)
+    return found
+
+
+def test_a_sliding_window_is_refused() -> None:
+    model = tiny("modernbert")
+    with pytest.raises(ValueError, match=r"a sliding window of \d+.*choose layers without a window"):
+        dl.record(model, "w1 " * 60, [CLASSES, SplitAttention()], gen_length=4, steps=4)

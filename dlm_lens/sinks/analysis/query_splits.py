@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, received_by_class
@@ -28,13 +28,15 @@ class SplitAttention(Reducer):
     A step with m masked and u unmasked queries is split into parts of m and u queries, with the same split in all
     layers and heads (with an approximate cache, of the queries that the step computes): score_j = r_j / e_j of
     each part, as `ReceivedAttention` has it for the two classes. Sinks of the parts differ as far as any m and u
-    queries differ; only what the classes differ beyond that is due to the masks. Record it together with
-    `ReceivedAttention(queries=("masked", "unmasked"))`; `received_of_split` reads it. Not for causal models, in
-    which a masked position is no query.
+    queries differ; only what the classes differ beyond that is due to the masks. In block causal attention, where
+    queries of several blocks see different keys, every block is split into parts of its own m and u queries: their
+    e_j are those of the classes. Record it together with `ReceivedAttention(queries=("masked", "unmasked"))`;
+    `received_of_split` reads it. Not for causal models, in which a masked position is no query, nor for layers with
+    a sliding window shorter than the canvas, in which every query has other keys.
 
     Args:
         draws: how many random splits; 1 for a split by position.
-        by: "random", or "position": the last m queries against the first u.
+        by: "random", or "position": the last m queries (of each block) against the first u.
         seed: of the random splits, which depend on the prompt, the step and the draw alone.
         min_viewers: in a part of fewer queries all keys are undefined (NaN).
 
@@ -69,10 +71,16 @@ class SplitAttention(Reducer):
         """The scores of both parts of every draw.
 
         Raises:
-            ValueError: a causal model.
+            ValueError: a causal model, or a layer with a sliding window shorter than the canvas.
         """
-        if layer.facts.causal:
+        facts = layer.facts
+        if facts.causal:
             raise ValueError(f"{self}: in a causal model masked positions are no queries, so nothing is split")
+        if facts.window is not None and facts.blocks is None and facts.window < facts.valid.shape[-1]:
+            raise ValueError(
+                f"{self}: in layer {layer.index} each query sees other keys (a sliding window of {facts.window}), "
+                "so that parts of as many queries have other e_j; choose layers without a window (layers=)"
+            )
         weights: Tensor = layer.run.once((self, layer.run.step), lambda: self._weights(layer))
         sums = received_by_class(layer.inputs, weights.float())
         sums = sums.unflatten(1, (self.draws, len(PARTS))).permute(0, 3, 4, 1, 2)
@@ -83,19 +91,30 @@ class SplitAttention(Reducer):
     def _weights(self, layer: LayerStep) -> Bool[Tensor, "batch klass query"]:
         """The two parts of every draw, one after the other."""
         # With a cache a pass computes the queries of a span alone, and the sizes and e_j of the classes are theirs.
-        attending, count = layer.facts.attending, layer.facts.queries("masked").sum(-1)
+        facts = layer.facts
+        positions = facts.valid.shape[-1]
+        blocks = facts.attending.new_zeros((len(facts.attending), positions), dtype=torch.long)
+        if facts.blocks is not None:
+            numbers = facts.blocks.numbers(positions)
+            blocks += (numbers - numbers.min()).to(blocks.device)
         rows = []
-        for row, inside in enumerate(attending):
-            order = self._order(layer, row, inside)
-            first = (order < count[row]) & inside
+        for row, (inside, masked, block) in enumerate(
+            zip(facts.attending, facts.queries("masked"), blocks, strict=True)
+        ):
+            order = self._order(layer, row, inside, block)
+            in_block = torch.bincount(block[inside], minlength=len(block))
+            masked_in_block = torch.bincount(block[masked], minlength=len(block))
+            place = order - (in_block.cumsum(0) - in_block)[block]  # among the queries of the same block
+            first = (place < masked_in_block[block]) & inside
             rows.append(torch.stack([first, ~first & inside], 1).flatten(0, 1))
         return torch.stack(rows)
 
-    def _order(self, layer: LayerStep, row: int, inside: Bool[Tensor, "query"]) -> Tensor:
-        """Per draw, the place of each query in the order whose first m queries are the first part."""
+    def _order(
+        self, layer: LayerStep, row: int, inside: Bool[Tensor, "query"], block: Int[Tensor, "query"]
+    ) -> Int[Tensor, "draw query"]:
+        """Per draw, every query's place in an order by block; the first m of a block are its first part."""
         if self.by == "position":
-            place = torch.arange(len(inside), device=inside.device)
-            keys = torch.where(inside, -place, len(inside))[None]
+            keys = -torch.arange(len(inside), device=inside.device)[None] / len(inside)
         else:
             run = layer.run
             prompt = run.tokens[row][run.prompt[row]].tolist()
@@ -103,10 +122,12 @@ class SplitAttention(Reducer):
             drawn = torch.rand(
                 self.draws, int(inside.sum()), generator=torch.Generator().manual_seed(seed), dtype=torch.float32
             )
-            keys = torch.full((self.draws, len(inside)), 2.0)
+            keys = torch.zeros(self.draws, len(inside))
             keys[:, inside.cpu()] = drawn
             keys = keys.to(inside.device)
-        return keys.argsort(-1).argsort(-1)
+        # Numbers below 1 apart, so that blocks stay together; what is no query comes last.
+        keys = torch.where(inside, keys.double() + 2 * block, torch.inf)
+        return keys.argsort(dim=-1, stable=True).argsort(-1)
 
 
 def received_of_split(recording: Recording, by: SplitBy = "random", draw: int = 0) -> tuple[Received, Received]:
