@@ -15,7 +15,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
+from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
 
 MEASURES = ("decisions", "hits", "mass", "chance hits", "chance mass")
 
@@ -196,7 +196,7 @@ class RetrievalHeads(ShowsItself):
             ValueError: a layer that was not measured, or another measure.
         """
         both = [self._pair(layer, head, one) for one in (measure, f"chance {measure}")]
-        return estimate(torch.cat(both, -1).numpy(), difference_of, seed=self.seed)
+        return estimate(torch.cat(both, -1).numpy(), difference_of, bounds=CORRELATION_BOUNDS, seed=self.seed)
 
     def table(self, measure: str = "hits") -> pd.DataFrame:
         """One line per head, highest score first: score, chance, and excess with their intervals.

@@ -12,7 +12,7 @@ from dlm_lens.arguments import checked_arguments, one_of
 from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, estimate_mean
+from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, Estimate, estimate_mean
 
 Within = Literal["answer", "block"]
 
@@ -64,7 +64,9 @@ class DecisionOrder(ShowsItself):
     def mean(self) -> Estimate:
         """The mean of tau over rows; the interval is over prompts."""
         rows = self.tau.isfinite().nonzero().flatten()
-        return estimate_mean(self.tau[rows].numpy(), rows.numpy(), len(self.tau), seed=self.seed)
+        return estimate_mean(
+            self.tau[rows].numpy(), rows.numpy(), len(self.tau), bounds=CORRELATION_BOUNDS, seed=self.seed
+        )
 
     @property
     def reversed(self) -> Float[Tensor, "batch"]:

@@ -16,7 +16,16 @@ from dlm_lens.probes.clock.fitting import prompts_of_rows
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, Floats, difference_of, estimate, mean_of
+from dlm_lens.sinks.statistics import (
+    CORRELATION_BOUNDS,
+    SHARE_BOUNDS,
+    Bounds,
+    Estimate,
+    Floats,
+    difference_of,
+    estimate,
+    mean_of,
+)
 
 PREDICTORS = ("first steps", "step before", "other block", "other prompt")
 MEASURES = ("correlation", "recall", "kept")
@@ -80,7 +89,8 @@ class EarlyAttention(ShowsItself):
         Raises:
             ValueError: another measure or predictor, or a layer that was not recorded.
         """
-        return estimate(self._sums(measure, predictor, layer).numpy(), mean_of, seed=self.seed)
+        sums = self._sums(measure, predictor, layer).numpy()
+        return estimate(sums, mean_of, bounds=_bounds(measure), seed=self.seed)
 
     def excess(self, measure: str, null: str = "other prompt", layer: int | None = None) -> Estimate:
         """The measure of the first steps minus that of another predictor, on the blocks and steps that have both.
@@ -135,7 +145,8 @@ class EarlyAttention(ShowsItself):
                     for name in ("first steps", "other prompt")
                 )
                 line: dict[str, Any] = {"layer": layer, "head": head}
-                line |= estimate(early.numpy(), mean_of, seed=self.seed).columns("first_steps")
+                first = estimate(early.numpy(), mean_of, bounds=_bounds(measure), seed=self.seed)
+                line |= first.columns("first_steps")
                 line["other_prompt"] = estimate(other.numpy(), mean_of, seed=self.seed).value
                 both = _pairs(self.common[PREDICTORS.index("other prompt"), place, :, number, head])
                 lines.append(line | estimate(both, difference_of, seed=self.seed).columns("excess"))
@@ -149,6 +160,10 @@ class EarlyAttention(ShowsItself):
         if layer is not None:
             found = found[:, [_index("layer", layer, self.layers)]]
         return found.sum((1, 2))
+
+
+def _bounds(measure: str) -> Bounds:
+    return CORRELATION_BOUNDS if measure == "correlation" else SHARE_BOUNDS
 
 
 def _pairs(common: Float[Tensor, "prompt 3"]) -> Floats:

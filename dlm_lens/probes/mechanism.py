@@ -21,7 +21,16 @@ from dlm_lens.recording import ReceivedAttention, rerun
 from dlm_lens.sampling import Comparison, DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
-from dlm_lens.sinks.statistics import Estimate, Floats, difference_of, estimate, estimate_mean, mean_of, summed
+from dlm_lens.sinks.statistics import (
+    CORRELATION_BOUNDS,
+    Estimate,
+    Floats,
+    difference_of,
+    estimate,
+    estimate_mean,
+    mean_of,
+    summed,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +145,9 @@ class SinkMechanism(ShowsItself):
 
     def _correlation(self, dependence: Tensor, values: Tensor, predicted: Tensor) -> Estimate:
         rho, defined = spearman(dependence, values, predicted & values.isfinite())
-        return estimate_mean(rho[defined], defined.nonzero()[:, 1], values.shape[1], seed=self.seed)
+        return estimate_mean(
+            rho[defined], defined.nonzero()[:, 1], values.shape[1], bounds=CORRELATION_BOUNDS, seed=self.seed
+        )
 
 
 def _above_median(values: Float[Tensor, "*axes position"], kept: Tensor) -> Bool[Tensor, "*axes position"]:

@@ -15,7 +15,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, estimate, mean_of, summed
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate, mean_of, summed
 
 PLACES = ("here", "near", "far", "nowhere")
 PROBABILITY = Rule("a probability, above 0 and below 1", lambda value: is_real(value) and 0 < value < 1)
@@ -102,7 +102,7 @@ class TokenSmearing(ShowsItself):
             raise ValueError(f"place is {place!r}; it must be one of {', '.join(PLACES)}")
         counts = self.places.sum(0).double()
         pairs = torch.stack([counts[:, PLACES.index(place)], counts.sum(-1)], -1)
-        return estimate(pairs.numpy(), mean_of, seed=self.seed)
+        return estimate(pairs.numpy(), mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
 
     def table(self) -> pd.DataFrame:
         """One line per step: predicted positions, the three means, and the numbers of likely tokens by place."""
@@ -126,7 +126,7 @@ class TokenSmearing(ShowsItself):
         rows = where.nonzero()[:, 1].numpy()
         found = values[where].double()
         pairs = torch.stack([found, torch.ones_like(found)], -1).numpy()
-        return estimate(summed(pairs, rows, values.shape[1]), mean_of, seed=self.seed)
+        return estimate(summed(pairs, rows, values.shape[1]), mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
 
 
 @checked_arguments(threshold=PROBABILITY, decided=flag(), radius=whole(least=1, most=2**20))

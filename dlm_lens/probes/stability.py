@@ -15,7 +15,7 @@ from dlm_lens.recording import LayerStep, PatternReducer, ReceivedAttention, rer
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
-from dlm_lens.sinks.statistics import Estimate, estimate_mean
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate_mean
 
 MEASURES = ("cosine", "overlap", "kept", "best")
 
@@ -212,7 +212,9 @@ class PatternStability(ShowsItself):
 
     def _mean(self, values: Float[Tensor, "step batch *axes"]) -> Estimate:
         defined = values.isfinite()
-        return estimate_mean(values[defined], defined.nonzero()[:, 1], values.shape[1], seed=self.seed)
+        return estimate_mean(
+            values[defined], defined.nonzero()[:, 1], values.shape[1], bounds=SHARE_BOUNDS, seed=self.seed
+        )
 
 
 @exclusive

@@ -18,7 +18,7 @@ from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
-from dlm_lens.sinks.statistics import estimate, mean_of, ratio_of
+from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, POSITIVE_BOUNDS, estimate, mean_of, ratio_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +85,14 @@ class SinkUpdates(ShowsItself):
         known = values.isfinite() & mass.isfinite()
         attends = known & (mass > self.attends)
         sums = torch.stack([x for kept in (attends, known & ~attends) for x in _sums(values, kept)], -1)
-        ratio = estimate(sums, ratio_of, seed=self.seed)
+        ratio = estimate(sums, ratio_of, bounds=POSITIVE_BOUNDS, seed=self.seed)
         totals = sums.sum(0)
-        rho = estimate(torch.stack(_sums(*spearman(mass, values, known)), -1), mean_of, seed=self.seed)
+        rho = estimate(
+            torch.stack(_sums(*spearman(mass, values, known)), -1),
+            mean_of,
+            bounds=CORRELATION_BOUNDS,
+            seed=self.seed,
+        )
         return {
             "queries": int(totals[1]),
             "others": int(totals[3]),

@@ -22,6 +22,9 @@ Bounds = tuple[float, float]
 
 SHARE_BOUNDS: Bounds = (0.0, 1.0)
 POSITIVE_BOUNDS: Bounds = (0.0, math.inf)
+CORRELATION_BOUNDS: Bounds = (-1.0, 1.0)
+"""Also of cosines and of differences of shares."""
+R2_BOUNDS: Bounds = (-math.inf, 1.0)
 
 Floats = NDArray[np.float64]
 
@@ -136,7 +139,7 @@ def estimate(
         sums: [prompt, summand]; a prompt whose row is all zeros is left out.
         statistic: from sums over prompts [*draws, summand] to numbers [*draws].
         bounds: where the interval is cut: `SHARE_BOUNDS` of a mean, whose last summand counts cases;
-            `POSITIVE_BOUNDS`; None for nowhere.
+            `POSITIVE_BOUNDS`, `CORRELATION_BOUNDS`, `R2_BOUNDS`; None for nowhere.
         resamples: how many draws of as many prompts, with replacement.
         seed: of the draws.
     """

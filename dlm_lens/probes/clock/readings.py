@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.clock.states import QUANTITIES
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, Floats, estimate
+from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, R2_BOUNDS, Estimate, Floats, estimate, mean_of
 
 BASELINES = ("token", "position", "open count")
 """What is known without the states: the token at the position, its place in the answer, and how many positions of
@@ -123,7 +123,7 @@ class ClockReading(ShowsItself):
         Raises:
             ValueError: a class or a layer that the clock does not have.
         """
-        return estimate(self._sums(name, self.errors(name, layer)), _r2, seed=self.seed)
+        return estimate(self._sums(name, self.errors(name, layer)), _r2, bounds=R2_BOUNDS, seed=self.seed)
 
     def mae(self, name: str, layer: int) -> Estimate:
         """Mean absolute error in steps, mean |p - y| T; the interval is over prompts.
@@ -133,7 +133,7 @@ class ClockReading(ShowsItself):
         """
         kind, place = self.kind_index(name), self.layer_index(layer)
         sums = torch.stack([self.absolute[kind, place].sum(0) * self.steps, self.count[kind].sum(0)], -1)
-        return estimate(sums.numpy(), lambda total: total[..., 0] / total[..., 1], seed=self.seed)
+        return estimate(sums.numpy(), mean_of, bounds=POSITIVE_BOUNDS, seed=self.seed)
 
     def null(self, name: str, layer: int) -> list[float]:
         """R^2 of each probe fitted to labels that are permuted among the steps of each prompt."""
@@ -151,7 +151,9 @@ class ClockReading(ShowsItself):
         Raises:
             ValueError: an unknown class or baseline.
         """
-        return estimate(self._sums(name, self.baseline_errors(name, baseline)), _r2, seed=self.seed)
+        return estimate(
+            self._sums(name, self.baseline_errors(name, baseline)), _r2, bounds=R2_BOUNDS, seed=self.seed
+        )
 
     def beyond(self, name: str, layer: int, baseline: str) -> Estimate:
         """1 - sum (p - y)^2 / sum (g - y)^2: the share of a baseline's error that the states remove.
@@ -162,7 +164,9 @@ class ClockReading(ShowsItself):
             ValueError: an unknown class, layer or baseline.
         """
         sums = torch.stack([self.errors(name, layer), self.baseline_errors(name, baseline)], -1)
-        return estimate(sums.numpy(), lambda total: 1 - total[..., 0] / total[..., 1], seed=self.seed)
+        return estimate(
+            sums.numpy(), lambda total: 1 - total[..., 0] / total[..., 1], bounds=R2_BOUNDS, seed=self.seed
+        )
 
     def table(self) -> pd.DataFrame:
         """One line per class of positions and layer: R^2, error in steps, largest R^2 of the null, baselines."""
@@ -195,7 +199,7 @@ class ClockReading(ShowsItself):
                 continue
             label = (self.label.nan_to_num() * self.count[kind] * here).sum() / count.sum()
             sums = torch.stack([(self.read[kind, place] * here).sum(0), count], -1)
-            read = estimate(sums.numpy(), lambda total: total[..., 0] / total[..., 1], seed=self.seed)
+            read = estimate(sums.numpy(), mean_of, seed=self.seed)
             lines.append({"label": float(label), **read.columns("read"), "positions": int(count.sum())})
         return pd.DataFrame(lines)
 
@@ -237,7 +241,12 @@ class ClockReading(ShowsItself):
         lines = []
         for quantity in QUANTITIES:
             sums = self.distances(name, layer, quantity)
-            off = estimate(sums.numpy(), lambda total: np.sqrt(total[..., 0] / total[..., 1]), seed=self.seed)
+            off = estimate(
+                sums.numpy(),
+                lambda total: np.sqrt(total[..., 0] / total[..., 1]),
+                bounds=POSITIVE_BOUNDS,
+                seed=self.seed,
+            )
             lines.append({"quantity": quantity, **off.columns("off")})
         return pd.DataFrame(lines).sort_values("off", kind="stable", ignore_index=True)
 
