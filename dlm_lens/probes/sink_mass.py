@@ -14,6 +14,17 @@ from dlm_lens.sinks import Sinks
 QUERIES = ("step", "batch", "layer", "head", "query")
 
 
+def check_heads(sinks: Sinks, heads: int) -> None:
+    """Raise where sinks of single heads are not those of all `heads` of a layer: which ones they are is not known.
+
+    Raises:
+        ValueError: sinks of fewer heads, such as those of `recording.select(head=)`.
+    """
+    own = sinks.is_sink.shape[3] if "head" in sinks.dims else heads
+    if own != heads:
+        raise ValueError(f"the sinks are of {own} heads, and a layer has {heads}; find the sinks of all heads")
+
+
 @dataclass(frozen=True, eq=False)
 class SinkMass(PatternReducer):
     """Share of every query's attention that goes to the sinks of its pattern, m_i = sum_{j in sinks} A_ij.
@@ -46,9 +57,14 @@ class SinkMass(PatternReducer):
         return f"SinkMass({self.sinks.rule})"
 
     def start(self, layer: LayerStep) -> tuple[Bool[Tensor, "batch #head key"], list[Tensor]]:
-        """The sinks of this step and layer, and no tile yet."""
+        """The sinks of this step and layer, and no tile yet.
+
+        Raises:
+            ValueError: there are none of this step and layer, or they are of some of its heads.
+        """
         if layer.index not in self.sinks.layers or layer.run.step >= len(self.sinks.is_sink):
             raise ValueError(f"there are no sinks of step {layer.run.step}, layer {layer.index} among {self.sinks}")
+        check_heads(self.sinks, layer.inputs.q.shape[1])
         found = self.sinks.is_sink[layer.run.step, :, self.sinks.layers.index(layer.index)]
         found = found[:, None] if found.ndim == 2 else found
         learned, keys = layer.facts.sinks, layer.inputs.k.shape[2]

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices
 from dlm_lens.attention import HookLike, SinkLayout, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.probes.sink_mass import check_heads
 from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
@@ -143,8 +144,8 @@ def sink_writes(
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: sinks of another run or level, a step or layer that does not exist or has no sinks looked for,
-            no sink at all, or a limit below 1.
+        ValueError: sinks of another run or level or of some heads, a step or layer that does not exist or has no
+            sinks looked for, no sink at all, or a limit below 1.
     """
     stored, head = StoredRun(model, run, hooks=hooks), Unembedding(model)
     if sinks.dims != ("step", "batch", "layer", "head", "key") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
@@ -152,6 +153,7 @@ def sink_writes(
             f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; give those of this run, found at "
             "level 'head'"
         )
+    check_heads(sinks, int(model.config.num_attention_heads))
     if limit < 1 or not 1 <= top <= head.vocabulary:
         raise ValueError(f"sink_writes(limit={limit}, top={top}): both are at least 1, top at most the vocabulary")
     chosen = chosen_indices("step", steps, run.steps, "sink_writes: ")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions
-from dlm_lens.probes import LogitLens, TunedLens, logit_lens, sink_writes, train_tuned_lens
+from dlm_lens.probes import LogitLens, TunedLens, logit_lens, sink_updates, sink_writes, train_tuned_lens
 from dlm_lens.recording import rerun
 from dlm_lens.testing import tiny
 from tests.recording.reference import alone
@@ -231,6 +231,11 @@ def test_writes_of_chosen_steps_and_layers_are_a_part_of_all_and_others_are_refu
             sink_writes(model, run, sinks, **settings)
     with pytest.raises(ValueError, match="these sinks have no layer 0, only 1; find them with that layer"):
         sink_writes(model, run, dl.find_sinks(rec.select(layer=[1]), dl.TopK(1)), layers=[0])
+    # Of which heads these are, sinks do not say: one head's would be taken for head 0's, or for those of all.
+    one = dl.find_sinks(rec.select(head=[2]), dl.TopK(1))
+    for read in (sink_writes, sink_updates):
+        with pytest.raises(ValueError, match="the sinks are of 1 heads, and a layer has 4"):
+            read(model, run, one)
 
 
 @pytest.mark.parametrize("rule", ["above-mean:1.2", "low-key-norm:0.98"])
