@@ -86,8 +86,8 @@ def measured_columns(
     A source without a step axis is used at every step. It has as many rows as the run has prompts, or one for all.
 
     Raises:
-        ValueError: the source lacks the step, the layer or the rows, or has more steps than the run, a canvas of
-            another length or other prompts.
+        ValueError: the source lacks the step, the layer, heads or the rows, or has more steps than the run, a
+            canvas of another length or other prompts.
     """
     step = run_of(hook, who).step if "step" in source.dims else 0
     layer = hook.layer() if "layer" in source.dims else 0
@@ -108,10 +108,26 @@ def measured_columns(
         found = detector.detect(scores)
     if top is not None:
         found = top_columns(scores.float().masked_fill(~found, torch.nan), top)
+    if "head" in source.dims and (isinstance(source, Sinks) or per == "head"):
+        _check_heads(found.shape[1], run_of(hook, who), who)
     columns = _for_network(found, source.sinks, keys, hook, who)
     _check_total(source, hook, who)
     _check_prompts(source, run_of(hook, who), who)
     return columns
+
+
+def _check_heads(count: int, run: RunStep, who: Any) -> None:
+    """Raise if a source by head has some heads only: which ones is not known, and one would stand for all.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    heads = getattr(run.config, "num_attention_heads", count)
+    if count != heads:
+        raise ValueError(
+            f"{who}: the source has {count} heads and the model {heads}; give one of all heads, and limit the hook "
+            "with at_heads"
+        )
 
 
 def _check_prompts(source: MeasuredSinks, run: RunStep, who: Any) -> None:

@@ -49,3 +49,15 @@ def test_a_source_of_more_steps_is_of_another_run() -> None:
     source = received_of(record(model, PROMPTS, **SETTINGS))
     with pytest.raises(ValueError, match="the source has 4 steps and the run 2; give one of the same settings"):
         denoise(model, PROMPTS, hooks=[mask_sinks(RULE, source=source)], **{**SETTINGS, "steps": 2})
+
+
+@pytest.mark.parametrize("heads", [[2], [1, 3]])
+def test_a_source_of_some_heads_is_refused_where_each_head_has_sinks_of_its_own(heads: list[int]) -> None:
+    model = tiny("llada")
+    part = received_of(record(model, PROMPTS, **SETTINGS).select(head=heads))
+    for hook in (mask_sinks(RULE, source=part, per="head"), mask_sinks(source=find_sinks(part, RULE))):
+        with pytest.raises(ValueError, match=f"the source has {len(heads)} heads and the model 4; give one of all"):
+            denoise(model, PROMPTS, hooks=[hook], **SETTINGS)
+    # A layer's sinks by the mean of some heads are sinks of the layer.
+    hook = mask_sinks(RULE, source=part, per="layer")
+    assert denoise(model, PROMPTS, hooks=[hook], **SETTINGS).settings["columns_hidden"][0] > 0
