@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.model_access import ModelLock, eagerly, guard_hooks, in_use, lock_of
 from dlm_lens.attention.visibility import AttentionPass
+from dlm_lens.requirements import warn_of_version
 
 HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 """Hook points of an attention module in the order in which they fire; the child is `hook_<name>`.
@@ -133,7 +134,8 @@ def add_hook_points(model: Model) -> Model:
     """Give every attention module of a transformers model its hook points, in place, and return the model.
 
     Parameters, their names and every forward stay as they are. A second call changes nothing. Attention modules are
-    found by their code: a forward that looks its function up in transformers' attention interface.
+    found by their code: a forward that looks its function up in transformers' attention interface. A version of
+    transformers that was not tested is named in a warning.
 
     Raises:
         ValueError: the model has no such module, or one whose quantities cannot be hooked exactly: it computes
@@ -148,6 +150,7 @@ def add_hook_points(model: Model) -> Model:
             f"{type(model).__name__} has no attention module that calls transformers' attention interface "
             "(ALL_ATTENTION_FUNCTIONS): its attention cannot be hooked"
         )
+    warn_of_version("transformers")
     guard_hooks()
     lock = ModelLock()
     for index, attention in (each for modules in found for each in enumerate(modules)):

@@ -4,13 +4,13 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, requires, version
 
 import torch
 from packaging.requirements import Requirement
 
 import dlm_lens
 from dlm_lens.attention.received import SWITCH, received_sums, turned_on, usable
+from dlm_lens.requirements import declared, installed
 
 PROMPT, STEPS = "tom has 5 apples . tom buys 4 more . how many apples ? :", 4
 
@@ -32,9 +32,8 @@ class Finding:
 
 def findings() -> Iterator[Finding]:
     """Run the checks one by one; nothing is downloaded or written."""
-    for requirement in map(Requirement, requires("dlm-lens") or ()):
-        if requirement.marker is None:
-            yield _package(requirement)
+    for requirement in declared():
+        yield _package(requirement)
     if not torch.cuda.device_count():
         yield Finding("CUDA", "none: everything runs on the CPU", None)
     for index in range(torch.cuda.device_count()):
@@ -44,11 +43,9 @@ def findings() -> Iterator[Finding]:
 
 
 def _package(requirement: Requirement) -> Finding:
-    try:
-        found = version(requirement.name)
-    except PackageNotFoundError:
+    found, good = installed(requirement)
+    if found is None:
         return Finding(requirement.name, f"missing: pip install '{requirement}'", False)
-    good = requirement.specifier.contains(found, prereleases=True)
     return Finding(
         requirement.name, found if good else f"{found}, but dlm_lens needs {requirement.specifier}", good
     )

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import dlm_lens
+from dlm_lens import requirements
 from dlm_lens.cli import app as cli
 from dlm_lens.cli import errors
 from dlm_lens.cli import installation as doctor
@@ -205,11 +207,11 @@ def test_the_doctor_names_what_is_wrong_and_fails(monkeypatch: pytest.MonkeyPatc
 
     def version(name: str) -> str:
         if name == "einops":
-            raise doctor.PackageNotFoundError(name)
+            raise PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(doctor, "requires", lambda name: ["torch>=2.9", "nnsight<0.9,>=0.8.1", "einops>=0.8"])
-    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(requirements, "requires", lambda name: ["torch>=2.9", "nnsight<0.9,>=0.8.1", "einops>=0.8"])
+    monkeypatch.setattr(requirements, "version", version)
     monkeypatch.setattr(doctor, "_traces", lambda: "fine")
 
     def broken() -> str:
