@@ -18,7 +18,7 @@ from dlm_lens.bridging.step_cache import (
     bytes_per_step,
     chosen_points,
 )
-from dlm_lens.bridging.step_hooks import BridgeRun, FwdHook, fwd_hooks_of, past_sinks
+from dlm_lens.bridging.step_hooks import BridgeRun, FwdHook, check_point, fwd_hooks_of, past_sinks
 from dlm_lens.placement import is_quantised
 from dlm_lens.sampling import DenoisingRun, RunObserver, denoise
 
@@ -54,6 +54,18 @@ class DiffusionBridge(TransformerBridge):
             return super().forward(*args, **options)
         with in_use(self.original_model):
             return super().forward(*args, **options)
+
+    def check_hooks_to_add(
+        self, hook_point: Any, hook_point_name: str, hook: Any, dir: str = "fwd", **options: Any
+    ) -> None:
+        """Check a hook before it is added; TransformerLens calls this for all of them.
+
+        Raises:
+            ValueError: a point that is switched off, or a hook of `dlm_lens.hooks` that belongs at another one.
+        """
+        super().check_hooks_to_add(hook_point, hook_point_name, hook, dir, **options)
+        if dir == "fwd":
+            check_point(self, hook_point, hook_point_name, hook)
 
     @contextmanager
     def hooks(self, *args: Any, **options: Any) -> Iterator["DiffusionBridge"]:
@@ -107,7 +119,8 @@ class DiffusionBridge(TransformerBridge):
 
         Raises:
             KeyError: no hook point has such a name.
-            ValueError: an invalid prompt, setting or site.
+            ValueError: an invalid prompt, setting or site, or a hook of `dlm_lens.hooks` in `fwd_hooks` at another
+                point than its own.
         """
         run = BridgeRun(self, [*fwd_hooks, *fwd_hooks_of(self, hooks)])
         return self._denoise(run, hooks, observers, prompt, attention_mask, settings)

@@ -20,6 +20,7 @@ from dlm_lens.attention import (
     Hook,
     HookKey,
     HookLike,
+    PointContext,
     RunStep,
     SinkLayout,
     Site,
@@ -188,6 +189,7 @@ class BridgeRun(StepObserver):
             rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim else 0
             return function(tensor, hook=self.at(hook, rows, key))  # type: ignore[call-arg]
 
+        hook_function.__wrapped__ = function  # type: ignore[attr-defined]  # for `check_point`
         return hook_function
 
     def _clean_pass(self, model: Any, inputs: Any, kwargs: Any) -> None:
@@ -238,6 +240,23 @@ def point_of(attention: Any, site: Site) -> str:
     if site in ("q", "k") and "q_norm" in attention._modules:
         return f"attn.hook_{site}_normed"
     return NAMES[site]
+
+
+def check_point(bridge: Any, point: Any, name: str, function: Any) -> None:
+    """Raise if a hook of `dlm_lens.hooks` is put at another hook point than that of its site.
+
+    Plain functions, which have no site, belong at every point.
+
+    Raises:
+        ValueError: naming the hook, its point and the other one.
+    """
+    function = inspect.unwrap(function)
+    if not is_hook(function):
+        return
+    hook, layer = as_hook(function), PointContext.of(point).index
+    own = f"blocks.{layer or 0}.{point_of(bridge.blocks[layer or 0].attn, hook.site)}"
+    if layer is None or bridge.hook_dict[own] is not point:
+        raise ValueError(f"{hook} belongs at {own} and was put at {name}; name that point, or give hooks=[...]")
 
 
 _POSITION_ENTRIES = {

@@ -169,3 +169,26 @@ def test_a_token_that_the_model_does_not_embed_is_named() -> None:
         dl.denoise(model, PROMPT, observers=[Writing()], **SETTINGS)
     with pytest.raises(ValueError, match=message):
         dl.bridge(model).denoise(PROMPT, observers=[Writing()], **SETTINGS)
+
+
+@pytest.mark.parametrize("case", ["llada", "gated-sink", "qwen3"])
+@pytest.mark.parametrize("site", ["q", "z", "mlp_out", "resid"])
+def test_a_hook_at_another_point_than_its_own_is_refused_before_a_pass(case: str, site: Any) -> None:
+    """`ablate("z")` at the residual stream would otherwise set the whole stream to zero."""
+    bridge, hook = dl.bridge(model_of(case)), at_layers(ablate(site), [1])
+    own = {"mlp_out": "blocks.1.hook_mlp_out", "resid": "blocks.1.hook_resid_post"}
+    normed, gated = ("_normed" if case == "qwen3" else ""), ("_ungated" if case == "gated-sink" else "")
+    own |= {"q": f"blocks.1.attn.hook_q{normed}", "z": f"blocks.1.attn.hook_z{gated}"}
+    ids, settings = torch.tensor(PROMPT), {"gen_length": 2, "seed": 0}
+    for name in ("blocks.1.hook_resid_pre", "blocks.1.attn.hook_v", "ln_final.hook_in", "hook_embed"):
+        with pytest.raises(ValueError, match=r"belongs at blocks\.[01]\..* and was put at .*; name that point"):
+            bridge.denoise(PROMPT, fwd_hooks=[(name, hook)], **settings)
+        with pytest.raises(ValueError, match=r"belongs at blocks\.[01]\..* and was put at .*; name that point"):
+            bridge.run_with_hooks(ids, fwd_hooks=[(name, hook)])
+        with pytest.raises(ValueError, match=r"belongs at blocks\.[01]\..* and was put at .*; name that point"):
+            bridge.add_hook(name, hook)
+    assert not any(point.has_hooks() for point in bridge.hook_points())
+    named = bridge.denoise(PROMPT, fwd_hooks=[(own[site], hook)], **settings)
+    same(named, bridge.denoise(PROMPT, hooks=[hook], **settings))
+    filtered = bridge.denoise(PROMPT, fwd_hooks=[(lambda name: name == own[site], hook)], **settings)
+    same(filtered, named)
