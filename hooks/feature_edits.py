@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import Hook, PointContext, RunStep, Site
@@ -92,6 +92,14 @@ class EditFeatures(Hook):
             raise ValueError(
                 f"{self.sae} was trained on vectors of {self.sae.d_model} entries; the model's have {width}"
             )
+
+    def check_layer(self, block: nn.Module) -> None:
+        """Refuse a layer that norms the output of which the autoencoder is.
+
+        Raises:
+            ValueError: as `SparseAutoencoder.check_layer`.
+        """
+        self.sae.check_layer(block)
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Return x + w (edited - x) at the positions.

@@ -48,6 +48,7 @@ from dlm_lens.attention.layers import (
     attention_of,
     head_width,
     output_weight,
+    writing_module,
 )
 from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
 from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
@@ -144,4 +145,5 @@ __all__ = [
     "viewers",
     "visible_in",
     "visible_keys",
+    "writing_module",
 ]

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_lens.attention.column_masking import (
     ColumnMask,
@@ -122,6 +122,15 @@ class Hook:
         positions = getattr(self, "positions", None)
         for position in positions if isinstance(positions, tuple) else ():
             _check_position(position, run, self)
+
+    def check_layer(self, block: nn.Module) -> None:
+        """Refuse a decoder layer whose activation at the site is not what the hook edits; by default none.
+
+        Called before the hook is put into the layer.
+
+        Raises:
+            ValueError: naming the hook and the layer's class.
+        """
 
     def first_step(self, total: int) -> int | None:
         """The first step at which it acts in a run of so many steps, if it names steps; None if it names none."""
@@ -264,6 +273,14 @@ class HookWrapper(Hook):
         """
         self.hook.check_run(run)
 
+    def check_layer(self, block: nn.Module) -> None:
+        """What the hook inside refuses.
+
+        Raises:
+            ValueError: naming it.
+        """
+        self.hook.check_layer(block)
+
 
 @dataclass(frozen=True, repr=False)
 class HookAdapter(Hook):
@@ -349,6 +366,16 @@ class HookAdapter(Hook):
         check = getattr(self.wrapped, "check_run", None)
         if check is not None:
             check(run)
+
+    def check_layer(self, block: nn.Module) -> None:
+        """What the object refuses, if it has a `check_layer`.
+
+        Raises:
+            ValueError: naming it.
+        """
+        check = getattr(self.wrapped, "check_layer", None)
+        if check is not None:
+            check(block)
 
 
 @dataclass(frozen=True, repr=False)

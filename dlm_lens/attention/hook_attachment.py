@@ -177,7 +177,12 @@ def _layers(layers: Sequence[int] | None, count: int) -> set[int]:
 
 
 def _module(hook: Hook, block: Any) -> nn.Module:
-    """The module of a decoder layer whose output the hook edits."""
+    """The module of a decoder layer whose output the hook edits.
+
+    Raises:
+        ValueError: the layer has no such module, or the hook refuses the layer.
+    """
+    hook.check_layer(block)
     if hook.site in HOOK_POINTS:
         return hook_point(attention_of(block), hook.site)
     return adding_module(block, hook.site)

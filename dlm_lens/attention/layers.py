@@ -68,10 +68,19 @@ def adding_module(block: nn.Module, site: str) -> nn.Module:
     for name in norms:
         if name in children:
             return block.get_submodule(name)
+    return writing_module(block, site)
+
+
+def writing_module(block: nn.Module, site: str) -> nn.Module:
+    """The layer's attention ("attn_out") or MLP ("mlp_out") itself, before a norm or a gate that may follow it.
+
+    Raises:
+        ValueError: the layer has no module by any known name of an MLP.
+    """
     if site == "attn_out":
         return attention_of(block)
     for name in MLPS:
-        if name in children:
+        if name in block._modules:
             return block.get_submodule(name)
     raise ValueError(
         f"{type(block).__name__} has no module called {', '.join(MLPS)}, so that mlp_out is no hook point of it"

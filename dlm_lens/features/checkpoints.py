@@ -39,7 +39,7 @@ def load_sae(
 
     Args:
         path: of the directory.
-        model: from `dlm_lens.load`; width and layer are compared with it.
+        model: from `dlm_lens.load`; width, layer and site are compared with it.
         layer: of the activation, where the files do not say or are to be overruled.
         site: likewise "resid", "attn_out" or "mlp_out".
         device: for the weights; None for the model's, or the CPU.
@@ -47,7 +47,7 @@ def load_sae(
 
     Raises:
         FileNotFoundError: there is no such directory, or no weights in it.
-        ValueError: a form, setting, name or shape that is not read, or an autoencoder of another width.
+        ValueError: a form, setting, name or shape that is not read, or an autoencoder that does not fit the model.
     """
     path = Path(path)
     weights = _weights(path)
@@ -68,6 +68,8 @@ def load_sae(
     tensors = _read(weights, dtype)
     sae = saelens.read(settings, tensors) if form is saelens else sparsify.read(settings, tensors, path)
     named: dict[str, Any] = {"layer": layer, "site": site}
+    if site is not None:
+        named["of_module"] = False
     sae = replace(sae, **{name: value for name, value in named.items() if value is not None}).to(device)
     if model is not None:
         sae.check(model)

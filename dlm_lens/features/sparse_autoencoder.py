@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_lens.arguments import is_whole
-from dlm_lens.attention import attention_blocks
+from dlm_lens.attention import adding_module, attention_blocks, writing_module
 from dlm_lens.shapes import check_shapes
 
 Activation = Literal["topk", "groupmax", "relu", "jumprelu", "gated"]
@@ -62,6 +62,8 @@ class SparseAutoencoder:
         site: the activation that it was trained on.
         layer: of that activation; None if the checkpoint does not say.
         model: name of the model that it was trained on; "" if the checkpoint does not say.
+        of_module: "attn_out" and "mlp_out" are the outputs of attention and MLP themselves; layers that have a norm
+            or a gate after them (Gemma 2, OLMo 2) add something else to the stream, and are refused.
 
     Raises:
         ValueError: shapes that contradict each other, or fields that do not belong to the activation.
@@ -82,6 +84,7 @@ class SparseAutoencoder:
     site: FeatureSite = "resid"
     layer: int | None = None
     model: str = ""
+    of_module: bool = False
 
     def __post_init__(self) -> None:
         check_shapes(self)
@@ -159,15 +162,35 @@ class SparseAutoencoder:
             layer: whether it has to name a layer of the model.
 
         Raises:
-            ValueError: another width, or a layer that is unknown or does not exist.
+            ValueError: another width, a layer that is unknown or does not exist, or what `check_layer` refuses.
         """
-        width, depth = int(model.config.hidden_size), len(attention_blocks(model))
+        blocks = attention_blocks(model)
+        width, depth = int(model.config.hidden_size), len(blocks)
         if width != self.d_model:
             raise ValueError(f"{self} was trained on vectors of {self.d_model} entries; the model's have {width}")
         if layer and self.layer is None:
             raise ValueError(f"{self} does not say of which layer it is; give load_sae(..., layer=)")
         if layer and not 0 <= int(self.layer or 0) < depth:
             raise ValueError(f"{self} is of layer {self.layer}; the model has the layers 0 to {depth - 1}")
+        if self.layer is not None and 0 <= self.layer < depth:
+            self.check_layer(blocks[self.layer])
+
+    def check_layer(self, block: nn.Module) -> None:
+        """Raise where the autoencoder is of a module's output (`of_module`) that the layer norms before it adds it.
+
+        Raises:
+            ValueError: naming the module and the norm or gate after it.
+        """
+        if not self.of_module or self.site == "resid":
+            return
+        own, added = writing_module(block, self.site), adding_module(block, self.site)
+        if own is not added:
+            names = {id(module): name for name, module in block.named_children()}
+            raise ValueError(
+                f"{self} is of the output of {names.get(id(own), type(own).__name__)}, and {type(block).__name__} "
+                f"adds {names[id(added)]} of it to the stream, its {self.site}; no hook point has what it was "
+                f"trained on, so take one of the model's {self.site}"
+            )
 
     def encode(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch feature"]:
         """The features of activations, with every entry: take many vectors `at_once` by `at_once`."""

@@ -57,6 +57,7 @@ def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path)
         k=settings.get("k"),
         site=site,
         layer=int(place[1]) if place else None,
+        of_module=site != "resid",  # sparsify hooks the module of that name
     )
 
 

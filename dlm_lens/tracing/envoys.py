@@ -135,6 +135,7 @@ class AttentionEnvoy(Envoy):
             check_index("layer", layer, count, f"{hook}: ")
         if hook.layers is not None and self._module.hook_layer not in {layer % count for layer in hook.layers}:
             return
+        hook.check_layer(attention_blocks(self.root._module, own)[self._module.hook_layer])
         if hook.site in HOOK_POINTS:
             value = getattr(self, hook.site)
             setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value))))

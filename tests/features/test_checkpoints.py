@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dlm_lens.features import load_sae, save_sae
 from dlm_lens.testing import tiny
@@ -153,3 +154,49 @@ def test_the_model_is_compared_before_weights_are_read(tmp_path):
     with pytest.raises(ValueError, match=r"is of layer 3; the model has the layers 0 to"):
         load_sae(path, model)
     assert load_sae(path, model, layer=1).layer == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "site", "norm"), [("mlp", "mlp_out", "feedforward"), ("self_attn", "attn_out", "attention")]
+)
+def test_an_autoencoder_of_a_module_that_a_norm_follows_is_refused(tmp_path, end, site, norm):
+    """sparsify hooks the module itself; what a layer of Gemma 2 adds to the stream is the norm after it."""
+    from dlm_lens.attention import add_hook_points, attach_hooks, attention_blocks
+    from dlm_lens.hooks import at_layers, reconstruct
+    from tests.attention.test_hook_points import build
+
+    def written(width):
+        rng = np.random.default_rng(0)
+        shapes = {
+            "encoder.weight": (COUNT, width),
+            "encoder.bias": (COUNT,),
+            "W_dec": (COUNT, width),
+            "b_dec": (width,),
+        }
+        return {name: torch.from_numpy(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
+
+    normed, plain = (add_hook_points(build(kind)) for kind in ("gemma2", "llama"))
+    path = tmp_path / f"layers.1.{end}"
+    path.mkdir()
+    width = normed.config.hidden_size
+    save_file(written(width), path / "sae.safetensors")
+    (path / "cfg.json").write_text(json.dumps({"d_in": width, "num_latents": COUNT, "k": K}))
+    message = rf"is of the output of {end}, and Gemma2DecoderLayer adds post_{norm}_layernorm of it to the stream"
+    with pytest.raises(ValueError, match=message):
+        load_sae(path, normed)
+    sae = load_sae(path)
+    assert (sae.site, sae.of_module) == (site, True)
+    with pytest.raises(ValueError, match=message):
+        sae.check(normed)
+    for hook in (reconstruct(sae), at_layers(reconstruct(sae), [1])):
+        with pytest.raises(ValueError, match=message), attach_hooks(normed, hook):
+            pass
+    assert not any(m._forward_hooks for b in attention_blocks(normed) for m in b.children())
+    assert load_sae(path, normed, site=site).site == site  # the user says that it is of what the layer adds
+    sae.check(plain)
+    with attach_hooks(plain, reconstruct(sae)):
+        plain(input_ids=torch.tensor([[1, 2, 3]]))
+    assert (
+        load_sae(write_saelens(tmp_path / "lens", BASE, {**META, "architecture": "topk", "k": K})).of_module
+        is False
+    )

@@ -134,3 +134,17 @@ def test_a_run_has_the_steps_of_denoise(loaded: tuple[str, Any]) -> None:
         handle.remove()
         width = pattern.shape[-1]  # a window of 8 keeps the last keys
         torch.testing.assert_close(pattern[:, :, -1], seen[0][:, :, -1, -width:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_that_refuses_a_layer_is_refused_in_a_trace(loaded: tuple[str, Any]) -> None:
+    model = loaded[1]
+    lm: Any = dl.DiffusionLM(model, check=False)
+
+    class Picky(dl.hooks.Hook):
+        site = "resid"
+
+        def check_layer(self, block: Any) -> None:
+            raise ValueError(f"not into {type(block).__name__}")
+
+    with pytest.raises(ValueError, match=f"not into {type(attention_blocks(model)[0]).__name__}"), lm.trace(IDS):
+        lm.layers[1].attn.apply(Picky())
