@@ -3,7 +3,8 @@
 import glob
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -12,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from dlm_lens.training.objective import Objective, check_no_mask
+from dlm_lens.printable import shown
+from dlm_lens.training.objective import Objective, check_embedded, check_no_mask
 from dlm_lens.training.settings import DataSettings
 from dlm_lens.training.sources import (
     Build,
@@ -41,7 +45,7 @@ def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
 
     Raises:
         FileNotFoundError: a missing local file, or a dataset that the hub does not deliver.
-        ValueError: no path, or an unknown file ending.
+        ValueError: no path, an unknown file ending, an empty file, or one that cannot be read in its form.
     """
     import datasets
 
@@ -51,20 +55,57 @@ def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
     if path.suffix in READERS or settings.path.startswith((".", "/", "~")):
         if path.suffix not in READERS:
             raise ValueError(f"data.path {settings.path} has an unknown ending; use one of {', '.join(READERS)}")
-        if "*" not in settings.path and not path.is_file():
-            raise FileNotFoundError(f"data.path {settings.path} is not a file")
-        return datasets.load_dataset(
-            READERS[path.suffix], data_files=str(path), split=split or settings.split, streaming=settings.streaming
-        )
+        files = glob.glob(settings.path, recursive=True) if "*" in settings.path else [settings.path]
+        if not any(Path(file).is_file() for file in files):
+            raise FileNotFoundError(f"data.path {settings.path} is not a file, or matches none")
+        if not any(Path(file).stat().st_size for file in files):
+            raise ValueError(f"data.path {settings.path} is empty; give at least one document")
+        with _reading(settings):
+            return datasets.load_dataset(
+                READERS[path.suffix],
+                data_files=str(path),
+                split=split or settings.split,
+                streaming=settings.streaming,
+            )
     try:
-        return datasets.load_dataset(
-            settings.path, settings.name, split=split or settings.split, streaming=settings.streaming
-        )
+        with _reading(settings):
+            return datasets.load_dataset(
+                settings.path, settings.name, split=split or settings.split, streaming=settings.streaming
+            )
     except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
         raise FileNotFoundError(
             f"the dataset {settings.path} cannot be read from the hub ({' '.join(str(error).split())}); check its "
             "name and the connection, or give a local file"
         ) from error
+
+
+@contextmanager
+def _reading(settings: DataSettings) -> Iterator[None]:
+    """In this block, what the datasets library cannot read is one sentence with the path.
+
+    Raises:
+        ValueError: a file that is damaged, of another form or not UTF-8, or a split that is not there.
+    """
+    from datasets.exceptions import DatasetGenerationError
+    from pyarrow import ArrowInvalid
+
+    try:
+        yield
+    except (ValueError, DatasetGenerationError) as error:
+        chain = (error, error.__cause__, error.__context__)
+        # The reader's own error has the row and the byte.
+        own = next((each for each in chain if isinstance(each, ArrowInvalid | UnicodeDecodeError)), error)
+        why = " ".join(str(own).split())
+        raise ValueError(
+            f"the data of {settings.path or 'the dataset'} cannot be read ({why}); mend the file (texts are "
+            "UTF-8), or see data.path and data.split"
+        ) from error
+
+
+def _read(rows: Iterable[Any], settings: DataSettings) -> Iterator[Any]:
+    """The rows of a stream, read under `_reading`."""
+    with _reading(settings):
+        yield from rows
 
 
 def build_source(
@@ -85,7 +126,7 @@ def build_source(
     bos = shift if settings.bos is None else settings.bos
     if settings.prompt_column is not None and settings.answer_column is not None:
         return _fine_tuning(dataset, settings, tokenizer, bos)
-    required_column(dataset, settings.column)
+    required_column(dataset, settings.column, _read(dataset, settings))
     encode = _encoder(settings, tokenizer, bos)
     first = _bos(tokenizer) if bos else None
     return PackedSource(
@@ -132,7 +173,7 @@ def data_record(dataset: Any, settings: DataSettings) -> dict[str, Any]:
         for row in range(0, rows, -(-rows // CHECKED_TEXTS) or 1):
             values = dataset[row]
             for column in columns or [settings.column]:
-                part = _bytes(values[column])
+                part = _bytes(values.get(column))
                 digest.update(len(part).to_bytes(8, "little") + part)
         return {"rows": rows, "sha256": digest.hexdigest()[:16]}
     if Path(settings.path).suffix in READERS:
@@ -150,7 +191,7 @@ def _bytes(value: Any) -> bytes:
     return np.asarray(value, np.int64).tobytes()
 
 
-def check_texts(source: Source, mask_token_id: int | None) -> None:
+def check_texts(source: Source, mask_token_id: int | None, embedded: int | None = None) -> None:
     """Encode every text of a source of known size, at most `CHECKED_TEXTS`, so that a bad one is known at once.
 
     A stream, and a larger dataset, is checked while it is read. 100,000 texts of 200 tokens took 32 s on a core.
@@ -158,22 +199,34 @@ def check_texts(source: Source, mask_token_id: int | None) -> None:
     Args:
         source: of the training.
         mask_token_id: of the objective; None for none.
+        embedded: ids that the model embeds, 0 to `embedded` - 1; None to check none.
 
     Raises:
-        ValueError: a text that holds the mask token, or cannot be made a sequence.
+        ValueError: a text that holds the mask token or an id that is not embedded, or cannot be made a sequence.
     """
     if isinstance(source, RowSource) and len(source.rows) <= CHECKED_TEXTS:
         logger.info("checking %d rows before the first step", len(source.rows))
         for row in range(len(source.rows)):
-            tokens = source.example(row).tokens
-            if mask_token_id is not None:
-                check_no_mask(tokens, mask_token_id, f"row {row} of the data")
+            check_tokens(source.example(row).tokens, mask_token_id, embedded, f"row {row} of the data")
     elif isinstance(source, PackedSource) and source.size is not None and source.size <= CHECKED_TEXTS:
         logger.info("checking %d texts before the first step", source.size)
         for text in source.documents(0, 0):
-            ids = source.encode(text)
-            if mask_token_id is not None:
-                check_no_mask(torch.tensor(ids), mask_token_id, f"the document that begins {str(text)[:40]!r}")
+            where = f"the document that begins {str(text)[:40]!r}"
+            check_tokens(torch.tensor(source.encode(text)), mask_token_id, embedded, where)
+
+
+def check_tokens(
+    tokens: Int[Tensor, "position"], mask_token_id: int | None, embedded: int | None, where: str
+) -> None:
+    """Check that a text holds ids that the model embeds, and not the mask token; None for what is not checked.
+
+    Raises:
+        ValueError: naming the id and where it is.
+    """
+    if embedded is not None:
+        check_embedded(tokens, embedded, where)
+    if mask_token_id is not None:
+        check_no_mask(tokens, mask_token_id, where)
 
 
 def _fine_tuning(dataset: Any, settings: DataSettings, tokenizer: Any, bos: bool) -> RowSource:
@@ -215,6 +268,7 @@ def _documents(dataset: Any, settings: DataSettings, seed: int) -> Callable[[int
             if settings.shuffle_buffer:
                 ordered = ordered.shuffle(seed=seed + epoch, buffer_size=settings.shuffle_buffer)
             rows = ordered.skip(skipped) if hasattr(ordered, "skip") else _skipped(iter(ordered), skipped)
+            rows = _read(rows, settings)
             numbered: Iterator[tuple[int, Any]] = enumerate(rows, skipped)
         else:
             order = epoch_order(len(dataset), seed, epoch)[skipped:]
@@ -255,7 +309,7 @@ def _skipped(rows: Iterator[Any], number: int) -> Iterator[Any]:
 
 def _encoder(settings: DataSettings, tokenizer: Any, bos: bool) -> Callable[[Any], Sequence[int]]:
     if settings.column == IDS:
-        return list
+        return _whole_numbers
     if tokenizer is None:
         raise ValueError(
             f"the column {settings.column!r} holds text and the model has no tokenizer; set model.tokenizer, or "
@@ -263,6 +317,24 @@ def _encoder(settings: DataSettings, tokenizer: Any, bos: bool) -> Callable[[Any
         )
     begin, end = ([_bos(tokenizer)] if bos else []), [_eos(tokenizer)]
     return lambda text: begin + _ids(tokenizer, text) + end
+
+
+def _whole_numbers(ids: Any) -> list[int]:
+    """The ids of a document as they are in its column.
+
+    Raises:
+        ValueError: something else than a list of whole numbers.
+    """
+    try:
+        found = np.asarray(ids)
+    except ValueError:  # lists of unequal lengths
+        found = np.empty((0, 0))
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise ValueError(
+            f"the column {IDS!r} holds {shown(ids)}, which is not a list of whole numbers; leave such rows out, or "
+            "mend them"
+        )
+    return [int(each) for each in found]
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -338,7 +410,7 @@ class BatchStream(IterableDataset[dict[str, Any]]):
 
     Sample s of the run is the s-th sequence of the source, and its noise depends on the seed and s. Every process
     takes its slice of consecutive sequences, so any division of a batch has the same samples. The last micro-batch
-    of a step also holds `cursor`.
+    of a step also holds `cursor`. An id from `embedded` on, if it is given, is refused with a ValueError.
     """
 
     def __init__(
@@ -349,7 +421,9 @@ class BatchStream(IterableDataset[dict[str, Any]]):
         seed: int,
         step: int = 0,
         cursor: Cursor | None = None,
+        embedded: int | None = None,
     ) -> None:
+        self.embedded = embedded
         self.source, self.objective, self.batching = source, objective, batching
         self.seed, self.step, self.cursor = seed, step, cursor
 
@@ -377,4 +451,6 @@ class BatchStream(IterableDataset[dict[str, Any]]):
             for build, length in zip(builds[rank * size : (rank + 1) * size], lengths, strict=True)
         ]
         rows = Rows.of(examples, self.source.length, self.source.padding)
+        if self.embedded is not None:
+            check_embedded(rows.tokens, self.embedded)
         return self.objective.prepare(rows, samples, self.seed)

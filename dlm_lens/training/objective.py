@@ -94,6 +94,20 @@ def check_no_mask(tokens: Int[Tensor, "..."], mask_token_id: int, where: str = "
         )
 
 
+def check_embedded(tokens: Int[Tensor, "..."], rows: int, where: str = "the text") -> None:
+    """Raise where the clean tokens hold an id that the network does not embed.
+
+    Raises:
+        ValueError: they do; `where` names them.
+    """
+    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= rows):
+        bad = tokens[(tokens < 0) | (tokens >= rows)][0]
+        raise ValueError(
+            f"{where} holds the token id {int(bad)}, and the model embeds 0 to {rows - 1}; take the ids of the "
+            "model's own tokenizer, or leave such texts out"
+        )
+
+
 def random_numbers(seed: int, stream: int, *place: int) -> np.random.Generator:
     """The random generator of a row (or of another place in a run), a pure function of its arguments."""
     return np.random.default_rng((seed, stream, *place))

@@ -1,6 +1,6 @@
 """Training sequences: `Example`, `Rows` of a batch, and the sources that yield them in order."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import count, islice
@@ -167,15 +167,20 @@ class Source(Protocol):
         ...
 
 
-def required_column(dataset: Any, name: str) -> None:
+def required_column(dataset: Any, name: str, rows: Iterable[Any] | None = None) -> None:
     """Raise where a dataset lacks a column.
+
+    Args:
+        dataset: of the datasets library, or a list of mappings.
+        name: of the column.
+        rows: of a dataset that does not say its columns; None for the dataset itself.
 
     Raises:
         ValueError: naming the columns of the dataset.
     """
     columns = getattr(dataset, "column_names", None)
     if columns is None:
-        first = next(iter(dataset), None)
+        first = next(iter(dataset if rows is None else rows), None)
         columns = list(first) if isinstance(first, Mapping) else None
     if columns is not None and name not in columns:
         raise ValueError(f"the dataset has no column {name!r}; its columns are {', '.join(map(repr, columns))}")

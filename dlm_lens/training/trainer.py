@@ -36,10 +36,18 @@ from dlm_lens.training.checkpoints import (
     step_of,
     tidy,
 )
-from dlm_lens.training.data import Batching, BatchStream, build_source, check_texts, read_dataset, sequences
+from dlm_lens.training.data import (
+    Batching,
+    BatchStream,
+    build_source,
+    check_texts,
+    check_tokens,
+    read_dataset,
+    sequences,
+)
 from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
-from dlm_lens.training.objective import DROPOUT, NextToken, check_no_mask, random_numbers
+from dlm_lens.training.objective import DROPOUT, NextToken, random_numbers
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, differences
 from dlm_lens.training.sink_probe import probe_batch
@@ -75,7 +83,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
 
     Raises:
         ValueError: a budget smaller than a batch, a batch that does not divide, a missing column, a model without
-            a mask token, evaluation data that hold it, probe_steps with block diffusion.
+            a mask token, evaluation data that hold it or an id that the model does not embed, probe_steps with
+            block diffusion.
     """
 
     loss_is_scaled_for_ga = True
@@ -98,6 +107,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
                 f"probe_steps is {settings.probe_steps}: the probe shows whole canvases, which a model that "
                 "decodes blocks never sees; set probe_steps=0 and record runs of its checkpoints (dlm_lens.record)"
             )
+        # Before an engine splits the weights.
+        self._embedded = int(model.get_input_embeddings().weight.shape[0])
         self.train_data = train_dataset
         self.source = self._source(train_dataset, model, settings.seed)
         if getattr(model, "dtype", torch.float32) != torch.float32:
@@ -126,9 +137,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if eval_dataset is not None:
             source = self._source(eval_dataset, model, EVALUATION_ORDER)
             self.examples = take(source, settings.eval_rows, EVALUATION_ORDER, repeat=False)
-            if self._mask is not None:
-                for example in self.examples:
-                    check_no_mask(example.tokens, self._mask, "a text of the evaluation data")
+            for example in self.examples:
+                check_tokens(example.tokens, self._mask, self._embedded, "a text of the evaluation data")
             if settings.eval_steps:
                 self.add_callback(Evaluation(self, settings.eval_steps))
         if settings.probe_steps:
@@ -150,7 +160,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     def get_train_dataloader(self) -> DataLoader[dict[str, Any]]:
         """This process's batches, from the first step that is not done yet."""
         step, cursor = self._reading
-        stream = BatchStream(self.source, self.objective, self.batching, self.settings.seed, step, cursor)
+        seed, embedded = self.settings.seed, self._embedded
+        stream = BatchStream(self.source, self.objective, self.batching, seed, step, cursor, embedded)
         # The stream is read in order by one worker, which prepares batches while the model computes.
         workers = min(1, self.settings.workers)
         return DataLoader(stream, batch_size=None, num_workers=workers, pin_memory=torch.cuda.is_available())
@@ -254,7 +265,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             TrainingStoppedError: SIGTERM.
             ValueError: the checkpoint is damaged or belongs to a run with other settings or data, a new run would
                 start in a directory that holds checkpoints, or another process trains there.
-            ValueError: a text of a dataset of known size (`CHECKED_TEXTS`) holds the mask token or cannot be used.
+            ValueError: a text of a dataset of known size (`CHECKED_TEXTS`) holds the mask token or an id that
+                the model does not embed, or cannot be used.
             TrainingDataError: likewise, of a stream or a larger dataset, at the step that reads it.
             NonFiniteLossError: the loss, the gradient or a weight is not finite.
             CheckpointError: a checkpoint could not be written.
@@ -274,7 +286,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             if found is None and held is not None:
                 raise ValueError(f"{held} exists already; resume it, or choose another output than its directory")
         if found is None:
-            check_texts(self.source, self._mask)
+            check_texts(self.source, self._mask, self._embedded)
         self._reading = (0, None) if found is None else self._resumed(found)
         if found is not None and step_of(found) >= self.args.max_steps:
             logger.warning("%s is already the last step of this run", found)

@@ -1,5 +1,7 @@
 import copy
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,3 +214,64 @@ def test_a_row_without_its_text_is_named() -> None:
     ids = build_source([{"input_ids": [1, 2]}, {"input_ids": "w1"}], DataSettings(column="input_ids"), None)
     with pytest.raises(ValueError, match=r"row 1 of the data: the column 'input_ids' holds 'w1', .* a list of ids"):
         check_texts(ids, 63)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("latin.txt", b"caf\xe9\n", "latin.txt cannot be read .*invalid continuation byte.*texts are UTF-8"),
+        ("empty.txt", b"", "empty.txt is empty; give at least one document"),
+        (
+            "broken.jsonl",
+            b'{"text": "a"}\n{"text": \n' * 3,
+            "broken.jsonl cannot be read .*in row 1.*mend the file",
+        ),
+        ("half.jsonl", b'{"text": "a \\ud800 b"}\n', "half.jsonl cannot be read .*surrogate pair"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_sentence(
+    stream: bool, name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    settings = DataSettings(path=str(tmp_path / name), length=8, streaming=stream)
+    with pytest.raises(ValueError, match=message) as caught:
+        build_source(read_dataset(settings), settings, TOKENIZER)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stream_that_breaks_off_later_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"w1 w2 w3\n" * 20)
+    (tmp_path / "b.txt").write_bytes(b"\xff\n")
+    settings = DataSettings(path=str(tmp_path / "*.txt"), length=8, streaming=True)
+    source = build_source(read_dataset(settings), settings, TOKENIZER)
+    assert len(built(source, 10)) == 10
+    with pytest.raises(ValueError, match=r"\*\.txt cannot be read .*invalid start byte"):
+        built(source, 11)
+
+
+def test_a_pattern_without_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is not a file, or matches none"):
+        read_dataset(DataSettings(path=str(tmp_path / "*.txt")))
+
+
+@pytest.mark.parametrize("ids", [[5, 6, 1.5], ["a"], [[5], [6, 7]], [True], 5])
+def test_a_column_of_ids_holds_whole_numbers(ids: Any) -> None:
+    """1.5 was truncated to the id 1 and learned."""
+    source = build_source([{"input_ids": ids}], DataSettings(length=8, column="input_ids"), None)
+    with pytest.raises(ValueError, match="which is not a list of whole numbers; leave such rows out"):
+        check_texts(source, None)
+
+
+@pytest.mark.parametrize("bad", [64, -1])
+def test_an_id_that_the_model_does_not_embed_is_named(bad: int) -> None:
+    """It was an IndexError in the first pass."""
+    settings, objective = DataSettings(length=8, column="input_ids"), MaskedDiffusionLoss()
+    source = build_source([{"input_ids": [5, 6, bad]}], settings, None)
+    message = rf"holds the token id {bad}, and the model embeds 0 to 63; take the ids"
+    with pytest.raises(ValueError, match=message):
+        check_texts(source, None, 64)
+    stream = BatchStream(source, objective, Batching(2, 2), 0, embedded=64)
+    with pytest.raises(ValueError, match=message):
+        next(iter(stream))
+    check_texts(source, None, 65 if bad > 0 else None)
