@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Int
@@ -30,10 +30,8 @@ from dlm_lens.tracing.controllers import TracedModule, add_projection_point
 from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
 from dlm_lens.tracing.steps import Step
-from dlm_lens.tracing.traced_run import LastOfTrace, PromptBatcher, Run, TracedRun, run_or_scan
+from dlm_lens.tracing.traced_run import PROMPT_NAMES, LastOfTrace, PromptBatcher, Run, TracedRun, run_or_scan
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
-
-_PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
 
 
 class _NoRun(Sampler):
@@ -164,6 +162,17 @@ class DiffusionLM(HuggingFaceModel):
         """Open a trace that computes shapes only: of one forward pass, or of a run with `fn=lm.generate`."""
         return RunScanningTracer(self, fn or "__call__", *inputs, backend=backend, **options)
 
+    def _remote_backend(self, remote: bool | str, *options: Any) -> NoReturn:
+        """Refuse to run on a server: NDIF has no models of this library, and no denoising loop.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"remote={remote!r}: traces of a DiffusionLM run in this process, since nnsight's servers have neither "
+            "its models nor its denoising loop; leave remote out"
+        )
+
     def run_step(self, step: Step) -> RunStep:
         """The `RunStep` that a hook receives; `clean` computes a pass without hooks.
 
@@ -240,7 +249,7 @@ class DiffusionLM(HuggingFaceModel):
         found = []
         for prompts, kwargs in invokes:
             found.append(prompts)
-            settings |= {name: value for name, value in kwargs.items() if name not in _PROMPT_NAMES}
+            settings |= {name: value for name, value in kwargs.items() if name not in PROMPT_NAMES}
         if not found:
             return (), settings
         prompts = found[0] if len(found) == 1 else self._joined(found)

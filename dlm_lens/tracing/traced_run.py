@@ -14,8 +14,12 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dlm_lens.attention import BlockLayout, ColumnStats, RunStep
+from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler, StepPlan, collecting_columns, denoise
 from dlm_lens.tracing.steps import STEP
+
+PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
+"""What every invoke gives of its own."""
 
 
 class RowBatcher(Batcher):
@@ -50,8 +54,20 @@ class PromptBatcher(RowBatcher):
     """`RowBatcher` of a `DiffusionLM`, which reads the prompts of every invoke once."""
 
     def add(self, *inputs: Any, **kwargs: Any) -> list[int] | None:
-        """As nnsight's, with the prompts read once; `invokes` keeps them in place of the inputs."""
+        """As nnsight's, with the prompts read once; `invokes` keeps them in place of the inputs.
+
+        Raises:
+            ValueError: a setting that the trace or an earlier invoke has with another value.
+        """
         prompts = self.envoy.read_invoke(*inputs, **kwargs)
+        before = [self.kwargs, self.extra_kwargs, *(given for _, given in self.invokes)]
+        for name, value in kwargs.items():
+            for given in before if name not in PROMPT_NAMES else ():
+                if name in given and not _alike(given[name], value):
+                    raise ValueError(
+                        f"tracer.invoke({name}={shown(value)}): the prompts of a trace share one run, which has "
+                        f"{name}={shown(given[name])}; give settings once, or trace the prompts one after the other"
+                    )
         if prompts is None:
             self.extra_kwargs.update(kwargs)
             return None
@@ -59,6 +75,11 @@ class PromptBatcher(RowBatcher):
         self.total += group[1]
         self.invokes.append((prompts, kwargs))
         return group
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two settings are certainly equal."""
+    return one is other or (not isinstance(one, Tensor) and type(one) is type(other) and bool(one == other))
 
 
 def rows_of(run: DenoisingRun, rows: slice) -> DenoisingRun:
@@ -85,7 +106,7 @@ class Run(DenoisingRun):
     def __enter__(self) -> NoReturn:
         raise TypeError(
             "this run is finished and was not traced: write `with lm.generate(...) as tracer:` literally, "
-            " not in a function that returns it, and in a file or a notebook cell, not on stdin (nnsight "
+            "not in a function that returns it, and in a file or a notebook cell, not on stdin (nnsight "
             "reads the source of the block)"
         )
 

@@ -270,3 +270,41 @@ def test_a_session_passes_values_between_runs(lm: Any) -> None:
                 logits = lm.lm_head.output.clone().save()
     start = torch.tensor([[*A, *[lm.config.mask_token_id] * 8]])
     torch.testing.assert_close(logits.double(), forward64(lm._module, start)["logits"], atol=2e-5, rtol=2e-4)
+
+
+def test_invokes_that_contradict_each_other_are_refused(lm: Any) -> None:
+    """The settings of the last one were those of all."""
+    with pytest.raises(
+        ValueError, match=r"invoke\(steps=8\): the prompts of a trace share one run, which has steps=4"
+    ):
+        with lm.generate(gen_length=8) as tracer:
+            with tracer.invoke(A, steps=4):
+                first = tracer.result.save()
+            with tracer.invoke(B, steps=8):
+                second = tracer.result.save()
+    with pytest.raises(
+        ValueError, match=r"invoke\(steps=2\): the prompts of a trace share one run, which has steps=4"
+    ):
+        with lm.generate(gen_length=8, steps=4) as tracer:
+            with tracer.invoke(A, steps=2):
+                first = tracer.result.save()
+    with lm.generate(gen_length=8) as tracer:
+        with tracer.invoke(A, steps=4):
+            first = tracer.result.save()
+        with tracer.invoke(B, steps=4):
+            second = tracer.result.save()
+    assert (first.steps, second.steps) == (4, 4)
+
+
+@pytest.mark.parametrize("remote", [True, "local"])
+def test_a_remote_trace_is_refused(lm: Any, remote: Any) -> None:
+    message = "traces of a DiffusionLM run in this process, .*; leave remote out"
+    with pytest.raises(ValueError, match=message), lm.trace(A, remote=remote):
+        lm.lm_head.output.save()
+    with pytest.raises(ValueError, match=message), lm.generate(A, remote=remote, **RUN) as tracer:
+        tracer.result.save()
+    with pytest.raises(ValueError, match=message), lm.session(remote=remote):
+        with lm.generate(A, **RUN) as tracer:
+            tracer.result.save()
+    with pytest.raises(ValueError, match=message):
+        lm.generate(A, remote=remote, **RUN)
