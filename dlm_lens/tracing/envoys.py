@@ -31,6 +31,7 @@ from dlm_lens.attention import (
     step_in_stack,
 )
 from dlm_lens.attention.layers import MLPS
+from dlm_lens.printable import shown
 from dlm_lens.tracing.steps import Step
 
 
@@ -194,7 +195,7 @@ class SamplerEnvoy(Envoy):
     def proposal(self, value: Any) -> Any:
         """Combine assigned tokens with the confidence."""
         raw = self._raw_proposal()
-        return type(raw)(value, raw[1])
+        return type(raw)(_assigned("proposal", value, raw[0]), raw[1])
 
     @proposal.transform  # type: ignore[no-redef]
     def proposal(self, view: Any, raw: Any) -> Any:
@@ -210,7 +211,7 @@ class SamplerEnvoy(Envoy):
     def confidence(self, value: Any) -> Any:
         """Combine an assigned confidence with the tokens."""
         raw = self._raw_proposal()
-        return type(raw)(raw[0], value)
+        return type(raw)(raw[0], _assigned("confidence", value, raw[1]))
 
     @confidence.transform  # type: ignore[no-redef]
     def confidence(self, view: Any, raw: Any) -> Any:
@@ -229,7 +230,7 @@ class SamplerEnvoy(Envoy):
     @unmasked.postprocess  # type: ignore[no-redef]
     def unmasked(self, value: Any) -> Tensor:
         """Convert numbers 0 and 1 to bool."""
-        return torch.as_tensor(value).bool()
+        return _assigned("unmasked", value, Mediator.value(f"{self.path}.select.output"))
 
     @eproperty(key="revise.output", description="decided positions rewritten at this step [batch, position]")
     def revised(self, value: Tensor) -> Bool[Tensor, "batch position"]:
@@ -239,7 +240,7 @@ class SamplerEnvoy(Envoy):
     @revised.postprocess  # type: ignore[no-redef]
     def revised(self, value: Any) -> Tensor:
         """Convert numbers 0 and 1 to bool."""
-        return torch.as_tensor(value).bool()
+        return _assigned("revised", value, Mediator.value(f"{self.path}.revise.output"))
 
     @property
     def written(self) -> Tensor:
@@ -255,6 +256,25 @@ class SamplerEnvoy(Envoy):
 
     def _raw_proposal(self) -> Any:
         return Mediator.value(f"{self.path}.propose.output")
+
+
+def _assigned(name: str, value: Any, own: Tensor) -> Tensor:
+    """A value that was assigned to one of the sampler's, in the shape and dtype of the value it replaces.
+
+    Raises:
+        ValueError: something that has no such shape, or fractions where token ids belong.
+    """
+    try:
+        given = torch.as_tensor(value, device=own.device)
+        fitting = given.expand(own.shape)
+    except (RuntimeError, TypeError, ValueError):
+        of = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else shown(value)
+        raise ValueError(
+            f"lm.sampler.{name} was assigned {of}; assign [batch, position], of shape {list(own.shape)} here"
+        ) from None
+    if given.is_floating_point() and not own.is_floating_point() and own.dtype != torch.bool:
+        raise ValueError(f"lm.sampler.{name} was assigned a tensor of {given.dtype}; it must hold token ids")
+    return fitting.to(own.dtype)
 
 
 def module_names(model: Any) -> dict[str, str]:

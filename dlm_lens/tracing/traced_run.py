@@ -176,7 +176,7 @@ class TracedRun(RunObserver):
         if self.editable:
             edited: Any = self._handle(self.location, canvas)
             if edited is not canvas:
-                canvas = torch.as_tensor(edited, device=canvas.device)
+                canvas = _as_canvas(edited, canvas)
         return canvas
 
     def see(
@@ -214,6 +214,21 @@ class TracedRun(RunObserver):
 
     def _handle(self, location: str, value: Any) -> Any:
         return self.interleaver.handle(location, value) if self.interleaver.interleaving else value
+
+
+def _as_canvas(value: Any, canvas: Tensor) -> Tensor:
+    """What a trace assigned to the canvas, as a tensor; the loop checks its shape and ids.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return torch.as_tensor(value, device=canvas.device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(
+            f"lm.canvas was assigned {shown(value)}; assign token ids [batch, position], of shape "
+            f"{list(canvas.shape)} here"
+        ) from None
 
 
 class LastOfTrace(RunObserver):

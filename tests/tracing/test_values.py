@@ -258,3 +258,32 @@ def test_what_a_step_says_of_the_run(lm: Any) -> None:
         assert (step.block, step.total) == (plain.blocks[step], 6)
         assert step.valid.all()
     assert repr(steps[3]) == "Step(3 of 6, block 1, 4 masked)"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("unmasked", torch.zeros(1, 3, dtype=torch.bool), r"unmasked was assigned a tensor of shape \[1, 3\]"),
+        ("unmasked", None, r"unmasked was assigned None; assign \[batch, position\], of shape \[1, 12\]"),
+        ("revised", torch.zeros(5), r"revised was assigned a tensor of shape \[5\]"),
+        ("confidence", torch.zeros(1, 3), r"confidence was assigned a tensor of shape \[1, 3\]"),
+        ("proposal", torch.zeros(2, 12, dtype=torch.long), r"proposal was assigned a tensor of shape \[2, 12\]"),
+        ("proposal", torch.full((1, 12), 3.7), r"proposal was assigned a tensor of torch.float32; it must hold"),
+        ("canvas", "abc", r"lm.canvas was assigned 'abc'; assign token ids \[batch, position\]"),
+        ("canvas", None, r"lm.canvas was assigned None"),
+    ],
+)
+def test_an_assigned_value_that_does_not_fit_is_named(lm: Any, name: str, value: Any, message: str) -> None:
+    """They were errors of torch inside the sampler, which name neither the value nor its shape."""
+    with pytest.raises(ValueError, match=message), lm.generate(IDS, **RUN) as tracer:
+        for _step in tracer.steps[2]:
+            setattr(lm if name == "canvas" else lm.sampler, name, value)
+    same_run(dl.denoise(lm._module, IDS, **RUN), run64(lm._module, IDS, **RUN)[0])
+
+
+def test_an_assigned_value_takes_the_dtype_of_the_sampler_s(lm: Any) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        for _step in tracer.steps[:]:
+            lm.sampler.proposal = torch.tensor(7, dtype=torch.int32)
+        run = tracer.result.save()
+    assert run.tokens[0, 4:].tolist() == [7] * 8
