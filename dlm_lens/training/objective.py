@@ -278,7 +278,8 @@ class MaskedDiffusionLoss:
         """The same objective, with mask token, shift and blocks of the model and the batch size as `group`.
 
         Raises:
-            ValueError: the model has no mask token, or learned sink tokens and blocks.
+            ValueError: the model has no mask token, or does not embed the one given; or it has learned sink tokens
+                and blocks.
         """
         check_trained_whole(model)
         mask = getattr(model.config, "mask_token_id", None) if self.mask_token_id is None else self.mask_token_id
@@ -290,6 +291,12 @@ class MaskedDiffusionLoss:
                 else ("turn an autoregressive checkpoint into a DLM with dlm_lens.training.convert first")
             )
             raise ValueError(f"{type(model).__name__} has no mask token; {remedy}")
+        rows = int(model.get_input_embeddings().weight.shape[0])
+        if not 0 <= mask < rows:
+            raise ValueError(
+                f"mask_token_id is {mask}, and the model embeds 0 to {rows - 1}; give one of these, or none "
+                "for the model's own"
+            )
         shift = getattr(model.config, "logit_shift", False) if self.logit_shift is None else self.logit_shift
         found = Blocks.of(model.config) if None in (self.block_length, self.blocks_from_text) else None
         own = found or Blocks(0, from_text=False)
@@ -397,7 +404,7 @@ class UniformDiffusionLoss:
         """The same objective, with the vocabulary of the model and the batch size as `group`.
 
         Raises:
-            ValueError: the model's own sampler does not denoise uniform noise.
+            ValueError: the model's own sampler does not denoise uniform noise, or it embeds fewer ids.
         """
         check_trained_whole(model)
         if getattr(model.config, "mask_token_id", None) is not None or not hasattr(model.config, "mask_token_id"):
@@ -406,6 +413,11 @@ class UniformDiffusionLoss:
                 "train a uniform_qwen, or use MaskedDiffusionLoss or NextToken"
             )
         vocabulary = self.vocabulary or int(model.config.vocab_size)
+        rows = int(model.get_input_embeddings().weight.shape[0])
+        if vocabulary > rows:
+            raise ValueError(
+                f"vocabulary is {vocabulary}, and the model embeds {rows} ids; give 0 for the model's own"
+            )
         return replace(self, vocabulary=vocabulary, group=self.group or batch_size)
 
 

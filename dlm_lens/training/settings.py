@@ -120,10 +120,19 @@ class Optimisation:
 
     def __post_init__(self) -> None:
         check_choices(self, optimizer=OptimizerName)
-        if not 0 <= self.min_rate <= self.rate:
-            raise ValueError(f"learning rates go from rate {self.rate} down to min_rate {self.min_rate}")
+        if not 0 <= self.min_rate <= self.rate < math.inf:
+            raise ValueError(
+                f"learning rates go from rate {self.rate} down to min_rate {self.min_rate}; they must be finite, "
+                "and not negative"
+            )
         if not 0 <= self.warm_up < 1:
             raise ValueError(f"warm_up is {self.warm_up}; it is a share of the steps, below 1")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas is {self.betas}; it must be two numbers from 0 to below 1")
+        for name in ("weight_decay", "other_weight_decay", "clip"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be finite and not negative, and 0 for none")
 
 
 @dataclass(frozen=True)

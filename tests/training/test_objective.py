@@ -227,6 +227,17 @@ def test_a_model_without_a_mask_token_is_refused() -> None:
         MaskedDiffusionLoss().for_model(tiny("causal"), 8)
 
 
+@pytest.mark.parametrize("mask", [-1, 64])
+def test_a_mask_token_that_the_model_does_not_embed_is_refused(mask: int) -> None:
+    """It was an IndexError in the first pass."""
+    model = tiny("llada")
+    with pytest.raises(ValueError, match=rf"mask_token_id is {mask}, and the model embeds 0 to 63"):
+        MaskedDiffusionLoss(mask_token_id=mask).for_model(model, 8)
+    assert MaskedDiffusionLoss(mask_token_id=62).for_model(model, 8).mask_token_id == 62
+    with pytest.raises(ValueError, match="vocabulary is 65, and the model embeds 64 ids"):
+        UniformDiffusionLoss(vocabulary=65).for_model(tiny("uniform_qwen"), 8)
+
+
 def uniform_loss64(model: torch.nn.Module, rows: Rows, noised: Noised, tokens: Tensor, normalisation: str) -> float:
     """-log p(x_0^i | x_t) of every position that could be noise, one after the other."""
     canvas = torch.where(noised.masked, tokens, rows.tokens)

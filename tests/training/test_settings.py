@@ -87,6 +87,15 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
         ("probe_steps=-1", r"probe_steps is -1; it must not be negative"),
         ("workers=-1", r"workers is -1; it must not be negative"),
         ("data.eval_split=test", r"data\.eval_split is 'test' and eval_steps is 0, so that no evaluation loss"),
+        (
+            "optimisation.rate=.inf",
+            r"learning rates go from rate inf down to .*; they must be finite, and not negative",
+        ),
+        ("optimisation.betas=[1.5,0.9]", r"betas is \(1\.5, 0\.9\); it must be two numbers from 0 to below 1"),
+        ("optimisation.clip=.nan", r"clip is nan; it must be finite and not negative, and 0 for none"),
+        ("optimisation.clip=-1", r"clip is -1\.0; it must be finite and not negative"),
+        ("optimisation.weight_decay=-1", r"weight_decay is -1\.0; it must be finite and not negative"),
+        ("optimisation.other_weight_decay=.nan", r"other_weight_decay is nan; it must be finite"),
         ("steps.more=5", r"goes below steps, which is a value"),
     ],
 )
