@@ -37,7 +37,7 @@ def joined(recordings: Sequence[Fields]) -> Fields:
     longest = max(recordings, key=lambda r: len(r.steps))
     for one in recordings:
         _check_steps(one.run, longest.run)
-    parts = [_fitted(r, before - r.run.prompt_length, before + after, longest) for r in recordings]
+    parts = [fitted(r, before - r.run.prompt_length, before + after, longest) for r in recordings]
     runs, at = [part.run for part in parts], recordings.index(longest)
 
     def rows(name: str) -> Tensor:
@@ -53,6 +53,7 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         revised=rows("revised"),
         attention_mask=torch.cat([run.attention_mask for run in runs]),
         rows_ran=_ran(recordings),
+        joined_at=_starts(runs),
         spans=tuple((min(starts), max(stops)) for starts, stops in _by_step([run.spans for run in runs])),
         # Of the longest run: the others lack the last steps.
         blocks=runs[at].blocks,
@@ -117,7 +118,13 @@ def _ran(recordings: Sequence[RecordingFields]) -> tuple[int, ...] | None:
     return None if set(ran) == {max(len(recording.steps) for recording in recordings)} else ran
 
 
-def _fitted(recording: Fields, shift: int, positions: int, longest: Fields) -> Fields:
+def _starts(runs: Sequence[DenoisingRun]) -> tuple[int, ...] | None:
+    """Where each row's own canvas begins; None if all begin at 0."""
+    starts = tuple(start for run in runs for start in run.joined_at or (0,) * len(run.tokens))
+    return starts if any(starts) else None
+
+
+def fitted(recording: Fields, shift: int, positions: int, longest: Fields) -> Fields:
     """A recording shifted right by `shift`, on canvases of `positions`, with the steps of the longest one."""
     run = recording.run
     padding = _Padding(shift, positions - run.tokens.shape[1] - shift, len(longest.steps) - run.steps)
@@ -149,6 +156,7 @@ def _run_in(padding: "_Padding", run: DenoisingRun, longest: DenoisingRun) -> De
         revised=padding.steps(run.revised, torch.zeros_like(run.masked[-1])),
         attention_mask=padding.canvas(run.attention_mask, False),
         prompt_length=length,
+        joined_at=tuple(padding.before + start for start in run.joined_at or (0,) * len(run.tokens)),
         spans=tuple(spans),
         blocks=run.blocks + longest.blocks[run.steps :],
     )

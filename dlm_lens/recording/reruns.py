@@ -9,10 +9,11 @@ from tqdm.auto import tqdm
 
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import HookLike, exclusive, refuse_row_lists
-from dlm_lens.recording.concatenation import joined
+from dlm_lens.recording.concatenation import fitted, joined
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredCanvases, part_of_run
+from dlm_lens.sampling.run_parts import on_own_canvas
 
 
 @torch.no_grad()
@@ -35,8 +36,8 @@ def rerun(
     The result is what `record` gives with the same reducers, without sampling. A reducer may depend on what the
     run showed, such as its sinks. Of a guided run the conditional half is computed. Hooks of `denoise(hooks=)` run
     only if they are given here too; torch's own hooks on the model run. Steps after the end of a row are undefined
-    (NaN). Hooks that name canvas positions see the canvases as they are in the run, padded where `record` joined
-    prompts of other lengths that it ran apart; `by_row` positions are the same tokens in both.
+    (NaN). Hooks that name canvas positions see the canvas that a row ran on, as when `record` ran prompts of other
+    lengths apart, without what it padded them with when it joined them.
 
     Args:
         model: the model of the run; its attention implementation may be any, and does not change.
@@ -67,18 +68,35 @@ def rerun(
     parts = [seen[start : start + size] for start in range(0, len(seen), size)]
     if len(parts) > 1:
         refuse_row_lists(stored.hooks, f"rows_per_pass makes {len(parts)} passes; leave it out")
+    apart = run.joined_at is not None and any(hook.shifts_with_padding for hook in stored.hooks)
+    if apart:
+        parts = [part for whole in parts for part in _of_one_beginning(run, whole)]
+    if apart and len(parts) > 1:
+        refuse_row_lists(
+            stored.hooks,
+            f"another hook names canvas positions, which count on {len(parts)} canvases of the joined rows; count "
+            "these by by_row too",
+        )
     found = []
     with tqdm(total=len(chosen) * len(parts), desc="rerun", unit="pass", disable=not progress) as bar:
         for part in parts:
+            own = part_of_run(run, None, part)
             canvases = (
                 stored
-                if len(part) == len(run.tokens)
-                else StoredCanvases(model, part_of_run(run, None, part), hooks=stored.hooks, warn=False)
+                if len(part) == len(run.tokens) and not apart
+                else StoredCanvases(model, on_own_canvas(own) if apart else own, hooks=stored.hooks, warn=False)
             )
-            found.append(_record(recorder, canvases, chosen, bar))
+            recorded = _record(recorder, canvases, chosen, bar)
+            if apart and own.joined_at is not None:
+                recorded = fitted(recorded, own.joined_at[0], run.tokens.shape[1], recorded)
+            found.append(recorded)
     own = part_of_run(stored.run, chosen, seen)
+    order = [row for part in parts for row in part]
+    recording = joined(found)
+    if order != list(seen):
+        recording = recording.select(batch=[order.index(row) for row in seen])
     recording = replace(
-        joined(found),
+        recording,
         run=own,
         answer=own.answer,
         steps=own.step_numbers,
@@ -86,6 +104,12 @@ def rerun(
         hooks=tuple(map(repr, stored.hooks)),
     )
     return recording if seen == places else recording.select(batch=places)
+
+
+def _of_one_beginning(run: DenoisingRun, rows: Sequence[int]) -> list[tuple[int, ...]]:
+    """Rows of a joined run by the position at which their own canvas begins."""
+    starts = run.joined_at or (0,) * len(run.tokens)
+    return [tuple(row for row in rows if starts[row] == start) for start in sorted({starts[row] for row in rows})]
 
 
 def _record(recorder: Recorder, stored: StoredCanvases, steps: Sequence[int], bar: Any) -> Recording:

@@ -136,6 +136,7 @@ class RunFacts(Document):
     words: dict[Annotated[str, Field(pattern=r"^-?\d{1,18}$")], str]
     decoding: DecodingDescription | None = None
     rows_ran: list[Count] | None = None
+    joined_at: list[Count] | None = None
     computed: list[Span | None] = Field(default_factory=list)
     hooks: list[str] | None = None
     steps_planned: Count | None = None

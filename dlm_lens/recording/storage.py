@@ -272,6 +272,9 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
             )
     if facts.rows_ran is not None and (len(facts.rows_ran) != rows or max(facts.rows_ran, default=0) > steps):
         raise _ContradictionError(f"rows_ran {facts.rows_ran} for {rows} rows and {steps} steps")
+    starts = facts.joined_at
+    if starts is not None and (len(starts) != rows or max(starts, default=0) > facts.prompt_length):
+        raise _ContradictionError(f"joined_at {starts} for {rows} rows and a prompt of {facts.prompt_length}")
     counts = {name: len(getattr(facts, name)) for name in ("steps", "spans", "blocks")}
     counts |= {name: len(found) for name in ("computed", "block_numbers") if (found := getattr(facts, name))}
     for name, count in counts.items():
@@ -297,6 +300,7 @@ def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Deno
         eos_token_ids=tuple(facts.eos_token_ids),
         tokenizer=_tokenizer(facts) if tokenizer is None else tokenizer,
         rows_ran=None if facts.rows_ran is None else tuple(facts.rows_ran),
+        joined_at=None if facts.joined_at is None else tuple(facts.joined_at),
         computed=tuple(None if span is None else (span[0], span[1]) for span in facts.computed),
         model=facts.model,
         planned=facts.steps_planned,
@@ -337,6 +341,7 @@ def write_end(
         "words": dict(recording.words),
         "decoding": _decoding(recording),
         "rows_ran": run.rows_ran,
+        **({} if run.joined_at is None else {"joined_at": run.joined_at}),
         **({} if run.planned is None else {"steps_planned": run.planned}),
         **({} if run.part is None else {"block_numbers": run.part.block_numbers}),
         **({"hooks": recording.hooks} if recording.hooks != recording.run_hooks else {}),

@@ -89,6 +89,8 @@ class DenoisingRun(ShowsItself):
             step that computed all. Empty: every step computed all that it saw.
         model: name of the model, as it was loaded; empty if it is not known.
         planned: steps that were planned, which may be more than ran (`StepPlan.total`); None if that is not known.
+        joined_at: in joined runs, the position at which each row's own canvas begins, after what shorter prompts
+            were padded with when they were joined; None: every row's canvas is this one.
         part: of a part of a run (`Recording.select(step=)`), its place in the whole run; None: these are all steps.
 
     Raises:
@@ -112,6 +114,7 @@ class DenoisingRun(ShowsItself):
     computed: tuple[tuple[int, int] | None, ...] = ()
     model: str = ""
     planned: int | None = None
+    joined_at: tuple[int, ...] | None = None
     part: RunPart | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +136,8 @@ class DenoisingRun(ShowsItself):
                 raise ValueError(f"DenoisingRun.{name} has shape {tuple(getattr(self, name).shape)}, not {shape}")
         if self.rows_ran is not None and len(self.rows_ran) != batch:
             raise ValueError(f"DenoisingRun.rows_ran has {len(self.rows_ran)} entries for {batch} rows")
+        if self.joined_at is not None and len(self.joined_at) != batch:
+            raise ValueError(f"DenoisingRun.joined_at has {len(self.joined_at)} entries for {batch} rows")
         if self.computed and len(self.computed) != steps:
             raise ValueError(f"DenoisingRun.computed has {len(self.computed)} entries for {steps} steps")
         if not len(self.spans) == len(self.blocks) == steps:

@@ -63,12 +63,35 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
         rows_ran=None
         if whole and run.rows_ran is None
         else tuple(sum(step < ran[row] for step in chosen) for row in rows),
+        joined_at=run.joined_at and tuple(run.joined_at[row] for row in rows),
         spans=tuple(run.spans[i] for i in chosen),
         blocks=tuple(run.blocks[i] for i in chosen),
         computed=tuple(run.computed[i] for i in chosen) if run.computed else (),
         settings=settings,
         planned=run.steps if run.planned is None and not whole else run.planned,
         part=None if whole else _place(run, chosen, rows),
+    )
+
+
+def on_own_canvas(run: "DenoisingRun") -> "DenoisingRun":
+    """A part of a joined run, whose rows began at one position, on the canvas that they ran on.
+
+    Raises:
+        ValueError: the rows began at several positions.
+    """
+    starts = set(run.joined_at or (0,))
+    if len(starts) > 1:
+        raise ValueError(f"rows that began at {sorted(starts)} have no canvas in common; take rows of one")
+    start = starts.pop()
+    names = ("canvases", "masked", "proposals", "confidence", "unmasked", "revised", "attention_mask")
+    return replace(
+        run,
+        **{name: getattr(run, name)[..., start:] for name in names},
+        prompt_length=run.prompt_length - start,
+        spans=tuple((max(0, first - start), last - start) for first, last in run.spans),
+        computed=tuple(span and (max(0, span[0] - start), span[1] - start) for span in run.computed),
+        part=run.part and replace(run.part, answer=run.part.answer[..., start:]),
+        joined_at=None,
     )
 
 

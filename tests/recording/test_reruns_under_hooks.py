@@ -15,6 +15,7 @@ from dlm_lens.hooks import (
     ablate,
     at_layers,
     at_steps,
+    by_row,
     freeze_sinks,
     keep_only,
     mask_positions,
@@ -172,12 +173,33 @@ def test_what_the_hooks_refuse_is_refused_before_any_pass() -> None:
     assert not any(attention.hook_z.readers for attention in dl.attention.hooked_attentions(model))
 
 
-def test_positions_that_padding_shifts_are_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_positions_count_on_the_canvas_that_a_row_ran_on(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """`record` runs prompts of another length apart under such a hook; joined, their rows begin after padding."""
-    model, hooks = tiny("llada"), [mask_positions(3)]
-    recorded = dl.record(model, PROMPTS, REDUCERS, hooks=hooks, **settings("llada"))
+    model, prompts = tiny("llada"), [[5, 9, 11, 3], [7, 8], [5, 9, 11, 3, 2, 6, 7], [1, 2]]
+    for hooks in ([mask_positions(1)], [ablate("resid", [0, -1]), HOOKS["sinks of the step before"]]):
+        recorded = dl.record(model, prompts, REDUCERS, hooks=hooks, **settings("llada", seed=3))
+        assert recorded.run.joined_at == (3, 5, 0, 5)
+        assert recorded.select(batch=[2, 1]).run.joined_at == (0, 5)
+        close(rerun(model, recorded.run, REDUCERS, hooks=hooks), recorded)
+        close(rerun(model, recorded.run, REDUCERS, hooks=hooks, rows_per_pass=2), recorded)
+        some = rerun(model, recorded.run, REDUCERS, hooks=hooks, rows=[1, 2], steps=[0, 2])
+        close(some, recorded.select(batch=[1, 2], step=[0, 2]))
+        assert torch.equal(some.run.canvases, recorded.select(batch=[1, 2], step=[0, 2]).run.canvases)
+        stored = dl.Recording.load(recorded.save(tmp_path / str(len(hooks))))
+        assert stored.run.joined_at == recorded.run.joined_at
+        close(rerun(model, stored.run, REDUCERS, hooks=hooks), recorded)
     assert not caplog.records
-    rerun(model, recorded.run, REDUCERS, hooks=hooks)
+    with pytest.raises(ValueError, match=r"positions for 4 rows, and another hook names canvas positions"):
+        rerun(model, recorded.run, REDUCERS, hooks=[mask_positions(by_row([0], [0], [0], [0])), mask_positions(1)])
+
+
+def test_positions_that_padding_shifts_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """In a run of prompts of several lengths they count from the beginning of the padded canvas."""
+    model, hooks = tiny("llada"), [mask_positions(3)]
+    padded = dl.denoise(model, PROMPTS, hooks=hooks, **settings("llada"))
+    assert padded.joined_at is None
+    caplog.clear()
+    rerun(model, padded, REDUCERS, hooks=hooks)
     assert "rows of this batch begin at 0 to 6" in caplog.records[-1].getMessage()
     alone = dl.record(model, PROMPTS[:1], REDUCERS, hooks=hooks, **settings("llada", seed=3))
     close(rerun(model, alone.run, REDUCERS, hooks=hooks), alone)

@@ -101,8 +101,11 @@ def repeated(run: DenoisingRun, times: int) -> DenoisingRun:
     names = ("canvases", "masked", "proposals", "confidence", "unmasked", "revised")
     parts: dict[str, Any] = {name: getattr(run, name).repeat(1, times, 1) for name in names}
     ran = None if run.rows_ran is None else run.rows_ran * times
+    starts = None if run.joined_at is None else run.joined_at * times
     place = run.part and replace(run.part, answer=run.part.answer.repeat(times, 1))
-    return replace(run, attention_mask=run.attention_mask.repeat(times, 1), rows_ran=ran, part=place, **parts)
+    return replace(
+        run, attention_mask=run.attention_mask.repeat(times, 1), rows_ran=ran, joined_at=starts, part=place, **parts
+    )
 
 
 @dataclass(eq=False)
