@@ -65,7 +65,7 @@ class DataSettings:
         eval_split: for the evaluation loss, every `eval_steps` steps.
 
     Raises:
-        ValueError: a length below 2, or one of the fine-tuning columns without the other.
+        ValueError: a length below 2, a negative buffer, or one of the fine-tuning columns without the other.
     """
 
     path: str = ""
@@ -85,6 +85,10 @@ class DataSettings:
         check_choices(self, packing=Packing)
         if self.length < 2:
             raise ValueError(f"data.length is {self.length}; a sequence has at least 2 positions")
+        if self.shuffle_buffer < 0:
+            raise ValueError(
+                f"data.shuffle_buffer is {self.shuffle_buffer}; it must not be negative, and 0 for none"
+            )
         if (self.prompt_column is None) != (self.answer_column is None):
             raise ValueError("fine-tuning needs both data.prompt_column and data.answer_column")
 

@@ -96,6 +96,7 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
         ("optimisation.clip=-1", r"clip is -1\.0; it must be finite and not negative"),
         ("optimisation.weight_decay=-1", r"weight_decay is -1\.0; it must be finite and not negative"),
         ("optimisation.other_weight_decay=.nan", r"other_weight_decay is nan; it must be finite"),
+        ("data.shuffle_buffer=-1", r"data\.shuffle_buffer is -1; it must not be negative, and 0 for none"),
         ("steps.more=5", r"goes below steps, which is a value"),
     ],
 )
