@@ -7,7 +7,19 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, cast
 
+from dlm_lens.arguments import RULES, Rule, check_values, flag, instance, one_of, whole
+from dlm_lens.printable import shown
+from dlm_lens.sampling.likelihood.estimates import METHODS
 from dlm_lens.sampling.settings import at_least_one, not_negative
+
+_RULES: Mapping[str, Rule] = {
+    **RULES,
+    **dict.fromkeys(("stages", "canvas_length"), whole()),
+    **dict.fromkeys(("is_greedy", "append_eos", "stop"), flag()),
+    "method": one_of(*METHODS),
+    "options": instance(Mapping, "a mapping of names to values, such as {'top_p': 0.9}"),
+}
+"""Setting -> its requirement; the values may come from a command line."""
 
 
 def request_key(kind: str, arguments: Sequence[Any], repeat: int = 0) -> str:
@@ -69,6 +81,7 @@ class LikelihoodSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check(self)
         at_least_one(self, "samples", "strata")
         not_negative(self, "cfg_scale", zero="no guidance")
 
@@ -106,6 +119,7 @@ class GenerationSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check(self)
         at_least_one(self, "gen_length", "steps", "block_length", "canvas_length")
         not_negative(self, "temperature", zero="greedy")
         not_negative(self, "cfg_scale", zero="no guidance")
@@ -124,14 +138,32 @@ class GenerationSettings:
         return {name: value for name, value in given.items() if value is not None} | dict(self.options)
 
 
+def _check(settings: Any) -> None:
+    """Raise unless every value is of its kind; None only where it is the default.
+
+    Raises:
+        ValueError: naming the setting and its value.
+    """
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if value is None and one.default is not None:
+            _RULES[one.name].check(one.name, value)
+    check_values({one.name: getattr(settings, one.name) for one in fields(settings)}, _RULES)
+
+
 def read_settings(kind: type[Settings], value: Any) -> Settings:
     """Settings from an instance, a mapping of their names, or None.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: something else, an unknown name, or a value that cannot be.
     """
     if isinstance(value, kind):
         return value
+    if not (value is None or isinstance(value, Mapping)):
+        raise ValueError(
+            f"{shown(value)} is no {kind.__name__}; give an instance of it, or a mapping of its settings such as "
+            f"{{{fields(cast('Any', kind))[0].name!r}: ...}}"
+        )
     given: dict[str, Any] = dict(value or {})
     names = [one.name for one in fields(cast("Any", kind))]
     for name in given:
