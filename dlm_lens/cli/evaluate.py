@@ -96,7 +96,6 @@ def eval_command(
     from dlm_lens.evaluation import evaluate
 
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         settings["responses"] = out / "responses.jsonl"
     result = evaluate(
         model,

@@ -172,20 +172,21 @@ def evaluate(
     with _one_process(), _quiet():
         loaded = manager.load(names)
         lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
-        prepare(lm, loaded["tasks"])
-        _warn_fixed_fewshot(loaded["tasks"], num_fewshot)
-        with in_use(lm.model), lm.held():
-            results = simple_evaluate(
-                model=lm,
-                tasks=_top(loaded),
-                task_manager=manager,
-                limit=limit,
-                num_fewshot=num_fewshot,
-                apply_chat_template=chat,
-                fewshot_as_multiturn=multiturn,
-                bootstrap_iters=bootstrap_iters,
-                confirm_run_unsafe_code=confirm_run_unsafe_code,
-            )
+        with _forgetting(lm):
+            prepare(lm, loaded["tasks"])
+            _warn_fixed_fewshot(loaded["tasks"], num_fewshot)
+            with in_use(lm.model), lm.held():
+                results = simple_evaluate(
+                    model=lm,
+                    tasks=_top(loaded),
+                    task_manager=manager,
+                    limit=limit,
+                    num_fewshot=num_fewshot,
+                    apply_chat_template=chat,
+                    fewshot_as_multiturn=multiturn,
+                    bootstrap_iters=bootstrap_iters,
+                    confirm_run_unsafe_code=confirm_run_unsafe_code,
+                )
     return Evaluation(tuple(read_scores(results or {})), results or {})
 
 
@@ -297,6 +298,16 @@ def check_code(manager: Any, names: Sequence[str], confirmed: bool) -> None:
                 f"{name} executes the code that the model wrote; if that is safe here, pass "
                 "confirm_run_unsafe_code=True (--confirm-run-unsafe-code) and set HF_ALLOW_CODE_EVAL=1"
             )
+
+
+@contextmanager
+def _forgetting(lm: Any) -> Iterator[None]:
+    """Remove the files that were made for an evaluation which ends with an error before its first answer."""
+    try:
+        yield
+    except BaseException:
+        lm.forget()
+        raise
 
 
 @contextmanager

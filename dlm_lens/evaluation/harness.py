@@ -187,8 +187,14 @@ class HarnessLM(SharedLM):
         self.items = ItemMaker(self.encoder, self.likelihood, self.seed)
         self.greedy_tasks: frozenset[str] = frozenset()
         identity = self.get_model_info()["dlm_lens"]
-        self.recordings = None if recorded is None else self._recordings(recorded, record_to, identity)
+        self.recordings: RequestRecordings | None = None
         self.responses = Responses(self._own_file(responses), identity)
+        if recorded is not None:
+            try:
+                self.recordings = self._recordings(recorded, record_to, identity)
+            except BaseException:
+                self.responses.forget()
+                raise
 
     @property
     def tokenizer(self) -> Any:
@@ -317,6 +323,13 @@ class HarnessLM(SharedLM):
     def held(self) -> AbstractContextManager[None]:
         """Lock the directory of the recordings, if there is one, against other evaluations."""
         return nullcontext() if self.recordings is None else self.recordings.held(shared=self.world_size > 1)
+
+    def forget(self) -> None:
+        """Remove the files of this evaluation that were made for it and hold no answer yet."""
+        if self.recordings is not None:
+            self.recordings.forget()
+        # They were made first, and with them folders that may hold the recordings too.
+        self.responses.forget()
 
     def _computed(
         self, kind: str, batch: RequestBatch, run: Callable[[Sequence[int]], Iterator[dict[int, Any]]]

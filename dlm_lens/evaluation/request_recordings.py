@@ -297,6 +297,10 @@ class RequestRecordings:
         written.append(name)
         return self.to / name
 
+    def forget(self) -> None:
+        """Remove the index, and the directory made for it, if nothing was recorded."""
+        self._index.forget()
+
     def discard(self, directory: str) -> None:
         """Discard the last `begin`: no canvas was computed, since no draw masked a position."""
         self._written[directory].pop()

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import ItemsView, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,6 +58,7 @@ class Responses:
         self.path = None if path is None else Path(path)
         self.identity = json.loads(json.dumps(dict(identity), default=repr))
         self._answers: dict[str, Any] = {}
+        self._made: list[Path] = []
         self.refresh()
 
     def __contains__(self, key: str) -> bool:
@@ -82,8 +83,25 @@ class Responses:
             json.dumps(sealed({"key": key, "answer": _finite(answer)})) + "\n" for key, answer in answers.items()
         ]
         with self._locked(self.path) as file:
+            if not os.fstat(file.fileno()).st_size:  # another evaluation removed it by `forget`
+                lines.insert(0, self._head)
             append(file, "".join(lines).encode(), self.path)
         self._answers.update(answers)
+
+    def forget(self) -> None:
+        """Remove the file if it was made here and holds no answer, with the folders made for it.
+
+        A refused evaluation then leaves nothing, and a corrected one can use the same file.
+        """
+        if self.path is None or self.path not in self._made or not self.path.exists():
+            return
+        with self._locked(self.path):
+            if self.path.read_bytes() != self._head.encode():
+                return
+            self.path.unlink()
+        for folder in self._made[1:]:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
 
     def refresh(self) -> None:
         """Read the answers that the file holds; create the file where it is missing.
@@ -96,8 +114,10 @@ class Responses:
         path = self.path
         if path.is_dir():
             raise ValueError(f"{path} is a directory; give a file")
+        missing = [one for one in (path, *path.parents) if not one.exists()]
+        self._made += [one for one in missing if one not in self._made]
         path.parent.mkdir(parents=True, exist_ok=True)
-        first = (json.dumps(sealed({"answers_of": self.identity})) + "\n").encode()
+        first = self._head.encode()
         with self._locked(path) as file:
             data = path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
@@ -141,13 +161,22 @@ class Responses:
                     f"{self.identity.get(name)!r:.120}; choose another file, or the same settings"
                 )
 
+    @property
+    def _head(self) -> str:
+        """The first line."""
+        return json.dumps(sealed({"answers_of": self.identity})) + "\n"
+
     @staticmethod
     @contextmanager
     def _locked(path: Path) -> Iterator[IO[bytes]]:
         """The file, open to append to; another process that writes to it waits."""
-        with open_to_append(path) as file:
-            lock(file, wait=True)
-            yield file
+        while True:
+            with open_to_append(path) as file:
+                lock(file, wait=True)
+                if not os.fstat(file.fileno()).st_nlink:
+                    continue  # removed by `forget` between its opening and its lock
+                yield file
+                return
 
 
 def _finite(answer: Any) -> Any:

@@ -36,8 +36,8 @@ def lock(file: IO[Any] | int, *, wait: bool, shared: bool = False) -> bool:
 def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
     """Lock a directory against other processes and threads; it is created where it does not exist.
 
-    The lock is on the directory itself, so that no lock file remains; it ends with the process. A directory that is
-    created here and still empty at the end is removed, unless the lock is shared.
+    The lock is on the directory itself, so that no lock file remains; it ends with the process. Directories that
+    are created here, parents too, and still empty at the end are removed, unless the lock is shared.
 
     Args:
         directory: to lock.
@@ -48,7 +48,7 @@ def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> 
         DirectoryHeldError: it is locked already.
     """
     directory = Path(directory)
-    created = not directory.exists()
+    created = [one for one in (directory, *directory.parents) if not one.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     if os.name != "posix":
         yield
@@ -68,9 +68,9 @@ def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> 
             ) from None
         yield
     finally:
-        if created and not shared:
+        for one in () if shared else created:
             with suppress(OSError):  # not empty
-                directory.rmdir()
+                one.rmdir()
         _release(handle)
 
 

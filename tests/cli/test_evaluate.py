@@ -1,6 +1,7 @@
 """`dlm-lens eval` on the command line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,28 @@ def test_errors_are_one_sentence(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("dlm-lens: 'open' is no hook and no detector")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--tasks", "nosuch"], "no task is named 'nosuch'"),
+        (["--batch-size", "0"], "it must be at least 1"),
+        (["--max-length", "1"], "at least 2 positions"),
+        (["--likelihood", "method=foo"], "method is 'foo'; it must be one of 'mc'"),
+        (["--likelihood", "samples=abc"], "samples is 'abc'; it must be a whole number"),
+        (["--likelihood", "samples=null"], "samples is None; it must be a whole number"),
+        (["--generation", "temperature=hot"], "temperature is 'hot'; it must be a finite number"),
+        (["--generation", "stop=no"], "stop is 'no'; it must be True or False"),
+        (["--hooks", "at_steps(mask_positions(0), 3)"], "needs the steps of a run"),
+    ],
+)
+def test_what_is_refused_leaves_no_directory(given: list[str], says: str, tmp_path: Path) -> None:
+    to = ["--out", str(tmp_path / "new/out"), "--record-to", str(tmp_path / "new/recordings")]
+    asked = ["toy", "--tasks", "toy_choice", "--limit", "1", *given, *to]
+    with pytest.raises(ValueError, match=re.escape(says)):
+        CliRunner().invoke(cli.app, ["eval", *asked], catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_presets_are_listed_with_what_they_assume() -> None:

@@ -223,3 +223,45 @@ def test_answers_of_earlier_versions_are_read(tmp_path: Path) -> None:
 def test_a_directory_in_place_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a directory; give a file"):
         Responses(tmp_path, {})
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("needs the steps of a run", {"tasks": "toy_choice", "hooks": "at_steps(mask_positions(0), 3)"}),
+    ("does not divide into blocks", {"tasks": "toy_lists", "generation": {"gen_length": 7, "block_length": 2}}),
+    ("no chat template", {"tasks": "toy_lists", "chat": True}),
+    ("layer 9 of 4", {"tasks": "toy_lists", "record": {"layers": [9]}}),
+    ("no setting .order.", {"tasks": "toy_choice", "likelihood": {"options": {"order": "x"}}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "given"), REFUSED, ids=[says for says, _ in REFUSED])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_refused_evaluation_leaves_nothing(
+    says: str, given: dict[str, Any], recorded: bool, tmp_path: Path
+) -> None:
+    files: dict[str, Any] = {"responses": tmp_path / "new/out/responses.jsonl"}
+    if recorded or "record" in given:
+        files["record_to"] = tmp_path / "new/recordings/all"
+    with pytest.raises(ValueError, match=says):
+        evaluate("toy", limit=1, **given, **files)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_evaluation_leaves_the_answers_and_files_of_others(llada: Any, tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    before, after = Responses(path, {"seed": 3}), Responses(path, {"seed": 3})
+    after.forget()  # it did not make the file
+    assert path.exists()
+    before.append({"one": 1})
+    before.forget()
+    assert responses_of(path) == {"one": 1}
+    other = Responses(tmp_path / "new" / "b.jsonl", {"seed": 3})
+    (tmp_path / "new" / "thesis.txt").write_text("mine")
+    other.forget()
+    assert [one.name for one in (tmp_path / "new").iterdir()] == ["thesis.txt"]
+    other.append({"two": 2})
+    assert responses_of(tmp_path / "new" / "b.jsonl") == {"two": 2}
+    # Where the answers are refused, no directory of recordings is made.
+    with pytest.raises(ValueError, match="holds answers with"):
+        HarnessLM(llada, responses=path, record_to=tmp_path / "recordings")
+    assert not (tmp_path / "recordings").exists()
