@@ -7,6 +7,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+RETRIES = 100
+"""How often a directory that another process removes is made again before the error is raised."""
+
 
 class DirectoryHeldError(ValueError):
     """Another process, or another thread of this one, writes a directory."""
@@ -49,28 +52,56 @@ def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> 
     """
     directory = Path(directory)
     created = [one for one in (directory, *directory.parents) if not one.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
     if os.name != "posix":
+        directory.mkdir(parents=True, exist_ok=True)
         yield
         return
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    handle = _locked(directory, shared=shared, wait=wait)
     try:
-        try:
-            if not lock(handle, wait=wait, shared=shared):
-                # Network disks lock only what is open for writing.
-                os.close(handle)
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                handle = os.open(directory / ".held", flags, 0o666)
-                lock(handle, wait=wait, shared=shared)
-        except BlockingIOError:
-            raise DirectoryHeldError(
-                f"another process or thread writes {directory}; wait for it, or give another directory"
-            ) from None
         yield
     finally:
         for one in () if shared else created:
             with suppress(OSError):  # not empty
                 one.rmdir()
+        _release(handle)
+
+
+def _locked(directory: Path, *, shared: bool, wait: bool) -> int:
+    """A handle of the locked directory; it is made again where another holder removes it meanwhile.
+
+    Raises:
+        DirectoryHeldError: it is locked already.
+    """
+    failures = 0
+    while True:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, FileExistsError):
+            failures += 1
+            if directory.exists() or failures > RETRIES:
+                raise
+            continue
+        try:
+            if not lock(handle, wait=wait, shared=shared):
+                # Network disks lock only what is open for writing.
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                file = os.open(directory / ".held", flags, 0o666)
+                os.close(handle)
+                handle = file
+                lock(handle, wait=wait, shared=shared)
+                return handle
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(directory), os.fstat(handle)):
+                    return handle
+        except BlockingIOError:
+            _release(handle)
+            raise DirectoryHeldError(
+                f"another process or thread writes {directory}; wait for it, or give another directory"
+            ) from None
+        except BaseException:
+            _release(handle)
+            raise
         _release(handle)
 
 

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dlm_lens.files import locks
 from dlm_lens.files.locks import DirectoryHeldError, held
 
 HOLDS = """
@@ -95,3 +97,46 @@ def test_disks_that_lock_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pass
     with held(tmp_path):
         pass
+
+
+def test_parents_that_were_made_are_removed_with_it(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with held(tmp_path / "there/a/b/c"):
+        pass
+    assert list((tmp_path / "there").iterdir()) == []
+    with held(tmp_path / "there/a/b/c"):
+        (tmp_path / "there/a/notes.txt").write_text("mine")
+    assert [one.name for one in (tmp_path / "there/a").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("when", ["before its opening", "before its lock"])
+def test_a_directory_that_its_holder_removed_is_made_again(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, removed = tmp_path / "a", []
+    opened, locked = os.open, locks.lock
+
+    def remove() -> None:
+        if not removed:
+            there.rmdir()
+            removed.append(True)
+
+    def opening(path: Any, flags: int, *mode: int) -> int:
+        if when == "before its opening":
+            remove()
+        return opened(path, flags, *mode)
+
+    def locking(*arguments: Any, **options: Any) -> bool:
+        if when == "before its lock":
+            remove()
+        return locked(*arguments, **options)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(locks, "lock", locking)
+    with held(there):
+        assert there.is_dir()
+        monkeypatch.undo()
+        # The lock is on the new directory, and not on the one that was removed.
+        with pytest.raises(DirectoryHeldError), held(there):
+            pass
+    assert removed
