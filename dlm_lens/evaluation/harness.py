@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.adapters import load
 from dlm_lens.adapters.model_names import name_of
+from dlm_lens.arguments import SEED, check_values, flag, whole
 from dlm_lens.attention import checked, is_hook, refuse_row_lists
 from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.evaluation.encoding import Encoder
@@ -54,6 +55,8 @@ except ImportError as error:
 
 
 logger = logging.getLogger(__name__)
+
+_RULES = {"seed": SEED, "add_bos": flag(), "max_length": whole()}
 
 
 class SharedLM(LM):
@@ -125,7 +128,8 @@ class HarnessLM(SharedLM):
         seed: of all random numbers.
         batch_size: canvases per forward; None (or "auto") for as many as fit into bounded memory.
         responses: a JSONL file for all answers; the same call with the same file resumes a killed evaluation.
-        record: reducers as `dlm_lens.record` takes them, or `RecordSettings`: what is recorded of every request.
+        record: reducers as `dlm_lens.record` takes them, or their names as in `dlm-lens record --reducers`, or
+            `RecordSettings`: what is recorded of every request.
         record_to: the directory of the recordings, TASK/DOCUMENT-REQUEST each; without `record` it is received
             attention that is recorded. The same call with the same directory resumes. Requests are then computed
             one by one.
@@ -152,7 +156,7 @@ class HarnessLM(SharedLM):
         seed: int = 0,
         batch_size: int | str | None = None,
         responses: str | Path | None = None,
-        record: RecordSettings | Mapping[str, Any] | Sequence[Any] | None = None,
+        record: RecordSettings | Mapping[str, Any] | Sequence[Any] | str | None = None,
         record_to: str | Path | None = None,
         around: Around | None = None,
         add_bos: bool = False,
@@ -162,6 +166,8 @@ class HarnessLM(SharedLM):
         **loading: Any,
     ) -> None:
         super().__init__()
+        # They may come from the harness's command line, where --model_args are texts.
+        check_values({"seed": seed, "add_bos": add_bos, "max_length": max_length}, _RULES)
         self.hooks = _hooks(hooks)
         self.likelihood = read_settings(LikelihoodSettings, likelihood)
         self.generation = read_settings(GenerationSettings, generation)

@@ -23,6 +23,7 @@ from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.recording import Recorder, Recording
 from dlm_lens.recording.record_runs import DEFAULT, stored_batch
 from dlm_lens.recording.recorder import Storage
+from dlm_lens.recording.reducer_registry import parse_reducers
 from dlm_lens.recording.storage import save_recording
 from dlm_lens.recording.storing_recorder import StoringRecorder
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
@@ -140,10 +141,10 @@ class RecordSettings:
 
 
 def read_record(record: Any, to: str | Path | None) -> RecordSettings | None:
-    """Settings from an instance, a mapping of their names, one or several reducers, or None.
+    """Settings from an instance, a mapping of their names, one or several reducers, their names, or None.
 
     Raises:
-        ValueError: reducers without a directory, or an unknown setting.
+        ValueError: an unknown reducer, reducers without a directory, or an unknown setting.
     """
     if isinstance(record, Sequence) and not record:
         record = None
@@ -153,6 +154,8 @@ def read_record(record: Any, to: str | Path | None) -> RecordSettings | None:
         )
     if to is None:
         return None
+    if isinstance(record, str):
+        return RecordSettings([reducer.build() for reducer in parse_reducers(record, option="record")])
     if record is None or isinstance(record, RecordSettings | Mapping):
         return read_settings(RecordSettings, record)
     # One reducer, or several.

@@ -1,6 +1,7 @@
 """The harness's language model: its own arguments, and what several processes exchange."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from lm_eval.api.instance import Instance
 
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.harness import SharedLM
+from dlm_lens.recording import TopKeys
 from tests.evaluation.conftest import ask
 
 
@@ -23,6 +25,30 @@ def test_the_harness_default_device_is_the_cpu_where_there_is_no_other(caplog: p
     assert SharedLMOfArguments.create_from_arg_obj({}, {"device": "cpu"}).given == {"device": "cpu"}
     with pytest.raises(ValueError, match="0 CUDA devices"):
         HarnessLM("toy", device="cuda:0")  # asked for by name, it is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("seed=abc", "seed is 'abc'; it must be a whole number"),
+        ("seed=1.5", "seed is 1.5; it must be a whole number"),
+        ("add_bos=no", "add_bos is 'no'; it must be True or False"),
+        ("max_length=long", "max_length is 'long'; it must be a whole number"),
+        ("max_length=64.5", "max_length is 64.5; it must be a whole number"),
+        ("likelihood=mc", "'mc' is no LikelihoodSettings"),
+        ("record=recieved,record_to=x", "record 'recieved': there are channels"),
+    ],
+)
+def test_arguments_of_the_harness_are_texts(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        HarnessLM.create_from_arg_string(f"model=toy,{text}", {"device": "cpu", "batch_size": None})
+
+
+def test_reducers_are_named_in_a_text(tmp_path: Path) -> None:
+    text = f"model=toy,record=top-keys:3,record_to={tmp_path}/all"
+    lm = HarnessLM.create_from_arg_string(text, {"device": "cpu", "batch_size": None})
+    assert lm.recordings is not None
+    assert lm.recordings.settings.reducers == [TopKeys(3)]
 
 
 class SharedLMOfArguments(SharedLM):
