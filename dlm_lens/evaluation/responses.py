@@ -59,6 +59,7 @@ class Responses:
         self.identity = json.loads(json.dumps(dict(identity), default=repr))
         self._answers: dict[str, Any] = {}
         self._made: list[Path] = []
+        self._first = b""
         self.refresh()
 
     def __contains__(self, key: str) -> bool:
@@ -75,16 +76,24 @@ class Responses:
         return self._answers.items()
 
     def append(self, answers: Mapping[str, Any]) -> None:
-        """Store new answers by their keys; they are on disk when this returns."""
+        """Store new answers by their keys; they are on disk when this returns.
+
+        Raises:
+            ValueError: the file was exchanged for that of another evaluation.
+        """
         answers = {key: answer for key, answer in answers.items() if key not in self._answers}
         if self.path is None or not answers:
             return
         lines = [
             json.dumps(sealed({"key": key, "answer": _finite(answer)})) + "\n" for key, answer in answers.items()
         ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked(self.path) as file:
-            if not os.fstat(file.fileno()).st_size:  # another evaluation removed it by `forget`
+            if not os.fstat(file.fileno()).st_size:  # it was removed, by `forget` or by the user
                 lines.insert(0, self._head)
+                self._first = self._head.encode()
+            elif self._first != _first_line(self.path):
+                self._lines(self.path, self.path.read_bytes())
             append(file, "".join(lines).encode(), self.path)
         self._answers.update(answers)
 
@@ -125,8 +134,10 @@ class Responses:
                 # Empty, or an incomplete first line left by a crash.
                 os.ftruncate(file.fileno(), 0)
                 append(file, first, path)
+                self._first = first
                 return
             lines = self._lines(path, whole)
+            self._first = whole[: whole.index(b"\n") + 1]
             if len(whole) < len(data):
                 os.ftruncate(file.fileno(), len(whole))
         self._answers = {line.key: line.answer for line in lines}
@@ -177,6 +188,11 @@ class Responses:
                     continue  # removed by `forget` between its opening and its lock
                 yield file
                 return
+
+
+def _first_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.readline()
 
 
 def _finite(answer: Any) -> Any:

@@ -261,7 +261,23 @@ def test_a_refused_evaluation_leaves_the_answers_and_files_of_others(llada: Any,
     assert [one.name for one in (tmp_path / "new").iterdir()] == ["thesis.txt"]
     other.append({"two": 2})
     assert responses_of(tmp_path / "new" / "b.jsonl") == {"two": 2}
+    # An evaluation whose file was removed does not append to the one that another evaluation made there.
+    third, fourth = tmp_path / "new" / "c.jsonl", Responses(tmp_path / "new" / "c.jsonl", {"seed": 4})
+    fourth.forget()
+    Responses(third, {"seed": 3}).append({"three": 3})
+    with pytest.raises(ValueError, match="holds answers with seed=3, this evaluation has 4"):
+        fourth.append({"four": 4})
+    assert responses_of(third) == {"three": 3}
+    # The model of a refused evaluation can be used for another one.
+    lm = HarnessLM(llada, responses=tmp_path / "a/b.jsonl", record_to=tmp_path / "recordings")
+    with pytest.raises(ValueError, match="no chat template"):
+        evaluate(lm, "toy_lists", limit=1, chat=True)
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "recordings").exists()
+    lm.generate_until(ask("generate_until", ("w1", {"until": []})))
+    assert len((tmp_path / "a/b.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "recordings/requests.jsonl").read_text().splitlines()) == 2
     # Where the answers are refused, no directory of recordings is made.
     with pytest.raises(ValueError, match="holds answers with"):
-        HarnessLM(llada, responses=path, record_to=tmp_path / "recordings")
-    assert not (tmp_path / "recordings").exists()
+        HarnessLM(llada, responses=path, record_to=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
