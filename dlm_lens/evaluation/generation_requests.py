@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
@@ -180,13 +181,17 @@ class Generator:
             return {"on_logits": _Stopper(self, jobs)}
         if self.algorithm.name != "llada":
             return {}
-        block, each = self._blocks(options)
+        block, _ = self._blocks(options)
         width = max(len(job.prompt) for job in jobs)
+        seen = [0] * len(jobs)
 
         def leave(step: int, canvas: Tensor) -> None:
-            if step == 0 or step % each:
+            nonlocal seen
+            blocks = ((self._finished_positions(canvas) - width) // block).tolist()
+            if blocks == seen:
                 return
-            written = canvas[:, width : width + step // each * block].tolist()
+            seen = blocks
+            written = [row[width : width + n * block] for row, n in zip(canvas.tolist(), blocks, strict=True)]
             if all(self._ended(job, [*job.prompt, *ids]) for job, ids in zip(jobs, written, strict=True)):
                 raise _LeftError(canvas)
 
@@ -212,9 +217,9 @@ class Generator:
                 some = left[first : first + rows]
                 rest = (length - start) // block
                 shape = {"gen_length": rest * block, "block_length": block, "steps": rest * each}
-                blocks = self._block([written[job.place] for job in some], shape, each, settings)
+                blocks = self._block([written[job.place] for job in some], shape, settings)
                 for job, ids in zip(some, blocks, strict=True):
-                    written[job.place] += ids
+                    written[job.place] = ids
             texts = {job.place: self._finished(job, written[job.place]) for job in left}
             done = [job for job in left if start + block == length or self._ended(job, written[job.place])]
             yield [texts[job.place] for job in done]
@@ -223,20 +228,34 @@ class Generator:
                 return
 
     def _block(
-        self, prompts: list[list[int]], shape: Mapping[str, int], steps: int, settings: Mapping[str, Any]
+        self, prompts: list[list[int]], shape: Mapping[str, int], settings: Mapping[str, Any]
     ) -> list[list[int]]:
-        """The next block of every row, from a run that stops after its first block."""
+        """Every row with its next block, from a run that stops after its first block.
+
+        Masks in the prompts are filled in with the first block.
+        """
+        stop = max(map(len, prompts)) + shape["block_length"]
 
         def leave(step: int, canvas: Tensor) -> None:
-            if step == steps:
+            if int(self._finished_positions(canvas).min()) >= stop:
                 raise _LeftError(canvas)
 
         try:
             denoise(self.model, prompts, on_canvas=leave, hooks=self.hooks, **{**settings, **shape})
         except _LeftError as left:
-            width = left.canvas.shape[1] - shape["gen_length"]
-            return [[int(i) for i in row] for row in left.canvas[:, width : width + shape["block_length"]].tolist()]
-        raise RuntimeError(f"a run ended before step {steps}")
+            rows = left.canvas[:, :stop].tolist()
+            begins = [stop - shape["block_length"] - len(prompt) for prompt in prompts]
+            return [row[begin:] for row, begin in zip(rows, begins, strict=True)]
+        raise RuntimeError("a run ended before its first block")
+
+    def _finished_positions(self, canvas: Int[Tensor, "row position"]) -> Int[Tensor, "row"]:
+        """How many positions come before the first mask of every row.
+
+        How many steps a block takes is not known before: with a threshold as many as its confidences need, and
+        under a cache the steps that have nothing to decide are left out.
+        """
+        masks = canvas == self.model.config.mask_token_id
+        return torch.where(masks.any(-1), masks.int().argmax(-1), canvas.shape[1])
 
     def _ended(self, job: Job, ids: Sequence[int]) -> bool:
         return not job.whole and cut(self.model.tokenizer, ids[len(job.prompt) :], self.ends, job.until).ended

@@ -345,3 +345,42 @@ def test_lengths_that_do_not_divide_are_refused_before_any_forward(settings: Any
     with counted(llada) as rows, pytest.raises(ValueError, match=said):
         lm.generate_until(ask("generate_until", (texts(1, 3, 4)[0], {"until": []})))
     assert rows == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"steps": 4, "options": {"threshold": 0.95}},
+        {"steps": 4, "options": {"factor": 0.5}},
+        {"steps": 4, "temperature": 0.8, "options": {"threshold": 0.95}},
+        {"steps": 4, "cfg_scale": 0.7, "options": {"factor": 0.5}},
+        {"steps": 4, "options": {"cache": "dual", "threshold": 0.5}},
+        {"steps": 32, "options": {"cache": "dual"}},
+        {"steps": 32, "temperature": 0.8, "options": {"cache": "prefix"}},
+        {"steps": 32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stop", [[], ["w5", "w2 w"]], ids=["no stop", "stops"])
+def test_blocks_of_any_number_of_steps(settings: dict[str, Any], stop: list[str], llada: Any) -> None:
+    # A threshold takes as many steps as it needs, and a cache leaves out those with nothing to decide.
+    settings, prompts = {"gen_length": 16, "block_length": 8, **settings}, texts(5, 1, 12)
+    lm = HarnessLM(llada, generation=settings, batch_size=3)
+    found = lm.generate_until(ask("generate_until", *((prompt, {"until": stop}) for prompt in prompts)))
+    given = {**settings, **settings.get("options", {})}
+    given.pop("options", None)
+    for prompt, text in zip(prompts, found, strict=True):
+        answer = alone(llada, prompt, **given, seed=request_seed(0, prompt))
+        assert text == until(llada, answer, *stop)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8}, {"options": {"threshold": 0.9}}], ids=str)
+def test_masks_in_a_prompt_are_filled_in_once(settings: dict[str, Any], llada: Any) -> None:
+    settings = {"gen_length": 12, "steps": 12, "block_length": 4, **settings}
+    prompts = ["w4 [MASK] w5 w6 [MASK] w7", "w8 w9 w1", "[MASK] w8"]
+    found = HarnessLM(llada, generation=settings, batch_size=3).generate_until(requests(prompts))
+    given = {**settings, **settings.get("options", {})}
+    given.pop("options", None)
+    for prompt, text in zip(prompts, found, strict=True):
+        answer = alone(llada, prompt, **given, seed=request_seed(0, prompt))
+        assert text == until(llada, answer)
