@@ -61,6 +61,38 @@ class Item(NamedTuple):
         return len(self.context) + len(self.continuation)
 
 
+def check_items(model: Any, items: Sequence[Item], settings: LikelihoodSettings) -> None:
+    """Refuse requests that `log_likelihood` refuses, before the first of them is computed, and name their text.
+
+    Raises:
+        ValueError: a continuation with the mask token, or of one token that Dream's masks spare.
+    """
+    causal = family_of(model.config.model_type).causal
+    mask = None if causal else getattr(model.config, "mask_token_id", None)
+    spared = _spares_last(model, settings)
+    for item in items:
+        problem = ""
+        if mask is not None and mask in item.continuation:
+            problem = f"holds the mask token {mask}, and a likelihood is that of what the masks stand for"
+        elif spared and len(item.continuation) == 1:
+            problem = (
+                "has a single token, and protect_ends never masks the last position of a text: give "
+                'likelihood={"append_eos": True}, {"method": "chain_rule"} or {"options": {"protect_ends": False}}'
+            )
+        if problem:
+            text = model.tokenizer.decode(item.continuation)
+            raise ValueError(f"the continuation {text!r:.60} {problem}")
+
+
+def _spares_last(model: Any, settings: LikelihoodSettings) -> bool:
+    """Whether the masks of this likelihood spare the last token of a text."""
+    corruption = algorithms()[family_of(model.config.model_type).sampler_of(model.config)].corruption
+    if settings.method not in (None, "mc") or not hasattr(corruption, "protect_ends"):
+        return False
+    values = {**vars(corruption), **settings.options}
+    return bool(values["protect_ends"]) and values["scope"] == "answer"
+
+
 class Answer(NamedTuple):
     """A request's result, in the harness's form."""
 
@@ -96,7 +128,12 @@ class Likelihoods:
         self.hooks, self.around = checked(hooks), around
 
     def run(self, items: Sequence[Item]) -> Iterator[list[Answer]]:
-        """The results, chunk by chunk, the longest requests first."""
+        """The results, chunk by chunk, the longest requests first.
+
+        Raises:
+            ValueError: a request that has no likelihood (`check_items`), before anything is computed.
+        """
+        check_items(self.model, items, self.settings)
         for chunk in self._chunks(items):
             with ExitStack() as stack:
                 if self.hooks:

@@ -15,7 +15,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import listening
 from dlm_lens.evaluation.generation_requests import Job, Text, cut, end_ids
-from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods
+from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods, check_items
 from dlm_lens.evaluation.responses import Responses
 from dlm_lens.evaluation.settings import LikelihoodSettings, read_settings
 from dlm_lens.files.locks import held
@@ -346,7 +346,12 @@ class RecordedLikelihoods:
     hooks: Sequence[Any]
 
     def run(self, items: Sequence[Item]) -> Iterator[list[Answer]]:
-        """The results, one by one."""
+        """The results, one by one.
+
+        Raises:
+            ValueError: a request that has no likelihood, before anything is computed.
+        """
+        check_items(self.recordings.model, items, self.settings)
         for item in items:
             directory = self.batch.directory(item.place)
             path = self.recordings.begin(directory)

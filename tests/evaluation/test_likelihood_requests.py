@@ -1,5 +1,6 @@
 """Likelihood requests: against float64 references, whatever the order and the batch."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,3 +353,29 @@ def test_what_else_is_wrong_on_the_short_canvas_of_the_trial_is_for_the_requests
     assert abs(hooked - plain) > 1e-3
     with pytest.raises(IndexError):
         valued(HarnessLM(llada, hooks=[Far()], likelihood={"method": "chain_rule"}), [("w1", " w2")])
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    ("family", "continuation", "says"),
+    [
+        ("llada", " w2 [MASK]", r"the continuation 'w2 \[MASK\]' holds the mask token 63"),
+        ("dream", " w2", "the continuation 'w2' has a single token, and protect_ends never"),
+    ],
+)
+def test_a_request_without_a_likelihood_is_named_before_the_others_are_computed(
+    family: str, continuation: str, says: str, recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlm_lens.evaluation.likelihood_requests.CHUNK", 1)
+    model = tiny(family)
+    given = {"record_to": tmp_path / "recordings"} if recorded else {}
+    lm = HarnessLM(model, likelihood={"samples": 2, "is_greedy": False}, responses=tmp_path / "a.jsonl", **given)
+    # The longest request would be computed first.
+    requests = ask("loglikelihood", (" ".join(["w1"] * 9), " w3 w4"), ("w1", continuation))
+    with counted(model) as rows, pytest.raises(ValueError, match=says):
+        lm.loglikelihood(requests)
+    assert rows == []
+    with pytest.raises(ValueError, match=says):
+        lm.loglikelihood(requests)
+    rolling = ask("loglikelihood_rolling", ("w5",))
+    assert len(lm.loglikelihood_rolling(rolling)) == 1
