@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.files.locks import held
+from dlm_lens.files.paths import check_directory
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.recorder import Recorder, Storage
@@ -245,8 +246,7 @@ def _check(settings: dict[str, Any], to: Path | None) -> None:
 
 def _check_partition(to: Path, batches: Batches) -> None:
     """Raise if the directory holds other batches than these."""
-    if to.exists() and not to.is_dir():
-        raise FileExistsError(f"{to} is a file; give a directory")
+    check_directory(to)
     wanted = {part_name(rows) for rows in batches.parts}
     there = {part.name for part in parts_of(to)} if to.exists() else set()
     if not there <= wanted:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dlm_lens.files.locks import held
+from dlm_lens.files.paths import check_directory
 from dlm_lens.files.sealed_json import DamagedFileError
 from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, blank_ended_, from_plain
 from dlm_lens.recording.concatenation import joined
@@ -373,8 +374,7 @@ def save_recording(recording: RecordingFields, path: Path, *, replace: bool = Fa
         ValueError: another process writes there.
         OSError: the disk is full or read-only; the files written so far are removed.
     """
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{path} is a file; give a directory")
+    check_directory(path)
     there = path.exists()
     with held(path):
         shards = ShardDirectory(path)
