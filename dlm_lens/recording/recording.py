@@ -1,7 +1,7 @@
 """`Recording`: statistics of a run as named arrays over (step, batch, layer, head, key), with their coordinates."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
@@ -16,12 +16,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.display import Preview, ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.query_classes import QueryClass, checked_class, stored_name
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.recording.storage import ShardArrays, load_recording, save_recording
 from dlm_lens.sampling import part_of_run
 from dlm_lens.sampling.emerging_text import preview
+from dlm_lens.sampling.prompts import is_id
 
 Index = int | slice | Sequence[int]
 
@@ -225,7 +227,7 @@ class Recording(ShowsItself, RecordingFields):
         (`value_norm` has kv_head; a layer with fewer of these than another has each of them several times).
 
         Raises:
-            ValueError: a step, row, head or layer that was not recorded.
+            ValueError: a step, row, head or layer that was not recorded, or something else than whole numbers.
         """
         return selected(self, {"step": step, "layer": layer, "batch": batch, "head": head})
 
@@ -331,12 +333,18 @@ def _heads(recording: Recording) -> tuple[int, ...]:
     raise ValueError("no statistic of this recording has heads")
 
 
-def _places(axis: str, index: Index, names: Sequence[int]) -> list[int]:
+def _places(axis: str, index: Any, names: Sequence[int]) -> list[int]:
     if isinstance(index, slice):
         found = list(range(len(names)))[index]
     else:
-        given = [index] if isinstance(index, int) else [int(i) for i in index]
-        found = [_place(axis, i, names) for i in given]
+        several = isinstance(index, Iterable) and not is_id(index) and not isinstance(index, str)
+        given = list(index) if several else [index]
+        if not all(map(is_id, given)):
+            raise ValueError(
+                f"{axis} is {shown(index)}; give a whole number, several of them, or a slice (for True and False, "
+                "the places of True)"
+            )
+        found = [_place(axis, int(i), names) for i in given]
     if not found:
         raise ValueError(f"{axis}={index!r} selects nothing of {len(names)}")
     return found

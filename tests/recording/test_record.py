@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -365,6 +366,30 @@ def test_select(recorded):
     for wrong in ({"step": 6}, {"layer": 2}, {"batch": -3}, {"head": [4]}, {"step": slice(3, 3)}):
         with pytest.raises(ValueError, match=r"of \d|was not recorded|selects nothing"):
             recorded.select(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [1.0, [1.7], True, [True, False, True, False, False, False], torch.tensor([True] * 6), "12"]
+)
+def test_only_whole_numbers_select(recorded, wrong):
+    with pytest.raises(ValueError, match=r"^step is .*; give a whole number, several of them, or a slice"):
+        recorded.select(step=wrong)
+
+
+def test_any_whole_numbers_select(recorded):
+    for index in (torch.tensor([1, 3]), np.array([1, 3]), range(1, 4, 2), (1, 3), [np.int64(1), torch.tensor(3)]):
+        assert recorded.select(step=index).steps == (1, 3)
+    assert recorded.select(step=torch.tensor(3)).steps == recorded.select(step=np.int64(3)).steps == (3,)
+
+
+def test_a_directory_below_a_file_is_refused_in_a_sentence(recorded, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for call in (
+        lambda: recorded.save(tmp_path / "file/below"),
+        lambda: record(tiny("llada"), PROMPTS, to=tmp_path / "file/below", **RUN),
+    ):
+        with pytest.raises(FileExistsError, match="file is a file; give a directory"):
+            call()
 
 
 def test_xarray(recorded):
