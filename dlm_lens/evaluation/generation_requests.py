@@ -315,7 +315,7 @@ class JobMaker:
         """The job of a request; `copy` numbers repeated draws of the same request.
 
         Raises:
-            ValueError: the prompt leaves no room for an answer.
+            ValueError: the prompt leaves no room for an answer, or the task requests none.
         """
         from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -328,6 +328,13 @@ class JobMaker:
         _warn_ignored(tuple(sorted({*requested} - {*supported, "do_sample", "until"})))
         values = {name: value for name, value in requested.items() if name in supported} | self.settings.sampler()
         prompt = self.encoder.text(context)
+        if not prompt and getattr(self.model.config, "empty_prompt", None) is None:
+            prompt = [self.encoder.prefix]  # as in a likelihood without context
+        if self.settings.gen_length is None and self.settings.canvas_length is None and length < 1:
+            raise ValueError(
+                f"a task requests an answer of max_gen_toks={length} tokens; give at least 1, or "
+                'generation={"gen_length": ...}'
+            )
         length = self._length(prompt, self.settings.gen_length or length)
         seed = request_seed(self.seed, context, copy)
         fitted = self.encoder.fitted(prompt, length)

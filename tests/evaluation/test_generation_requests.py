@@ -384,3 +384,20 @@ def test_masks_in_a_prompt_are_filled_in_once(settings: dict[str, Any], llada: A
     for prompt, text in zip(prompts, found, strict=True):
         answer = alone(llada, prompt, **given, seed=request_seed(0, prompt))
         assert text == until(llada, answer)
+
+
+@pytest.mark.parametrize("family", ["llada", "causal"])
+def test_an_empty_context_begins_with_the_end_of_text(family: str) -> None:
+    model, settings = tiny(family), {"gen_length": 6}
+    (text, other) = HarnessLM(model, generation=settings).generate_until(requests(["", "w3 w4"]))
+    run = dl.denoise(model, [[model.config.eos_token_id]], **settings, seed=request_seed(0, ""))
+    assert text == until(model, run.tokens[0, 1:].tolist())
+    assert other == until(model, alone(model, "w3 w4", **settings, seed=request_seed(0, "w3 w4")))
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_an_answer_of_no_tokens_is_refused(length: int, llada: Any) -> None:
+    with pytest.raises(ValueError, match=f"max_gen_toks={length} tokens; give at least 1"):
+        HarnessLM(llada).generate_until(requests(["w1"], max_gen_toks=length))
+    settings = {"gen_length": 4, "steps": 4}
+    assert HarnessLM(llada, generation=settings).generate_until(requests(["w1"], max_gen_toks=length))
