@@ -241,12 +241,13 @@ class Generator:
                 raise _LeftError(canvas)
 
         try:
-            denoise(self.model, prompts, on_canvas=leave, hooks=self.hooks, **{**settings, **shape})
+            run = denoise(self.model, prompts, on_canvas=leave, hooks=self.hooks, **{**settings, **shape})
+            canvas = run.tokens  # only where reference_quirks let the mask token be decided
         except _LeftError as left:
-            rows = left.canvas[:, :stop].tolist()
-            begins = [stop - shape["block_length"] - len(prompt) for prompt in prompts]
-            return [row[begin:] for row, begin in zip(rows, begins, strict=True)]
-        raise RuntimeError("a run ended before its first block")
+            canvas = left.canvas
+        rows = canvas[:, :stop].tolist()
+        begins = [stop - shape["block_length"] - len(prompt) for prompt in prompts]
+        return [row[begin:] for row, begin in zip(rows, begins, strict=True)]
 
     def _finished_positions(self, canvas: Int[Tensor, "row position"]) -> Int[Tensor, "row"]:
         """How many positions come before the first mask of every row.

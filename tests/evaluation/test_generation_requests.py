@@ -401,3 +401,16 @@ def test_an_answer_of_no_tokens_is_refused(length: int, llada: Any) -> None:
         HarnessLM(llada).generate_until(requests(["w1"], max_gen_toks=length))
     settings = {"gen_length": 4, "steps": 4}
     assert HarnessLM(llada, generation=settings).generate_until(requests(["w1"], max_gen_toks=length))
+
+
+@pytest.mark.parametrize("stop", [[], ["w7"]], ids=["no stop", "stops"])
+def test_masks_that_reference_quirks_decide_are_left_in_their_block(stop: list[str]) -> None:
+    model, settings = tiny("llada"), {"gen_length": 8, "block_length": 4, "steps": 8}
+    with torch.no_grad():
+        model.get_output_embeddings().weight[model.config.mask_token_id] *= 6  # often the likeliest token
+    prompts = ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9", "w3 w1"]
+    lm = HarnessLM(model, generation={**settings, "options": {"reference_quirks": True}})
+    found = lm.generate_until(requests(prompts, until=stop))
+    answers = [alone(model, prompt, **settings, reference_quirks=True) for prompt in prompts]
+    assert sum(model.config.mask_token_id in answer for answer in answers) > 1
+    assert found == [until(model, answer, *stop) for answer in answers]
