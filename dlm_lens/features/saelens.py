@@ -14,6 +14,8 @@ from dlm_lens.features.sparse_autoencoder import POINTS, SparseAutoencoder
 from dlm_lens.printable import shown
 
 WEIGHTS = "sae_weights.safetensors"
+OF_MODULE = "dlm_lens_of_module"
+"""The entry of `metadata` for `SparseAutoencoder.of_module`, which the name of a hook point does not say."""
 
 BASE = ("W_enc", "W_dec", "b_dec")
 TENSORS = {
@@ -83,6 +85,7 @@ def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SparseAu
         site=site,
         layer=layer,
         model=str(_metadata(settings).get("model_name") or ""),
+        of_module=_metadata(settings).get(OF_MODULE) is True,
         **own,
     )
 
@@ -129,7 +132,12 @@ def settings_of(sae: SparseAutoencoder) -> dict[str, Any]:
         "apply_b_dec_to_input": sae.subtracts_bias,
         "normalize_activations": sae.normalisation,
         "reshape_activations": "none",
-        "metadata": {"sae_lens_version": "6.0.0", "model_name": sae.model, **hook},
+        "metadata": {
+            "sae_lens_version": "6.0.0",
+            "model_name": sae.model,
+            **hook,
+            **({OF_MODULE: True} if sae.of_module else {}),
+        },
     }
     return found | ({"k": sae.k, "rescale_acts_by_decoder_norm": sae.rescaled} if sae.k else {})
 

@@ -193,6 +193,8 @@ def test_an_autoencoder_of_a_module_that_a_norm_follows_is_refused(tmp_path, end
             pass
     assert not any(m._forward_hooks for b in attention_blocks(normed) for m in b.children())
     assert load_sae(path, normed, site=site).site == site  # the user says that it is of what the layer adds
+    with pytest.raises(ValueError, match=message):
+        load_sae(save_sae(sae, tmp_path / "again"), normed)  # SAELens's name of the hook point does not say it
     sae.check(plain)
     with attach_hooks(plain, reconstruct(sae)):
         plain(input_ids=torch.tensor([[1, 2, 3]]))
