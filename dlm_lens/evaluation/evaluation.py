@@ -14,10 +14,12 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlm_lens.arguments import is_real
 from dlm_lens.attention import in_use
 from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import replacing, write_file
 from dlm_lens.hooks.expressions import parse_hooks
+from dlm_lens.printable import shown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -154,10 +156,14 @@ def evaluate(
         ImportError: lm-evaluation-harness is not installed.
         ValueError: an unknown task, settings that cannot work, or code execution that is not allowed.
     """
-    if limit is not None and not 0 < limit < 1:
-        if limit < 1 or not float(limit).is_integer():
-            raise ValueError(f"limit is {limit}; give a number of documents, a share below 1, or None for all")
-        limit = int(limit)
+    if limit is not None:
+        if not is_real(limit) or limit <= 0 or (limit > 1 and not float(limit).is_integer()):
+            raise ValueError(
+                f"limit is {shown(limit)}; give a number of documents, a share below 1, or None for all"
+            )
+        limit = limit if limit < 1 else int(limit)
+    if not isinstance(tasks, str | Sequence) or not all(isinstance(task, str) for task in tasks):
+        raise ValueError(f"tasks is {shown(tasks)}; give the name of a task, or a list of names")
     if isinstance(settings.get("hooks"), str):
         settings["hooks"] = parse_hooks(settings["hooks"])  # an error in it is raised before anything is loaded
     from dlm_lens.evaluation.harness import HarnessLM

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -201,9 +202,12 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> 
         evaluate(toy, "toy_list")
     with pytest.raises(ValueError, match="no task given"):
         evaluate(toy, [])
-    for limit in (0, -2, 2.7, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"limit is {limit}; give a number of documents"):
+    for limit in (0, -2, 2.7, float("inf"), float("nan"), "3", True, [2]):
+        with pytest.raises(ValueError, match=re.escape(f"limit is {limit!r}; give a number of documents")):
             evaluate(toy, "toy_lists", limit=limit)
+    for tasks in (None, 3, ["toy_lists", 3]):
+        with pytest.raises(ValueError, match=re.escape(f"tasks is {tasks!r}; give the name of a task")):
+            evaluate(toy, tasks)
     with pytest.raises(ValueError, match="GenerationSettings has no setting 'lenght'"):
         evaluate(toy, "toy_lists", generation={"lenght": 3})
     with pytest.raises(ValueError, match="given with a HarnessLM"):
