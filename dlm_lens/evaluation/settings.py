@@ -9,14 +9,13 @@ from typing import Any, Literal, TypeVar, cast
 
 from dlm_lens.arguments import RULES, Rule, check_values, flag, instance, one_of, whole
 from dlm_lens.printable import shown
-from dlm_lens.sampling.likelihood.estimates import METHODS
-from dlm_lens.sampling.settings import at_least_one, not_negative
+from dlm_lens.sampling.settings import LIKELIHOOD_METHODS, at_least_one, not_negative
 
 _RULES: Mapping[str, Rule] = {
     **RULES,
     **dict.fromkeys(("stages", "canvas_length"), whole()),
     **dict.fromkeys(("is_greedy", "append_eos", "stop"), flag()),
-    "method": one_of(*METHODS),
+    "method": one_of(*LIKELIHOOD_METHODS),
     "options": instance(Mapping, "a mapping of names to values, such as {'top_p': 0.9}"),
 }
 """Setting -> its requirement; the values may come from a command line."""

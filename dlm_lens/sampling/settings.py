@@ -7,6 +7,9 @@ from typing import Any
 from dlm_lens.arguments import Rule, is_seed, near_name
 from dlm_lens.printable import shown
 
+LIKELIHOOD_METHODS = ("mc", "chain_rule", "greedy_completion")
+"""What `log_likelihood(method=)` takes; here, since a command line names them before torch is imported."""
+
 ELSEWHERE = {
     "alg": "remasking",
     "block_size": "block_length",

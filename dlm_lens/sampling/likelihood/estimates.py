@@ -22,7 +22,7 @@ from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption,
 from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer
 from dlm_lens.sampling.prompts import warn_beyond_context
-from dlm_lens.sampling.settings import check_model, row_seeds
+from dlm_lens.sampling.settings import LIKELIHOOD_METHODS, check_model, row_seeds
 from dlm_lens.sampling.two_copies import Blocks
 
 
@@ -199,9 +199,6 @@ def _per_sample(samples: _Samples, sums: Float[Tensor, "mask"]) -> Float[Tensor,
     return torch.where(some[samples.which], sums[samples.which] / samples.rate.double(), 0.0)
 
 
-METHODS = ("mc", "chain_rule", "greedy_completion")
-
-
 @checked_arguments()
 @torch.no_grad()
 @exclusive
@@ -326,8 +323,8 @@ def _longest_first(pairs: Sequence[Pair], answers: bool) -> list[int]:
 
 
 def _check(method: str, algorithm: Algorithm, samples: int, cfg_scale: float, batch_size: int | None) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+    if method not in LIKELIHOOD_METHODS:
+        raise ValueError(f"method is {method!r}; it must be one of {', '.join(LIKELIHOOD_METHODS)}")
     causal = algorithm.sampler.autoregressive
     if causal and method == "mc":
         raise ValueError("an AR model has no masks to draw, its likelihood is exact; use method='chain_rule'")
