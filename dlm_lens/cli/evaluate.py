@@ -44,7 +44,9 @@ def eval_command(
     ] = False,
     max_length: Annotated[int | None, typer.Option(help="Positions of a canvas; the model's by default.")] = None,
     likelihood: Annotated[str, typer.Option(help="Settings, such as method=mc,samples=128,cfg_scale=0.5.")] = "",
-    generation: Annotated[str, typer.Option(help="Settings, such as gen_length=256,block_length=32.")] = "",
+    generation: Annotated[
+        str, typer.Option(help='Settings, such as gen_length=256,block_length=32,options={"threshold":0.9}.')
+    ] = "",
     seed: Annotated[int, SEED] = 0,
     dtype: Annotated[str | None, DTYPE] = None,
     device: Annotated[str | None, DEVICE] = None,
@@ -147,11 +149,19 @@ def _score(score: Any) -> dict[str, Any]:
 def read_pairs(text: str) -> dict[str, Any]:
     """Settings written as name=value, separated by commas; values are JSON, or else plain text.
 
+    Commas within braces and brackets belong to a value: options={"threshold": 0.9, "cache": "dual"}.
+
     Raises:
         ValueError: a part without "=".
     """
     found: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    parts: list[str] = []
+    for piece in text.split(","):
+        if parts and sum(map(parts[-1].count, "{[")) > sum(map(parts[-1].count, "}]")):
+            parts[-1] += f",{piece}"
+        else:
+            parts.append(piece)
+    for part in filter(None, parts):
         name, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"{part!r} is not a setting; write name=value, separated by commas")

@@ -142,8 +142,15 @@ def test_settings_are_read_as_json_or_text() -> None:
         "is_greedy": False,
         "strata": None,
     }
-    with pytest.raises(ValueError, match="write name=value"):
-        read_pairs("samples")
+    nested = 'gen_length=8,options={"threshold": 0.9, "cache": "dual", "more": {"a": [1, 2]}},steps=4'
+    assert read_pairs(nested) == {
+        "gen_length": 8,
+        "options": {"threshold": 0.9, "cache": "dual", "more": {"a": [1, 2]}},
+        "steps": 4,
+    }
+    for text in ("samples", 'options={"a": 1}, 2'):
+        with pytest.raises(ValueError, match="write name=value"):
+            read_pairs(text)
 
 
 def test_the_command_line_starts_without_torch_and_harness() -> None:
