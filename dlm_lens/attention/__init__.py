@@ -23,9 +23,15 @@ from dlm_lens.attention.hook import (
     as_hook,
     hide_columns,
     is_hook,
-    refuse_row_lists,
 )
-from dlm_lens.attention.hook_attachment import NAMES, ColumnCall, attach_hooks, checked, step_in_stack
+from dlm_lens.attention.hook_attachment import (
+    NAMES,
+    ColumnCall,
+    attach_hooks,
+    checked,
+    refuse_row_lists,
+    step_in_stack,
+)
 from dlm_lens.attention.hook_context import HookContext, HookKey, PointContext, RunStep, run_of
 from dlm_lens.attention.hook_points import (
     HOOK_POINTS,

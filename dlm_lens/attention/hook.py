@@ -1,6 +1,6 @@
 """`Hook` and `ColumnHook`, the base classes of interventions; `as_hook` adapts a user's own objects."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -402,21 +402,6 @@ def _check_position(position: Any, run: RunStep, who: Hook) -> None:
         layout.locate(position, canvas + layout.count)
     elif (check := getattr(position, "check_run", None)) is not None:
         check(run, canvas, who)
-
-
-def refuse_row_lists(hooks: Iterable[Hook], why: str) -> None:
-    """Raise if one of the hooks has values for the rows of a single batch.
-
-    Args:
-        hooks: of a call.
-        why: what makes several batches, and the remedy.
-
-    Raises:
-        ValueError: naming the hook and its number of rows.
-    """
-    for hook in hooks:
-        if hook.row_count is not None:
-            raise ValueError(f"{hook}: positions for {hook.row_count} rows, and {why}")
 
 
 def is_hook(value: Any) -> bool:

@@ -159,6 +159,21 @@ def step_in_stack(stack: Any, run: RunStep | None) -> RunStep | None:
     return None if run is None or span is None else run.of_pass(span)
 
 
+def refuse_row_lists(hooks: Iterable[Hook], why: str) -> None:
+    """Raise if one of the hooks has values for the rows of a single batch.
+
+    Args:
+        hooks: of a call.
+        why: what makes several batches, and the remedy.
+
+    Raises:
+        ValueError: naming the hook and its number of rows.
+    """
+    for hook in hooks:
+        if hook.row_count is not None:
+            raise ValueError(f"{hook}: positions for {hook.row_count} rows, and {why}")
+
+
 def checked(hooks: Iterable[Any] | None) -> tuple[Hook, ...]:
     """The hooks that a user gave, a user's own objects and functions adapted (`as_hook`); None for no hooks.
 

@@ -186,6 +186,7 @@ class Generator:
         seen = [0] * len(jobs)
 
         def leave(step: int, canvas: Tensor) -> None:
+            """End the run where the finished blocks of every row hold its end."""
             nonlocal seen
             blocks = ((self._finished_positions(canvas) - width) // block).tolist()
             if blocks == seen:
@@ -237,6 +238,7 @@ class Generator:
         stop = max(map(len, prompts)) + shape["block_length"]
 
         def leave(step: int, canvas: Tensor) -> None:
+            """End the run where the first block of every row is decided."""
             if int(self._finished_positions(canvas).min()) >= stop:
                 raise _LeftError(canvas)
 
