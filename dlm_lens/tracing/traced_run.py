@@ -79,7 +79,10 @@ class PromptBatcher(RowBatcher):
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two settings are certainly equal."""
-    return one is other or (not isinstance(one, Tensor) and type(one) is type(other) and bool(one == other))
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except (RuntimeError, ValueError):  # arrays, or objects that hold some
+        return False
 
 
 def rows_of(run: DenoisingRun, rows: slice) -> DenoisingRun:

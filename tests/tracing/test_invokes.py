@@ -3,6 +3,7 @@
 from typing import Any
 
 import nnsight
+import numpy as np
 import pytest
 import torch
 
@@ -308,3 +309,12 @@ def test_a_remote_trace_is_refused(lm: Any, remote: Any) -> None:
             tracer.result.save()
     with pytest.raises(ValueError, match=message):
         lm.generate(A, remote=remote, **RUN)
+
+
+def test_settings_that_cannot_be_compared_are_not_taken_for_equal(lm: Any) -> None:
+    with pytest.raises(ValueError, match=r"invoke\(seed=.*: the prompts of a trace share one run"):
+        with lm.generate(gen_length=8) as tracer:
+            with tracer.invoke(A, seed=np.array([1, 2])):
+                first = tracer.result.save()
+            with tracer.invoke(B, seed=np.array([1, 3])):
+                second = tracer.result.save()
