@@ -1,4 +1,4 @@
-"""Which installed packages are outside the versions that dlm_lens declares, and so was tested with."""
+"""Which installed packages are outside the versions that dlm_lens declares."""
 
 import logging
 from functools import cache
@@ -41,7 +41,7 @@ def warn_of_version(name: str) -> None:
             found, good = installed(requirement)
             if found is not None and not good:
                 logger.warning(
-                    "%s %s is installed, but dlm_lens was tested with %s%s: numbers may be wrong "
+                    "%s %s is installed, but dlm_lens needs %s%s: numbers may be wrong "
                     "(dlm-lens doctor lists all packages)",
                     name,
                     found,

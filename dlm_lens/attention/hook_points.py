@@ -135,7 +135,7 @@ def add_hook_points(model: Model) -> Model:
 
     Parameters, their names and every forward stay as they are. A second call changes nothing. Attention modules are
     found by their code: a forward that looks its function up in transformers' attention interface. A version of
-    transformers that was not tested is named in a warning.
+    transformers that is not one of those declared is named in a warning.
 
     Raises:
         ValueError: the model has no such module, or one whose quantities cannot be hooked exactly: it computes

@@ -315,6 +315,6 @@ def test_settings_that_cannot_be_compared_are_not_taken_for_equal(lm: Any) -> No
     with pytest.raises(ValueError, match=r"invoke\(seed=.*: the prompts of a trace share one run"):
         with lm.generate(gen_length=8) as tracer:
             with tracer.invoke(A, seed=np.array([1, 2])):
-                first = tracer.result.save()
+                tracer.result.save()
             with tracer.invoke(B, seed=np.array([1, 3])):
-                second = tracer.result.save()
+                tracer.result.save()
