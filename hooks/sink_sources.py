@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, ColumnStats, PointContext, RunStep, run_of, top_columns
 from dlm_lens.sinks import Detector, Level, Quantity, Received, Sinks
+from dlm_lens.sinks.detection import check_all_heads
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, with_all_axes
 
 
@@ -109,25 +110,12 @@ def measured_columns(
     if top is not None:
         found = top_columns(scores.float().masked_fill(~found, torch.nan), top)
     if "head" in source.dims and (isinstance(source, Sinks) or per == "head"):
-        _check_heads(found.shape[1], run_of(hook, who), who)
+        heads = getattr(run_of(hook, who).config, "num_attention_heads", found.shape[1])
+        check_all_heads(found.shape[1], heads, str(who))
     columns = _for_network(found, source.sinks, keys, hook, who)
     _check_total(source, hook, who)
     _check_prompts(source, run_of(hook, who), who)
     return columns
-
-
-def _check_heads(count: int, run: RunStep, who: Any) -> None:
-    """Raise if a source by head has some heads only: which ones is not known, and one would stand for all.
-
-    Raises:
-        ValueError: with both numbers.
-    """
-    heads = getattr(run.config, "num_attention_heads", count)
-    if count != heads:
-        raise ValueError(
-            f"{who}: the source has {count} heads and the model {heads}; give one of all heads, and limit the hook "
-            "with at_heads"
-        )
 
 
 def _check_prompts(source: MeasuredSinks, run: RunStep, who: Any) -> None:

@@ -10,19 +10,9 @@ from torch import Tensor
 from dlm_lens.recording import LayerStep, PatternReducer
 from dlm_lens.recording.reducers.norms import norm32
 from dlm_lens.sinks import Sinks
+from dlm_lens.sinks.detection import check_all_heads
 
 QUERIES = ("step", "batch", "layer", "head", "query")
-
-
-def check_heads(sinks: Sinks, heads: int) -> None:
-    """Raise where sinks of single heads are not those of all `heads` of a layer: which ones they are is not known.
-
-    Raises:
-        ValueError: sinks of fewer heads, such as those of `recording.select(head=)`.
-    """
-    own = sinks.is_sink.shape[3] if "head" in sinks.dims else heads
-    if own != heads:
-        raise ValueError(f"the sinks are of {own} heads, and a layer has {heads}; find the sinks of all heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +54,8 @@ class SinkMass(PatternReducer):
         """
         if layer.index not in self.sinks.layers or layer.run.step >= len(self.sinks.is_sink):
             raise ValueError(f"there are no sinks of step {layer.run.step}, layer {layer.index} among {self.sinks}")
-        check_heads(self.sinks, layer.inputs.q.shape[1])
+        if self.sinks.level == "head":
+            check_all_heads(self.sinks.is_sink.shape[3], layer.inputs.q.shape[1], str(self))
         found = self.sinks.is_sink[layer.run.step, :, self.sinks.layers.index(layer.index)]
         found = found[:, None] if found.ndim == 2 else found
         learned, keys = layer.facts.sinks, layer.inputs.k.shape[2]

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.norms import TIE
-from dlm_lens.probes.sink_mass import MixingBound, SinkMass, check_heads
+from dlm_lens.probes.sink_mass import MixingBound, SinkMass
 from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
@@ -140,7 +140,6 @@ def sink_updates(
             f"the sinks have {list(sinks.is_sink.shape[:2])} steps and prompts, "
             f"the run {list(run.unmasked.shape[:2])}"
         )
-    check_heads(sinks, int(model.config.num_attention_heads))
     reducers = [SinkMass(sinks), MixingBound(), UpdateNorm(), ResidualNorm()]
     rec = rerun(model, run, reducers, hooks=hooks, layers=sinks.layers if layers is None else layers)
     return SinkUpdates(

@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices
 from dlm_lens.attention import HookLike, SinkLayout, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.sink_mass import check_heads
 from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
@@ -22,6 +21,7 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
+from dlm_lens.sinks.detection import check_all_heads
 from dlm_lens.sinks.statistics import estimate_mean
 
 
@@ -153,7 +153,7 @@ def sink_writes(
             f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; give those of this run, found at "
             "level 'head'"
         )
-    check_heads(sinks, int(model.config.num_attention_heads))
+    check_all_heads(sinks.is_sink.shape[3], int(model.config.num_attention_heads), "sink_writes")
     if limit < 1 or not 1 <= top <= head.vocabulary:
         raise ValueError(f"sink_writes(limit={limit}, top={top}): both are at least 1, top at most the vocabulary")
     chosen = chosen_indices("step", steps, run.steps, "sink_writes: ")

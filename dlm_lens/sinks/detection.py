@@ -257,3 +257,21 @@ def _squeeze(tensor: Any, received: Received | KeyStatistic, axes: tuple[str, ..
     if tensor is None:
         return None
     return tensor.squeeze([axis for axis, name in enumerate(axes) if name not in received.dims])
+
+
+def check_all_heads(found: int, heads: int, who: str) -> None:
+    """Raise where sinks or scores of single heads are not of all heads: which ones they are, they do not say.
+
+    Args:
+        found: heads that the sinks have, fewer in a part such as `recording.select(head=)`.
+        heads: of a layer of the model.
+        who: reads the sinks.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if found != heads:
+        raise ValueError(
+            f"{who}: the sinks are of {found} heads and a layer has {heads}; give those of all heads, and choose "
+            "heads afterwards (for a hook: at_heads)"
+        )

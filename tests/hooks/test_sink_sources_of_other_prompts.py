@@ -56,7 +56,9 @@ def test_a_source_of_some_heads_is_refused_where_each_head_has_sinks_of_its_own(
     model = tiny("llada")
     part = received_of(record(model, PROMPTS, **SETTINGS).select(head=heads))
     for hook in (mask_sinks(RULE, source=part, per="head"), mask_sinks(source=find_sinks(part, RULE))):
-        with pytest.raises(ValueError, match=f"the source has {len(heads)} heads and the model 4; give one of all"):
+        with pytest.raises(
+            ValueError, match=f"the sinks are of {len(heads)} heads and a layer has 4; give those of all"
+        ):
             denoise(model, PROMPTS, hooks=[hook], **SETTINGS)
     # A layer's sinks by the mean of some heads are sinks of the layer.
     hook = mask_sinks(RULE, source=part, per="layer")

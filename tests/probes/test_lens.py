@@ -234,7 +234,7 @@ def test_writes_of_chosen_steps_and_layers_are_a_part_of_all_and_others_are_refu
     # Of which heads these are, sinks do not say: one head's would be taken for head 0's, or for those of all.
     one = dl.find_sinks(rec.select(head=[2]), dl.TopK(1))
     for read in (sink_writes, sink_updates):
-        with pytest.raises(ValueError, match="the sinks are of 1 heads, and a layer has 4"):
+        with pytest.raises(ValueError, match="the sinks are of 1 heads and a layer has 4; give those of all"):
             read(model, run, one)
 
 
