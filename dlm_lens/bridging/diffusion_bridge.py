@@ -18,7 +18,14 @@ from dlm_lens.bridging.step_cache import (
     bytes_per_step,
     chosen_points,
 )
-from dlm_lens.bridging.step_hooks import BridgeRun, FwdHook, check_point, fwd_hooks_of, past_sinks
+from dlm_lens.bridging.step_hooks import (
+    BridgeRun,
+    FwdHook,
+    check_point,
+    fwd_hooks_of,
+    past_sinks,
+    refuse_hooks,
+)
 from dlm_lens.placement import is_quantised
 from dlm_lens.sampling import DenoisingRun, RunObserver, denoise
 
@@ -61,11 +68,14 @@ class DiffusionBridge(TransformerBridge):
         """Check a hook before it is added; TransformerLens calls this for all of them.
 
         Raises:
-            ValueError: a point that is switched off, or a hook of `dlm_lens.hooks` that belongs at another one.
+            ValueError: a point that is switched off, or a hook of `dlm_lens.hooks` that belongs at another one or
+                is put into a backward pass.
         """
         super().check_hooks_to_add(hook_point, hook_point_name, hook, dir, **options)
         if dir == "fwd":
             check_point(self, hook_point, hook_point_name, hook)
+        else:
+            refuse_hooks([(hook_point_name, hook)], "in a backward pass: they act on activations; use fwd_hooks")
 
     @contextmanager
     def hooks(self, *args: Any, **options: Any) -> Iterator["DiffusionBridge"]:
@@ -78,7 +88,12 @@ class DiffusionBridge(TransformerBridge):
 
         The hooks of its patching helpers, which count positions of the tokens, act on the same tokens where
         activations also have the positions of sinks.
+
+        Raises:
+            ValueError: `remove_batch_dim=True` with a hook of `dlm_lens.hooks`, which acts on a batch.
         """
+        if options.get("remove_batch_dim"):
+            refuse_hooks(fwd_hooks, "under remove_batch_dim=True: they act on batches; leave remove_batch_dim out")
         with listening(self.original_model):
             return super().run_with_hooks(input, past_sinks(fwd_hooks, self.sinks), *args, **options)
 

@@ -259,6 +259,18 @@ def check_point(bridge: Any, point: Any, name: str, function: Any) -> None:
         raise ValueError(f"{hook} belongs at {own} and was put at {name}; name that point, or give hooks=[...]")
 
 
+def refuse_hooks(pairs: Sequence[tuple[Any, Any]], where: str) -> None:
+    """Raise if one of the functions of (name, function) is a hook of `dlm_lens.hooks`.
+
+    Raises:
+        ValueError: naming the hook and its point; `where` ends the sentence.
+    """
+    for name, function in pairs:
+        hook = inspect.unwrap(function)
+        if is_hook(hook):
+            raise ValueError(f"{hook} was put at {shown(name)}, and hooks of dlm_lens.hooks do not run {where}")
+
+
 _POSITION_ENTRIES = {
     patching.layer_pos_patch_setter: (1,),
     patching.layer_pos_head_vector_patch_setter: (1,),

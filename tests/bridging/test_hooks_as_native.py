@@ -192,3 +192,16 @@ def test_a_hook_at_another_point_than_its_own_is_refused_before_a_pass(case: str
     same(named, bridge.denoise(PROMPT, hooks=[hook], **settings))
     filtered = bridge.denoise(PROMPT, fwd_hooks=[(lambda name: name == own[site], hook)], **settings)
     same(filtered, named)
+
+
+def test_hooks_are_refused_without_a_batch_and_in_a_backward_pass() -> None:
+    """`remove_batch_dim` wraps them in functions, so that their hook point could not be checked."""
+    bridge, ids, hook = dl.bridge(tiny("llada")), torch.tensor(PROMPT), ablate("z")
+    with pytest.raises(ValueError, match=r"'blocks\.0\.attn\.hook_z'.* do not run under remove_batch_dim=True"):
+        bridge.run_with_hooks(ids, fwd_hooks=[("blocks.0.attn.hook_z", hook)], remove_batch_dim=True)
+    with pytest.raises(ValueError, match=r"'blocks\.0\.attn.*do not run in a backward pass"):
+        bridge.run_with_hooks(ids, bwd_hooks=[("blocks.0.attn.hook_z", hook)])
+    seen = []
+    own = [("blocks.0.attn.hook_z", lambda value, hook: seen.append(value.ndim))]
+    bridge.run_with_hooks(ids, fwd_hooks=own, remove_batch_dim=True)
+    assert seen == [3]
