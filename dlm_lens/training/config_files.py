@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -89,11 +89,17 @@ def _validated(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
 
 def _check_names(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
     names = {field.name: field.default_factory for field in fields(kind)}
+    types = get_type_hints(kind)
     for name, value in values.items():
         if name not in names:
             close = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"there are {', '.join(names)}"
             raise ValueError(f"there is no setting {prefix}{name}; {hint}")
+        if isinstance(value, bool) and bool not in (
+            types[name],
+            *get_args(types[name]),
+        ):  # pydantic reads true as 1
+            raise ValueError(f"the setting {prefix}{name} is {value}; it takes no truth value")
         if isinstance(value, Mapping) and is_dataclass(names[name]):
             _check_names(value, names[name], f"{prefix}{name}.")
 

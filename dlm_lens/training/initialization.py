@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from dataclasses import fields
 from typing import Any, cast
 
@@ -27,18 +28,32 @@ def build_model(settings: TrainingSettings) -> PreTrainedModel:
     """The network of the settings, in float32.
 
     Raises:
-        ValueError: `start` is empty or an unknown size, or a DLM comes with options of a conversion.
+        ValueError: `start` is empty or an unknown size, a DLM comes with options of a conversion, or `tokenizer`
+            is given for a checkpoint, which has its own.
+
+    Warns:
+        UserWarning: an AR baseline (`NextToken`) comes with options of a conversion, which it does not have.
     """
     chosen = settings.model
     if not chosen.start:
         raise ValueError("model.start is empty; name an AR checkpoint, a DLM, or a size such as smdm-472M")
     if chosen.start.startswith(SCRATCH):
         return new_smdm(chosen, settings.seed)
+    if chosen.tokenizer is not None:
+        raise ValueError(
+            f"model.tokenizer is {chosen.tokenizer!r}, and {chosen.start} has its own; it is for sizes of SMDM: "
+            "leave it out"
+        )
     model = load(chosen.start.removeprefix(NEW), dtype=torch.float32)
     if chosen.start.startswith(NEW):
         model = _with_new_weights(model, settings.seed)
+    options = [field for field in fields(chosen) if field.name not in ("start", "tokenizer")]
+    changed = [f"model.{field.name}" for field in options if getattr(chosen, field.name) != field.default]
     if family_of(model.config.model_type).causal:
         if isinstance(settings.objective, NextToken):
+            if changed:
+                text = f"{', '.join(changed)} do not apply to an AR baseline (objective.kind next_token): not used"
+                warnings.warn(text, stacklevel=2)
             return model
         return convert(
             model,
@@ -50,8 +65,6 @@ def build_model(settings: TrainingSettings) -> PreTrainedModel:
             softmax=cast(Any, chosen.softmax),
             seed=settings.seed,
         )
-    options = [field for field in fields(chosen) if field.name not in ("start", "tokenizer")]
-    changed = [f"model.{field.name}" for field in options if getattr(chosen, field.name) != field.default]
     if changed:
         raise ValueError(
             f"{chosen.start} is a DLM already, and {', '.join(changed)} apply only to AR checkpoints and new "

@@ -97,6 +97,9 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
         ("optimisation.weight_decay=-1", r"weight_decay is -1\.0; it must be finite and not negative"),
         ("optimisation.other_weight_decay=.nan", r"other_weight_decay is nan; it must be finite"),
         ("data.shuffle_buffer=-1", r"data\.shuffle_buffer is -1; it must not be negative, and 0 for none"),
+        ("steps=true", r"the setting steps is True; it takes no truth value"),
+        ("tokens=yes", r"the setting tokens is True; it takes no truth value"),
+        ("optimisation.clip=false", r"the setting optimisation\.clip is False; it takes no truth value"),
         ("steps.more=5", r"goes below steps, which is a value"),
     ],
 )
@@ -229,7 +232,10 @@ def test_plans_that_cannot_be() -> None:
 def test_models_of_a_run() -> None:
     dlm = build_model(small())
     assert (dlm.config.model_type, dlm.config.num_sinks, dlm.dtype) == ("sink_qwen", 1, torch.float32)
-    assert build_model(small(objective=NextToken())).config.model_type == "qwen2"
+    with pytest.warns(UserWarning, match=r"model\.sinks do not apply to an AR baseline .*: not used"):
+        assert build_model(small(objective=NextToken())).config.model_type == "qwen2"
+    with pytest.raises(ValueError, match=r"model\.tokenizer is 'toy', and toy-ar has its own; .* leave it out"):
+        build_model(small(model=ModelSettings(start="toy-ar", tokenizer="toy")))
     again = build_model(small(model=ModelSettings(start="toy-sink")))
     assert again.config.num_sinks == 1
     with pytest.raises(ValueError, match=r"toy is a DLM already, and model\.sinks apply only to"):
