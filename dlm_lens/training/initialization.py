@@ -42,7 +42,7 @@ def build_model(settings: TrainingSettings) -> PreTrainedModel:
     if chosen.tokenizer is not None:
         raise ValueError(
             f"model.tokenizer is {chosen.tokenizer!r}, and {chosen.start} has its own; it is for sizes of SMDM: "
-            "leave it out"
+            "leave it out, or set it to null"
         )
     model = load(chosen.start.removeprefix(NEW), dtype=torch.float32)
     if chosen.start.startswith(NEW):
