@@ -92,8 +92,10 @@ class Responses:
             if not os.fstat(file.fileno()).st_size:  # it was removed, by `forget` or by the user
                 lines.insert(0, self._head)
                 self._first = self._head.encode()
-            elif self._first != _first_line(self.path):
-                self._lines(self.path, self.path.read_bytes())
+            else:
+                if self._first != _first_line(self.path):
+                    self._lines(self.path, self.path.read_bytes())
+                _drop_incomplete_line(file, self.path)
             append(file, "".join(lines).encode(), self.path)
         self._answers.update(answers)
 
@@ -193,6 +195,16 @@ class Responses:
 def _first_line(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.readline()
+
+
+def _drop_incomplete_line(file: IO[bytes], path: Path) -> None:
+    """Remove what a killed process that shares the file wrote of its last line; a new line would join it."""
+    with path.open("rb") as stored:
+        stored.seek(-1, os.SEEK_END)
+        if stored.read(1) == b"\n":
+            return
+        stored.seek(0)
+        os.ftruncate(file.fileno(), stored.read().rfind(b"\n") + 1)
 
 
 def _finite(answer: Any) -> Any:

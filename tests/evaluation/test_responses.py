@@ -153,6 +153,17 @@ def test_a_file_of_somebody_else_is_left_as_it_is(text: str, tmp_path: Path) -> 
     assert path.read_text() == text
 
 
+def test_half_a_line_of_a_killed_process_does_not_join_the_line_of_another(tmp_path: Path) -> None:
+    path, identity = tmp_path / "answers.jsonl", {"seed": 0}
+    ours = Responses(path, identity)
+    ours.append({"a": 1})
+    with path.open("a") as file:  # another process, killed while it wrote
+        file.write('{"key": "half of a li')
+    ours.append({"b": 2})
+    ours.append({"c": 3})
+    assert dict(Responses(path, identity).items()) == {"a": 1, "b": 2, "c": 3}
+
+
 def test_a_first_line_that_a_crash_tore_apart_is_written_again(tmp_path: Path) -> None:
     path = tmp_path / "responses.jsonl"
     Responses(path, {"seed": 3})

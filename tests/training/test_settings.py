@@ -234,7 +234,9 @@ def test_models_of_a_run() -> None:
     assert (dlm.config.model_type, dlm.config.num_sinks, dlm.dtype) == ("sink_qwen", 1, torch.float32)
     with pytest.warns(UserWarning, match=r"model\.sinks do not apply to an AR baseline .*: not used"):
         assert build_model(small(objective=NextToken())).config.model_type == "qwen2"
-    with pytest.raises(ValueError, match=r"model\.tokenizer is 'toy', and toy-ar has its own; .* leave it out, or set it to null"):
+    with pytest.raises(
+        ValueError, match=r"model\.tokenizer is 'toy', and toy-ar has its own; .* leave it out, or set it to null"
+    ):
         build_model(small(model=ModelSettings(start="toy-ar", tokenizer="toy")))
     again = build_model(small(model=ModelSettings(start="toy-sink")))
     assert again.config.num_sinks == 1
