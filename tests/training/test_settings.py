@@ -234,7 +234,8 @@ def test_models_of_a_run() -> None:
     assert (dlm.config.model_type, dlm.config.num_sinks, dlm.dtype) == ("sink_qwen", 1, torch.float32)
     with pytest.warns(UserWarning, match=r"model\.sinks do not apply to an AR baseline .*: not used"):
         assert build_model(small(objective=NextToken())).config.model_type == "qwen2"
-    with pytest.raises(
+    message = r"model\.tokenizer is 'toy', and toy-ar has its own; .* leave it out, or set it to null"
+    with pytest.raises(ValueError, match=message):
         ValueError, match=r"model\.tokenizer is 'toy', and toy-ar has its own; .* leave it out, or set it to null"
     ):
         build_model(small(model=ModelSettings(start="toy-ar", tokenizer="toy")))
