@@ -236,8 +236,6 @@ def test_models_of_a_run() -> None:
         assert build_model(small(objective=NextToken())).config.model_type == "qwen2"
     message = r"model\.tokenizer is 'toy', and toy-ar has its own; .* leave it out, or set it to null"
     with pytest.raises(ValueError, match=message):
-        ValueError, match=r"model\.tokenizer is 'toy', and toy-ar has its own; .* leave it out, or set it to null"
-    ):
         build_model(small(model=ModelSettings(start="toy-ar", tokenizer="toy")))
     again = build_model(small(model=ModelSettings(start="toy-sink")))
     assert again.config.num_sinks == 1
