@@ -80,6 +80,9 @@ UNUSED = frozenset({
 
 _OWN_UNDERSCORED = frozenset({"_norm_class", "_mlp_class"})
 _RENAMED = frozenset({"rope_scaling", "torch_dtype", "model_type"})
+PER_LAYER = "per_layer_config"
+OF_LAYERS = frozenset({"head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"})
+"""Fields in which layers of one network may differ (`PER_LAYER`; Gemma 4)."""
 
 REFUSALS = (
     StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError,
@@ -96,12 +99,20 @@ def without_foreign_fields(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def network_fields(values: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
     """The config values that describe the network; the others would replace what transformers keeps there."""
     own = {field.name for field in fields(config_class)} | _RENAMED | _OWN_UNDERSCORED
+    if layers_may_differ(config_class):
+        own |= {PER_LAYER}
     return {
         name: value
         for name, value in values.items()
         if name not in ACTED_ON | UNUSED
         and (name in own or not (name.startswith("_") or hasattr(config_class, name)))
     }
+
+
+def layers_may_differ(config_class: type[Any]) -> bool:
+    """Whether a class of transformers gives layers different sizes by itself (Gemma 4), so that a file may too."""
+    native = config_class.__module__.startswith("transformers.")
+    return native and bool(getattr(config_class(), "is_heterogeneous", False))
 
 
 def check_fields(values: Mapping[str, Any], what: str) -> None:
@@ -124,15 +135,37 @@ def check_fields(values: Mapping[str, Any], what: str) -> None:
                 f"{what} says {printable_name(name)} = {shown(value)}; it must be {requirement}: take the file "
                 "that came with the weights"
             )
-    if values.get("per_layer_config"):
-        raise ValueError(f"{what} says per_layer_config, layers of different sizes, which no family here has")
+    if values.get(PER_LAYER):
+        raise ValueError(f"{what} says {PER_LAYER}, layers of different sizes, which this family does not have")
+
+
+def check_fields_of_layers(values: Mapping[str, Any], what: str) -> None:
+    """As `check_fields`, for a network whose layers may differ in the width and the number of heads of their keys.
+
+    Raises:
+        ValueError: with the field, its value and what it must be.
+    """
+    layers = values.get(PER_LAYER) or {}
+    check_fields({name: value for name, value in values.items() if name != PER_LAYER}, what)
+    if not isinstance(layers, dict):
+        raise ValueError(f"{what} says {PER_LAYER} = {shown(layers)}; it must be an object by layer")
+    for index, given in layers.items():
+        if not isinstance(given, dict) or not set(given) <= OF_LAYERS:
+            raise ValueError(
+                f"{what} says {PER_LAYER}[{shown(index)}] = {shown(given)}; layers differ in head_dim and "
+                "num_key_value_heads alone: take the file that came with the weights"
+            )
+        check_fields(given, f"{what}, {PER_LAYER}[{shown(index)}]")
 
 
 def _requirement(name: str, value: Any) -> str | None:
     """What a field must be, where its value does not fit; None where it does."""
     if name in _SIZES:
         most = {"num_hidden_layers": MOST_LAYERS, "head_dim": WIDEST_HEAD}.get(name, LARGEST_SIZE)
-        return None if _whole(value) and 1 <= value <= most else f"a whole number from 1 to {most}"
+        # Gemma 3n has a width of the MLP for each layer.
+        sizes = value if name == "intermediate_size" and isinstance(value, list) and value else [value]
+        fits = all(_whole(one) and 1 <= one <= most for one in sizes)
+        return None if fits else f"a whole number from 1 to {most}"
     if name in _COUNTS:
         return None if _whole(value) and 0 <= value <= LARGEST_SIZE else f"a whole number from 0 to {LARGEST_SIZE}"
     if name in _FLAGS:
@@ -189,7 +222,7 @@ def built_config(config_class: type[Any], values: Mapping[str, Any], what: str) 
     Raises:
         ValueError: fields of the wrong kind, that contradict each other, or that the config class refuses.
     """
-    check_fields(values, what)
+    (check_fields_of_layers if layers_may_differ(config_class) else check_fields)(values, what)
     _check_division(values, what)
     kept = network_fields(values, config_class)
     if kept.get("dtype") == "auto" or kept.get("torch_dtype") == "auto":
@@ -240,11 +273,20 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
         return f"{written_name(name, values)} = {shown(getattr(config, name))}"
 
     if not getattr(config, "num_attention_heads", None):
+        if getattr(config, "text_config", None) is not None:
+            raise ValueError(
+                f"{what} is of a {config.model_type}, of which text is one part of several (text_config), and "
+                "dlm_lens.load takes models of text alone: load it with transformers, then call "
+                "dlm_lens.add_hook_points(model)"
+            )
         raise ValueError(
             f"{what} is of a {config.model_type}, which has no attention: there is nothing to add hook points to"
         )
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    _check_width(width, f"{written('hidden_size')} and {written('num_attention_heads')}", what)
+    # Layers of several widths (Gemma 4) have a config each.
+    several = getattr(config, "is_heterogeneous", False)
+    for each in config.per_layer_config if several else [config]:
+        width = getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads
+        _check_width(width, f"{written('hidden_size')} and {written('num_attention_heads')}", what)
     for name, factors in (getattr(config, "rope_parameters", None) or {}).items():
         if isinstance(factors, list) and name in _ROPE_NUMBERS and len(factors) != width // 2:
             raise ValueError(
@@ -272,7 +314,7 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
                     f"{what} says {name} = {one}, which has no row in an embedding of {rows} "
                     f"({written_name('vocab_size', values)}): take the file that came with the weights"
                 )
-    if config.pad_token_id == -1:  # the first Llamas' value for no padding token
+    if getattr(config, "pad_token_id", None) == -1:  # the first Llamas' value for no padding token
         config.pad_token_id = None
 
 

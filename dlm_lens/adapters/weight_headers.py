@@ -173,6 +173,7 @@ class _Expected:
     """Parameters of the network that a config describes, and how the files' names become theirs."""
 
     shapes: Mapping[str, tuple[int, ...]]
+    whole_numbers: frozenset[str]
     tied: Mapping[str, str]
     renamings: Sequence[WeightRenaming]
     converters: Sequence[WeightConverter]
@@ -229,7 +230,7 @@ def check_shapes(
     Raises:
         ValueError: with the field, the config's value and the files', or with the tensors' names.
     """
-    expected = _expected(model_class, _with_layers(config, 1), what, family)
+    expected = _expected(model_class, config, what, family, layers=1)
     stored = {_renamed(name, expected, 0): name for name in headers}
     layer = expected.layer
     layers = {int(found.group(1)) for name in stored if (found := layer.search(name))}
@@ -265,7 +266,8 @@ def check_shapes(
                 f"the weights in {source} do not fit {model_class.__name__}: {cause}{kind.replace('_', ' ')} "
                 f"{', '.join(names[:5])}{more}; {MISFITS[kind]}"
             )
-    _check_dtypes(source, what, [stored[name] for name in sorted(whole) if name in stored], headers)
+    floating = sorted(whole.keys() - expected.whole_numbers)
+    _check_dtypes(source, what, [stored[name] for name in floating if name in stored], headers)
 
 
 def _take_experts(
@@ -306,9 +308,10 @@ def _with_layers(config: Any, count: int) -> Any:
     return small
 
 
-def _expected(model_class: Any, config: Any, what: str, family: Family) -> _Expected:
-    """The parameters of a config's network, from one without memory."""
+def _expected(model_class: Any, config: Any, what: str, family: Family, layers: int | None = None) -> _Expected:
+    """The parameters of a config's network, or of one with fewer layers, from one without memory."""
     try:
+        config = config if layers is None else _with_layers(config, layers)
         with torch.device("meta"):
             model = model_class(config)
         # With the config of the part that they are in: a text network beside a vision tower has its own.
@@ -321,6 +324,9 @@ def _expected(model_class: Any, config: Any, what: str, family: Family) -> _Expe
     own = [conversion.source_patterns for conversion in _splitting(family)]
     return _Expected(
         shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
+        whole_numbers=frozenset(
+            name for name, value in model.state_dict().items() if not value.dtype.is_floating_point
+        ),
         tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
         renamings=[one for one in mapping if isinstance(one, WeightRenaming)],
         converters=[one for one in mapping if isinstance(one, WeightConverter) and one.source_patterns not in own],
@@ -347,14 +353,21 @@ def _check_rotary(rotary: Any) -> None:
 
 def _renamed(name: str, expected: _Expected, layers: int) -> str:
     """The parameter that a file's tensor becomes, before tensors are split."""
+
+    def first_layer(parameter: str) -> str:
+        if layers:
+            return parameter
+        return expected.layer.sub(lambda place: place.group(0).replace(place.group(1), "0"), parameter, count=1)
+
     found, _ = rename_source_key(name, list(expected.renamings), [], None, None)
     outer, bare = f"{expected.prefix}.{found}", found.removeprefix(f"{expected.prefix}.")
-    canonical = outer
-    if not layers:
-        canonical = expected.layer.sub(lambda place: place.group(0).replace(place.group(1), "0"), outer, count=1)
-    if canonical in expected.shapes:
+    if first_layer(outer) in expected.shapes:
         return outer
-    return bare if found != bare and bare in expected.shapes else str(found)
+    if found != bare and bare in expected.shapes:
+        return bare
+    # As transformers: a pattern may fit a parameter that has its final name (DeepSeek-V4: ".norm.").
+    final = first_layer(found) not in expected.shapes and first_layer(name) in expected.shapes
+    return name if final else str(found)
 
 
 def _converted(name: str, expected: _Expected) -> str | None:

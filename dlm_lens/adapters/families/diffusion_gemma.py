@@ -8,7 +8,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, 
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaBlockDiffusionOutputWithPast
 from transformers.utils import can_return_tuple
 
-from dlm_lens.adapters.config_fields import check_fields, without_foreign_fields
+from dlm_lens.adapters.config_fields import OF_LAYERS, check_fields_of_layers, without_foreign_fields
 from dlm_lens.adapters.encoder_decoder import CanvasModel
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.adapters.registry import Family
@@ -44,9 +44,6 @@ TEXT_FIELDS = frozenset(field.name for field in fields(DiffusionGemmaTextConfig)
     "num_global_key_value_heads",
 }
 """Fields of the text network."""
-
-OF_LAYERS = {"head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"}
-"""Those of its fields that full and sliding layers have different values of."""
 
 NOT_TEXT = frozenset(field.name for field in fields(DiffusionGemmaConfig))
 IDS = ("pad_token_id", "eos_token_id", "bos_token_id")
@@ -121,17 +118,7 @@ def _check_text(values: Any) -> None:
         raise ValueError(
             f"text_config is {shown(values)}; it must be an object with the fields of the text network"
         )
-    layers = values.get("per_layer_config") or {}
-    check_fields({name: value for name, value in values.items() if name != "per_layer_config"}, "text_config")
-    if not isinstance(layers, dict):
-        raise ValueError(f"text_config says per_layer_config = {shown(layers)}; it must be an object by layer")
-    for index, fields_of_layer in layers.items():
-        if not isinstance(fields_of_layer, dict) or not set(fields_of_layer) <= OF_LAYERS:
-            raise ValueError(
-                f"text_config says per_layer_config[{shown(index)}] = {shown(fields_of_layer)}; layers differ in "
-                "head_dim and num_key_value_heads alone: take the file that came with the weights"
-            )
-        check_fields(fields_of_layer, f"text_config, per_layer_config[{shown(index)}]")
+    check_fields_of_layers(values, "text_config")
 
 
 class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
