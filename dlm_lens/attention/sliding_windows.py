@@ -7,6 +7,13 @@ from dlm_lens.attention.hook_points import attention_stacks, hooked_attentions
 from dlm_lens.attention.sink_layout import SinkLayout
 
 
+WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe"})
+"""Kinds of layers, in transformers' `layer_types`, that have no attention: recurrent states, convolutions, experts."""
+
+BESIDE_ATTENTION = {"hybrid": "full_attention"}
+"""Kinds of layers that have other modules beside their attention (Falcon-H1, Zamba) -> what the attention is."""
+
+
 def attends_causally(model: Any, stack: str = "") -> bool:
     """Whether no query sees a later key: by the config's `is_causal`, and by that of the attention modules.
 
@@ -20,6 +27,8 @@ def attends_causally(model: Any, stack: str = "") -> bool:
 
 def layer_windows(model: Any) -> tuple[int | None, ...]:
     """The sliding window w of every layer, None where a layer has none: query i sees the keys i - w + 1, ..., i.
+
+    Layers without attention (the recurrent ones of Qwen3-Next) are left out, here as in every recording.
 
     In an encoder that sees both sides (ModernBERT) query i sees the keys i - w, ..., i + w. The decoder beside an
     encoder (DiffusionGemma) sees its whole canvas and the last w - 1 positions before it.
@@ -43,6 +52,7 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
             else "sliding_attention"
         )
         kinds = ["chunked_attention" if getattr(config, "attention_chunk_size", None) else whole] * len(attentions)
+    kinds = [BESIDE_ATTENTION.get(kind, kind) for kind in kinds if kind not in WITHOUT_ATTENTION]
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ValueError(
