@@ -6,9 +6,8 @@ from typing import Any
 from dlm_lens.attention.hook_points import attention_stacks, hooked_attentions
 from dlm_lens.attention.sink_layout import SinkLayout
 
-
 WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe"})
-"""Kinds of layers, in transformers' `layer_types`, that have no attention: recurrent states, convolutions, experts."""
+"""Layers without attention in transformers' `layer_types`: recurrent states, convolutions, experts."""
 
 BESIDE_ATTENTION = {"hybrid": "full_attention"}
 """Kinds of layers that have other modules beside their attention (Falcon-H1, Zamba) -> what the attention is."""

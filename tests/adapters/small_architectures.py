@@ -1,0 +1,114 @@
+"""Small random networks of every causal LM of transformers, whatever its config calls its sizes."""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+VOCABULARY = 128
+MOST_PARAMETERS = 30_000_000
+IDS = torch.tensor([[5, 9, 14, 3, 77, 20, 41, 8, 60, 22, 33, 12], [5, 9, 14, 3, 77, 20, 41, 8, 60, 7, 33, 12]])
+
+SIZES: Mapping[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("lru_width", "mamba_d_ssm"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "index_topk"), 4),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("index_n_heads", "altup_num_inputs"), 2),
+    **dict.fromkeys(("head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "index_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "sliding_window"), 8),
+    **dict.fromkeys(("attention_window", "linear_key_head_dim", "linear_value_head_dim", "laurel_rank"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "first_k_dense_replace", "bos_token_id", "mamba_n_groups", "n_groups"), 1
+    ),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), VOCABULARY),
+    **dict.fromkeys(("pad_token_id", "num_kv_shared_layers"), 0),
+    "vocab_size_per_layer_input": VOCABULARY,
+    "eos_token_id": 2,
+}
+"""Names of sizes in configs -> small ones."""
+
+DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
+    "dots1": {"n_routed_experts": 4},
+    "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 4, "mamba_d_ssm": 64},
+    "gemma4_text": {"global_head_dim": 32, "num_global_key_value_heads": 2, "num_hidden_layers": 6},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Model types -> sizes that no common name covers."""
+
+
+def small_model(model_type: str) -> PreTrainedModel:
+    """A random network of a model type, in float32 and eval mode, that a few tokens pass through.
+
+    Raises:
+        Exception: of the class, where none of the attempts is a network; `ValueError` for a large one.
+    """
+    errors: list[Exception] = []
+    for values in _attempts(model_type):
+        try:
+            config = AutoConfig.for_model(model_type, **values)
+            with torch.device("meta"):
+                network = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            if sum(weight.numel() for weight in network.parameters()) > MOST_PARAMETERS:
+                raise ValueError(f"a {model_type} has more than {MOST_PARAMETERS:,} parameters at small sizes")
+            torch.manual_seed(0)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().float()
+            with torch.no_grad():
+                model(IDS)
+        except Exception as error:  # whatever a class raises for sizes that it does not take
+            errors.append(error)
+        else:
+            return model
+    raise errors[0]
+
+
+def _attempts(model_type: str) -> Iterator[dict[str, Any]]:
+    """Values of configs: with a given width of heads and without, with 2, 4 and 8 layers."""
+    for layers in (2, 4, 8):
+        for left_out in ((), ("head_dim",), ("rotary_dim",)):
+            for absent in (False, True):
+                sizes = {**SIZES, **dict.fromkeys(DEPTHS, layers)}
+                yield _values(model_type, {k: v for k, v in sizes.items() if k not in left_out}, absent)
+
+
+def _values(model_type: str, sizes: Mapping[str, Any], absent: bool) -> dict[str, Any]:
+    """The sizes that a config has; also those that are None in it, if `absent`."""
+    config = AutoConfig.for_model(model_type)
+    if "kv_lora_rank" in vars(config):  # multi-head latent attention has as many heads of keys as of queries
+        sizes = {**sizes, "num_key_value_heads": sizes["num_attention_heads"]}
+    values = _of(config, sizes, absent) | dict(OWN.get(model_type, {}))
+    for part in ("text_config", "decoder_config"):
+        if getattr(config, part, None) is not None:
+            values[part] = _of(getattr(config, part), sizes, absent)
+    return values
+
+
+def _of(config: Any, sizes: Mapping[str, Any], absent: bool) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(config)} | set(type(config).attribute_map)
+    stored = vars(config)
+    taken = {name: size for name, size in sizes.items() if name in names}
+    return {
+        name: size
+        for name, size in taken.items()
+        if (absent or stored.get(type(config).attribute_map.get(name, name)) is not None)
+        and not (isinstance(stored.get(name), list | tuple | dict) and name != "eos_token_id")
+    }

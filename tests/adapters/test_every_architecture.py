@@ -1,0 +1,121 @@
+"""Every causal LM of transformers, small and random: `dl.load` computes what transformers does, or refuses."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from tests.adapters.small_architectures import IDS, MODEL_TYPES, small_model
+
+REASONS = {
+    "has no attention: there is nothing to add": "falcon_mamba mamba rwkv",
+    "computes attention without transformers' attention interface": (
+        "bailing_hybrid bloom codegen falcon gpt_neo gpt_neox_japanese gptj kimi_linear minimax mpt trocr xglm"
+    ),
+    "has no attention module that calls transformers' attention interface": "cpmant openai-gpt xlnet",
+    "calls its attention function 0 times in a forward pass": (  # cross-attention without an encoder
+        "bigbird_pegasus blenderbot blenderbot-small marian pegasus plbart whisper"
+    ),
+    "calls its attention function 2 times in a forward pass": "diffllama",
+    "computes something else for the attention implementation 'sdpa'": (
+        "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text"
+    ),
+    r"text is one part of several \(text_config\)": "fuyu gemma4 gemma4_unified",
+    "no family loads model_type": (  # encoders, and classes whose files have the model type of a part
+        "bart bert big_bird camembert data2vec-text electra emu3 ernie mbart megatron-bert mllama mvp rembert "
+        "roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl"
+    ),
+    "the last token changes what BertGenerationDecoder computes before it": "bert-generation",
+    "are not its output embedding applied to its decoder's states": "inkling_text recurrent_gemma",
+    "differ by .* with idle hook points": "inkling2_text",
+    "do not fit HrmTextForCausalLM": "hrm_text",
+    "describes a network that cannot be built": "prophetnet",
+    "has no decoder with an output embedding": "llama4 llama4_text",
+    "a few tokens do not pass through ModernBertDecoderForCausalLM": "modernbert-decoder",
+}
+REFUSED = {model_type: reason for reason, types in REASONS.items() for model_type in types.split()}
+"""Model types -> why they are not loaded."""
+
+WITHOUT_STATISTICS = {"deepseek_v4": "heavily_compressed_attention"}
+"""Model types that are loaded and decoded -> the kind of layers whose attention has no statistics here."""
+
+_NOT_BUILT = (
+    "blt cohere_compass_text dbrx dots1 dots3_note gemma3 gemma3n gemma4_assistant gemma4_unified_assistant git "
+    "got_ocr2 longcat_flash mamba2 moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp "
+    "qwen4_exp_text reformer xlstm xmod zamba2"
+)
+NOT_BUILT = frozenset(_NOT_BUILT.split())
+"""Model types of which `small_model` builds no network: large parts, other packages, sizes that do not agree."""
+
+QUICK = frozenset(
+    {"codegen", "deepseek_v3", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text", "qwen3_next"}
+)
+CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in MODEL_TYPES]
+
+OTHER_PATTERNS = frozenset({"granite_swa", "granitemoe_swa", "minicpm3"})
+"""transformers' own `output_attentions` are other numbers: Granite's leave out the share of the learned sink logit,
+which our patterns have, and MiniCPM3's eager attention fails."""
+
+SHORT, LONG = IDS[0, :5].tolist(), IDS[1, :9].tolist()
+NEW = 4
+
+
+def received(patterns: list[Tensor]) -> Tensor:
+    """e_j of every layer and head: what a key receives, over what uniform attention would give it; float64.
+
+    Queries see the keys to which some head of the layer gives attention above 0 (one head's may underflow).
+    """
+    whole = torch.stack([pattern[0].double() for pattern in patterns])
+    visible = (whole > 0).any(1, keepdim=True).double().expand_as(whole)
+    return whole.sum(-2) / (visible / visible.sum(-1, keepdim=True)).sum(-2)
+
+
+def check_decoding(model: Any, loaded: Any) -> None:
+    """Greedy decoding is transformers', alone and in a batch of two lengths."""
+    both = dl.denoise(loaded, [SHORT, LONG], gen_length=NEW).canvases[-1]
+    for row, prompt in enumerate((SHORT, LONG)):
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :]
+        alone = dl.denoise(loaded, [prompt], gen_length=NEW).canvases[-1][0, len(prompt) :]
+        written = len(theirs)
+        assert torch.equal(alone[:written], theirs)
+        assert torch.equal(both[row, len(LONG) :][:written], theirs)
+
+
+def check_statistics(model: Any, loaded: Any) -> None:
+    """Recorded received attention is that of transformers' own eager patterns."""
+    ours = dl.record(loaded, [IDS[0].tolist()], [dl.ReceivedAttention()], gen_length=1).received[0, 0]
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        patterns = eager(IDS[:1], output_attentions=True, use_cache=False).attentions
+    wanted = received([pattern for pattern in patterns if pattern is not None])
+    found = ours[..., : IDS.shape[1]].double()
+    compared = found.isfinite()  # keys that enough queries see
+    assert compared.any()
+    # Sums of a dozen float32 products with another kernel.
+    torch.testing.assert_close(found[compared], wanted[compared], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_it_computes_what_transformers_does_or_is_refused(model_type: str, tmp_path: Path) -> None:
+    if model_type in NOT_BUILT:
+        pytest.skip("no small network of it can be built here")
+    model = small_model(model_type)
+    model.save_pretrained(tmp_path)
+    if model_type in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[model_type]) as error:
+            dl.load(tmp_path)
+        assert "\n" not in str(error.value)
+        return
+    loaded = dl.load(tmp_path)
+    check_decoding(model, loaded)
+    if model_type in WITHOUT_STATISTICS:
+        with pytest.raises(ValueError, match=re.escape(f"has {WITHOUT_STATISTICS[model_type]} layers")):
+            dl.record(loaded, [SHORT], [dl.ReceivedAttention()], gen_length=1)
+    elif model_type not in OTHER_PATTERNS:
+        check_statistics(model, loaded)
