@@ -309,15 +309,21 @@ class _Call:
         # Hooks after the softmax run in stream one at a time.
         if len(column_calls(pattern)) > 1:
             return True
-        unusual = self.spare is not None or any(
-            self.options.get(option) is not None for option in ("softcap", "position_bias")
-        )
+        calls = column_calls(scores, pattern)
         # Streams take rows of softmax(q k^T) that sum to 1.
-        if unusual and (self.module.hook_z.readers or column_calls(scores, pattern)):
+        if (calls or self.module.hook_z.readers) and self._unusual():
+            return True
+        # They mix the values without dropout, which is 0 but in training.
+        if calls and self.dropout:
             return True
         # The fused kernel has no soft cap, and its causal flag would hide the spare key.
         bare = self.mask is None and causal_without_mask(self.module, self.options.get("is_causal"))
         return name == "sdpa" and (self.options.get("softcap") is not None or (self.spare is not None and bare))
+
+    def _unusual(self) -> bool:
+        """Whether rows of the pattern are not softmax(q k^T) over the visible keys."""
+        options = (self.options.get(option) for option in ("softcap", "position_bias"))
+        return self.spare is not None or any(each is not None for each in options) or _biases(self.mask)
 
     def _inputs(self, q: Tensor, mask: Any, own_start: int | None = None) -> AttentionInputs:
         visible = mask
@@ -342,6 +348,13 @@ class _Call:
             own_start=own_start,
             window=smallest_window(self.module.config),
         )
+
+
+def _biases(mask: Any) -> bool:
+    """Whether a mask adds something to scores of visible keys (Doge; relative positions of a user's own mask)."""
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        return False
+    return bool(((mask != 0) & (mask > torch.finfo(mask.dtype).min / 2)).any())
 
 
 def _read(module: Any, inputs: AttentionInputs, z: Float[Tensor, "batch position head d_head"]) -> None:

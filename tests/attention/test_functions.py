@@ -1,11 +1,16 @@
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DogeConfig, DogeForCausalLM
 
-from dlm_lens.attention import HOOK_POINTS, add_hook_points, hooked_attention
+from dlm_lens.adapters import load
+from dlm_lens.attention import HOOK_POINTS, add_hook_points, attach_hooks, hooked_attention, received_by_class
 from dlm_lens.attention.functions import HOOKED
+from dlm_lens.hooks import mask_positions
 from dlm_lens.sampling import denoise
 from dlm_lens.testing import tiny
 from tests.reference import forward64
@@ -193,3 +198,71 @@ def test_padded_rows_of_a_float64_model_have_numbers() -> None:
     fused = denoise(model, prompts, gen_length=3)
     model.config._attn_implementation = HOOKED
     assert denoise(model, prompts, gen_length=3).tokens.equal(fused.tokens)
+
+
+def stepwise(model: torch.nn.Module, ids: Tensor, mask: Tensor | None, hook: Any = None) -> list[Tensor]:
+    """The column sums that readers see, layer by layer, and the logits; no hook needs a pattern."""
+    found: list[Tensor] = []
+    points = [block.self_attn.hook_z for block in model.model.layers]
+    for point in points:
+        point.readers = (lambda inputs: found.append(received_by_class(inputs, torch.ones(len(ids), 1, 11))[:, 0]),)
+    with attach_hooks(model, *(() if hook is None else (hook,))):
+        logits = model(input_ids=ids, attention_mask=mask).logits
+    for point in points:
+        point.readers = ()
+    return [*found, logits]
+
+
+@pytest.mark.parametrize("hook", [None, mask_positions(3), mask_positions(3, stage="after")], ids=repr)
+@torch.no_grad()
+def test_a_mask_that_adds_to_visible_scores_is_in_the_statistics_and_beside_hidden_columns(hook: Any) -> None:
+    model = tiny("llada")
+    ids, _ = canvas(padded=False)
+    bias = -0.5 * (torch.arange(11)[:, None] - torch.arange(11)).abs().float()
+    bias = bias.masked_fill(torch.arange(11) == 5, torch.finfo(torch.float32).min).expand(2, 1, 11, 11)
+    got = stepwise(model, ids, bias, hook)
+    seen = watch(model)
+    logits = stepwise(model, ids, bias, hook)[-1]
+    for layer in range(2):
+        sums = seen[f"pattern{layer}"].sum(-2)
+        if getattr(hook, "stage", None) == "after":  # the hook came after the one that looks
+            sums[..., 3] = 0
+        torch.testing.assert_close(got[layer], sums, **CLOSE)
+    torch.testing.assert_close(got[-1], logits, **CLOSE)
+    first = seen["scores0"][:, :, :, 0] - seen["scores0"][:, :, :, 1]  # hidden columns are others
+    q, k = seen["rot_q0"].double(), seen["rot_k0"].double().repeat_interleave(2, 2)
+    for row, head, i in ((0, 0, 0), (1, 2, 7)):
+        plain = [float(q[row, i, head] @ k[row, j, head]) / 8**0.5 + float(bias[row, 0, i, j]) for j in (0, 1)]
+        assert float(first[row, head, i]) == pytest.approx(plain[0] - plain[1], abs=1e-4)
+
+
+@torch.no_grad()
+def test_statistics_of_a_family_whose_masks_hold_a_bias(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = DogeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
+    torch.manual_seed(0)
+    built = DogeForCausalLM(config)
+    for block in built.model.layers:
+        block.self_attn.A.copy_(torch.tensor([1.5, -0.7]))
+    built.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    ids, _ = canvas(padded=False)
+    got = stepwise(model, ids, None)
+    seen = watch(model)
+    model(input_ids=ids)
+    for layer in range(2):
+        torch.testing.assert_close(got[layer], seen[f"pattern{layer}"].sum(-2), **CLOSE)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@torch.no_grad()
+def test_hidden_columns_leave_the_dropout_of_training(watched: bool) -> None:
+    model = tiny("llada", attention_dropout=0.5).train()
+    ids, _ = canvas(padded=False)
+    if watched:
+        watch(model)
+    logits = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        logits.append(stepwise(model, ids, None, mask_positions(3))[-1])
+    assert float((logits[0] - logits[1]).abs().max()) > 0.1
