@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -24,6 +25,9 @@ from dlm_lens.attention.sliding_windows import smallest_window
 from dlm_lens.attention.softmax_variants import spare_logits, with_spare_key
 from dlm_lens.attention.streaming import stream_hidden, stream_mix
 from dlm_lens.attention.visibility import AttentionPass
+
+_known_masks: Any = WeakTensorKeyDictionary()
+"""Mask -> its version and `_biases` of it, so that the layers of a pass look at it once: a GPU would wait."""
 
 HOOKED = "hooked"
 """Name of the function that always materialises the pattern, for `attn_implementation=`."""
@@ -354,7 +358,12 @@ def _biases(mask: Any) -> bool:
     """Whether a mask adds something to scores of visible keys (Doge; relative positions of a user's own mask)."""
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         return False
-    return bool(((mask != 0) & (mask > torch.finfo(mask.dtype).min / 2)).any())
+    version = None if mask.is_inference() else mask._version
+    known = _known_masks.get(mask)
+    if known is None or version is None or known[0] != version:
+        known = version, bool(((mask != 0) & (mask > torch.finfo(mask.dtype).min / 2)).any())
+        _known_masks[mask] = known
+    return known[1]
 
 
 def _read(module: Any, inputs: AttentionInputs, z: Float[Tensor, "batch position head d_head"]) -> None:

@@ -266,3 +266,20 @@ def test_hidden_columns_leave_the_dropout_of_training(watched: bool) -> None:
         torch.manual_seed(seed)
         logits.append(stepwise(model, ids, None, mask_positions(3))[-1])
     assert float((logits[0] - logits[1]).abs().max()) > 0.1
+
+
+@torch.no_grad()
+def test_a_mask_is_looked_at_again_once_it_was_edited_in_place() -> None:
+    model = tiny("llada")
+    ids, _ = canvas(padded=False)
+    mask = torch.zeros(2, 1, 11, 11)
+    plain = stepwise(model, ids, mask)
+    mask[..., 4] = 3.0
+    edited = stepwise(model, ids, mask)
+    assert float((edited[0] - plain[0]).abs().max()) > 0.1
+    torch.testing.assert_close(edited, stepwise(model, ids, mask.clone()))
+    with torch.inference_mode():
+        inferred = torch.zeros(2, 1, 11, 11)
+        torch.testing.assert_close(stepwise(model, ids, inferred), plain)
+        inferred[..., 4] = 3.0
+        torch.testing.assert_close(stepwise(model, ids, inferred), edited)
