@@ -22,7 +22,7 @@ from dlm_lens.files.sealed_json import (
     sealed,
     unsealed,
 )
-from dlm_lens.recording.model_identity import weights_digest
+from dlm_lens.recording.model_identity import config_fields, weights_digest
 
 logger = logging.getLogger(__name__)
 
@@ -228,11 +228,5 @@ def _with_infinities(answer: Any) -> Any:
 def fingerprint(model: Any) -> str:
     """A digest of a model: its config, and the dtype and every entry of every weight (`weights_digest`)."""
     dtypes = sorted((name, str(weight.dtype)) for name, weight in model.named_parameters())
-    about = f"{sorted(_plain(model.config).items())} {dtypes} {weights_digest(model)}"
+    about = f"{sorted(config_fields(model.config).items())} {dtypes} {weights_digest(model)}"
     return hashlib.sha256(about.encode()).hexdigest()[:16]
-
-
-def _plain(config: Any) -> dict[str, str]:
-    """The fields of a config, without the path that it was loaded from."""
-    private = ("_name_or_path", "transformers_version")
-    return {name: repr(value) for name, value in config.to_dict().items() if name not in private}

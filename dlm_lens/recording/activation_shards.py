@@ -14,6 +14,7 @@ from torch import Tensor
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.arguments import is_whole
 from dlm_lens.attention import HookLike, checked
+from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.files.atomic_writes import remove_stale, write_file
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.files.locks import held
@@ -21,7 +22,7 @@ from dlm_lens.files.sealed_json import Document, fitted, parsed, sealed, unseale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.printable import shown
 from dlm_lens.recording.activation_stream import ActivationBatch, prepared_stream, run_batches
-from dlm_lens.recording.model_identity import weights_digest
+from dlm_lens.recording.model_identity import in_both, request_of_model, weights_digest
 from dlm_lens.recording.reducers.features import POSITION_CLASSES
 
 HEADER = "activations.json"
@@ -162,7 +163,9 @@ def write_activations(
         "stream": {**vars(request), "classes": list(request.classes), "batch_size": batch_size},
         "shards": {"size": shard_size, "dtype": dtype},
         "settings": {name: repr(value) for name, value in settings.items()},
-        "hooks": list(map(repr, values)),
+        # What only its place in memory distinguishes, such as a lock, is left out.
+        "hooks": [identity_of(hook, strict=False) for hook in values],
+        **request_of_model(model, settings),
     }
     with held(path):
         _begin(path, about)
@@ -190,10 +193,14 @@ def _begin(path: Path, about: dict[str, Any]) -> None:
         return
     stored = unsealed(read_object(header, str(header)), header, REMEDY)
     for name, value in sealed(about).items():
-        if name != "checksum" and stored.get(name) != value:
+        old, new = in_both(name, stored.get(name), value)
+        if name != "checksum" and old != new:
+            if isinstance(old, dict) and isinstance(new, dict):
+                differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+                old, new = ({key: side.get(key) for key in differing} for side in (old, new))
             raise ValueError(
-                f"{path} holds activations of other arguments: {name} is {shown(stored.get(name))} there and "
-                f"{shown(value)} here; give the same ones to continue, or another directory"
+                f"{path} holds activations of other arguments: {name} is {shown(old)} there and "
+                f"{shown(new)} here; give the same ones to continue, or another directory"
             )
 
 

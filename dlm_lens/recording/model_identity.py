@@ -1,7 +1,7 @@
-"""What identifies a model beside its name: versions of the packages, a digest of its weights."""
+"""What identifies a model beside its name: versions of the packages, its config, a digest of its weights."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -11,10 +11,14 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from dlm_lens.adapters import family_of
 from dlm_lens.placement import dequantised, named_weights
 
 SPAN = 2**16
 """32-bit words that go into one sum of the digest."""
+
+ELSEWHERE = ("architectures", "dtype", "use_cache", "sampler", "sampler_defaults")
+"""Fields of a config that other entries of a header name, or that change no run."""
 
 ENTRIES = 2**20
 """Entries of a weight that are converted to 32-bit words at a time, which bounds the memory."""
@@ -26,6 +30,41 @@ def versions() -> dict[str, str]:
     import dlm_lens
 
     return {"dlm_lens": dlm_lens.__version__} | {name: version(name) for name in ("torch", "transformers")}
+
+
+def request_of_model(model: Any, settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What decides a run beside the weights and the settings that were given, for the header of its files.
+
+    Args:
+        model: of the run.
+        settings: that were given to `denoise`.
+
+    Returns:
+        `config`, the fields of the model's config; `defaults`, its sampler and the settings that were not given.
+    """
+    config, sampler = model.config, family_of(model.config.model_type).sampler_of(model.config)
+    own = {name: repr(value) for name, value in model.sampler_defaults.items() if settings.get(name) is None}
+    return {
+        "config": {name: text for name, text in config_fields(config).items() if name not in ELSEWHERE},
+        "defaults": {"sampler": repr(sampler), **own},
+    }
+
+
+def in_both(name: str, old: Any, new: Any) -> tuple[Any, Any]:
+    """An entry of two headers as it is compared: of those of `request_of_model` the names that both have.
+
+    They depend on versions, and headers of earlier ones lack them.
+    """
+    if name not in ("config", "defaults"):
+        return old, new
+    names = (old or {}).keys() & (new or {}).keys()
+    return {key: old[key] for key in names}, {key: new[key] for key in names}
+
+
+def config_fields(config: Any) -> dict[str, str]:
+    """The fields of a config as text, without the path that it was loaded from and the version that wrote it."""
+    private = ("_name_or_path", "transformers_version")
+    return {name: repr(value) for name, value in config.to_dict().items() if name not in private}
 
 
 def weights_digest(model: Any) -> str:

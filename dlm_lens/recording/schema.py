@@ -73,6 +73,8 @@ class Header(Document):
     layers: list[Count]
     dtype: Literal["float32", "float16"]
     batch: BatchDescription | None
+    config: dict[str, str] = Field(default_factory=dict)
+    defaults: dict[str, str] = Field(default_factory=dict)
 
 
 class SavedHeader(Document):

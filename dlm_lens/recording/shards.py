@@ -32,6 +32,7 @@ from dlm_lens.files.sealed_json import (
 )
 from dlm_lens.files.tensor_files import WrittenFile, check_digest, read_tensors, write_tensors
 from dlm_lens.recording.directories import HEADER
+from dlm_lens.recording.model_identity import in_both
 from dlm_lens.recording.schema import FORMAT, Header, ManifestLine, RunFacts, SavedHeader
 from dlm_lens.sampling import FinishedStep, Proposal, Resumption, RunState, StepPlan
 
@@ -314,7 +315,7 @@ class ShardDirectory:
 
 def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for name in {**before, **now}:
-        old, new = before.get(name), now.get(name)
+        old, new = in_both(name, before.get(name), now.get(name))
         if isinstance(old, dict) and isinstance(new, dict):
             for key in {**old, **new}:
                 if old.get(key) != new.get(key):

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.recording.arrays import as_plain
-from dlm_lens.recording.model_identity import weights_digest
+from dlm_lens.recording.model_identity import request_of_model, weights_digest
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.shards import ShardDirectory
@@ -48,6 +48,7 @@ def request_of(
         "layers": list(recorder.tap.layers),
         "dtype": recorder.dtype,
         "batch": None if batch is None else dict(batch),
+        **request_of_model(model, settings),
     }
 
 

@@ -148,3 +148,24 @@ def test_wrong_arguments_are_refused_before_the_first_pass(given, why):
     arguments = {"layer": 1, **RUN, **given}
     with pytest.raises(ValueError, match=why):
         activations(tiny("llada"), PROMPTS, **arguments)
+
+
+def test_activations_under_another_vector_or_of_other_defaults_are_not_taken_for_these(tmp_path):
+    vectors = torch.eye(32)
+    model = tiny("llada")
+
+    def write(vector, model=model):
+        return write_activations(model, PROMPTS, 1, tmp_path, hooks=[dl.hooks.steer(vector)], **RUN)
+
+    write(vectors[0])
+    assert repr(dl.hooks.steer(vectors[0])) == repr(dl.hooks.steer(vectors[1]))
+    with pytest.raises(ValueError, match="hooks is"):
+        write(vectors[1])
+    model.sampler_defaults["temperature"] = 0.9
+    with pytest.raises(ValueError, match=r"defaults is .*'temperature': '0.0'.* there and .*'0.9'"):
+        write(vectors[0])
+    again = tiny("llada")
+    again.config.mask_token_id = 5
+    with pytest.raises(ValueError, match=r"config is \{'mask_token_id': '63'\} there and .*'5'"):
+        write(vectors[0], again)
+    assert len(_all(write(vectors[0], tiny("llada")))) > 0

@@ -4,8 +4,9 @@ import hashlib
 import itertools
 import math
 import operator
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dlm_lens.hooks import at_progress, mask_top_sinks, steer
 from dlm_lens.probes import TunedLens, train_tuned_lens
 from dlm_lens.recording import Recording, record
 from dlm_lens.recording.model_identity import weights_digest
+from dlm_lens.recording.shards import _compare
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask
 from tests.recording.reference import PROMPTS
@@ -116,6 +118,53 @@ def test_edited_weights_do_not_get_the_recording_or_the_answers_of_others(tmp_pa
         HarnessLM(model, responses=path)
     with pytest.raises(ValueError, match="weights"):
         record(model, PROMPTS, to=tmp_path / "recording", steps=2, gen_length=4)
+
+
+def with_defaults(**settings: Any) -> Callable[[Any], None]:
+    return lambda model: model.sampler_defaults.update(settings)
+
+
+def with_config(**fields: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (with_defaults(temperature=0.9), "defaults temperature = '0.0', and now it is '0.9'"),
+        (with_config(mask_token_id=5), "config mask_token_id = '63', and now it is '5'"),
+        (with_config(softmax="off_by_one"), "config softmax = \"'standard'\", and now"),
+        (with_config(sampler="dream"), "defaults sampler = \"'llada'\", and now"),
+    ],
+    ids=["temperature", "mask", "softmax", "sampler"],
+)
+def test_other_defaults_or_another_config_do_not_get_the_recording(
+    tmp_path: Path, change: Callable[[Any], None], said: str
+) -> None:
+    settings = {"steps": 2, "gen_length": 4}
+    record(tiny("sink_qwen"), PROMPTS, to=tmp_path, **settings)
+    model = tiny("sink_qwen")
+    change(model)
+    model.config.use_cache = True
+    with pytest.raises(ValueError, match=re.escape(said)):
+        record(model, PROMPTS, to=tmp_path, **settings)
+
+
+def test_defaults_that_are_not_used_and_headers_of_earlier_versions_stop_nothing(tmp_path: Path) -> None:
+    model = tiny("llada")
+    expected = record(model, PROMPTS, to=tmp_path, steps=2, gen_length=4, temperature=0.0)
+    model.sampler_defaults["temperature"] = 0.9
+    again = record(model, PROMPTS, to=tmp_path, steps=2, gen_length=4, temperature=0.0)
+    assert again.received.nan_to_num(-7).equal(expected.received.nan_to_num(-7))
+    request = {"model": {"name": "m"}, "settings": {"steps": "2"}}
+    _compare(tmp_path, request, {**request, "config": {"a": "1"}, "defaults": {"b": "2"}})
+    _compare(tmp_path, {**request, "config": {"old": "1", "a": "1"}}, {**request, "config": {"a": "1"}})
+    with pytest.raises(ValueError, match="config a = '1', and now it is '2'"):
+        _compare(tmp_path, {**request, "config": {"a": "1"}}, {**request, "config": {"a": "2"}})
 
 
 @pytest.mark.parametrize("weight", [weight for _, weight in weights()], ids=[name for name, _ in weights()])
