@@ -102,12 +102,30 @@ def output_projection(attention: Any) -> nn.Module:
 
 
 def head_width(attention: Any) -> int:
-    """d_head of an attention module."""
-    return int(getattr(attention, "head_dim", None) or attention.head_size)
+    """Width of a head's z in an attention module: d_head, or the width of its values where that is another (MLA).
+
+    Raises:
+        ValueError: the module does not say it.
+    """
+    names = ("v_head_dim", "head_dim", "head_size")
+    found = next((width for name in names if (width := getattr(attention, name, None))), None)
+    if found is None:
+        raise ValueError(
+            f"{type(attention).__name__} has none of {', '.join(names)}; the width of a head is not known"
+        )
+    return int(found)
 
 
 def output_weight(attention: Any) -> Tensor:
-    """W_O as [head x d_head, d_model]."""
+    """W_O as [head x d_head, d_model].
+
+    Raises:
+        ValueError: the output projection is not known, or has no weight.
+    """
     projection = output_projection(attention)
+    if not isinstance(getattr(projection, "weight", None), Tensor):
+        raise ValueError(
+            f"{type(projection).__name__} of {type(attention).__name__} has no weight; W_O is not known"
+        )
     weight = resident(projection)
     return weight if type(projection).__name__ == "Conv1D" else weight.mT

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from dlm_lens.attention import fused_lse, tiled
+from dlm_lens.adapters import load
+from dlm_lens.attention import fused_lse, head_width, tiled
 from dlm_lens.recording import (
     KEY_REGIONS,
     AttentionEntropy,
@@ -172,3 +174,39 @@ def test_the_bound_of_eq_20_holds_and_self_is_the_diagonal():
     assert bool((rec.mixed_norm.nan_to_num().amax(-1) <= largest * (1 + 1e-5)).all())
     parts = rec.region_mass[..., [KEY_REGIONS.index(n) for n in ("self", "past", "future", "sink")]].sum(-1)
     torch.testing.assert_close(parts[..., 0], torch.ones_like(parts[..., 0]), atol=1e-5, rtol=0)
+
+
+def test_what_keys_write_where_values_have_a_width_of_their_own(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+    widths = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+    config = DeepseekV3Config(**sizes, **widths, first_k_dense_replace=2, initializer_range=0.2, eos_token_id=63)
+    torch.manual_seed(0)
+    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    recording = record(model, [PROMPTS[0]], [WeightedValue(), UpdateNorm()], gen_length=1)
+    seen = {}
+    for layer, block in enumerate(model.model.layers):
+        for name in ("v", "pattern"):
+            point = getattr(block.self_attn, f"hook_{name}")
+            point.register_forward_hook(lambda _m, _a, out, key=(name, layer): seen.__setitem__(key, out.double()))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([PROMPTS[0]]), use_cache=False)
+    for layer, block in enumerate(model.model.layers):
+        weight = block.self_attn.o_proj.weight.detach().double()
+        for head in range(4):
+            written = (seen["v", layer][0, :, head] @ weight[:, 6 * head : 6 * head + 6].T).norm(dim=-1)
+            expected = seen["pattern", layer][0, head].sum(0) * written
+            got = recording.weighted_value[0, 0, layer, head, : len(PROMPTS[0])].double()
+            torch.testing.assert_close(got, expected, **CLOSE)
+    assert head_width(model.model.layers[0].self_attn) == 6
+
+
+def test_an_output_projection_without_one_weight_is_refused():
+    model = tiny("llada")
+    attention = model.model.layers[1].self_attn
+    attention.o_proj = torch.nn.Sequential(attention.o_proj)
+    with pytest.raises(ValueError, match="Sequential of LlamaAttention has no weight; W_O is not known"):
+        record(model, PROMPTS, [WeightedValue()], steps=1, gen_length=2)
+    with pytest.raises(ValueError, match="Linear has none of v_head_dim, head_dim, head_size"):
+        head_width(torch.nn.Linear(2, 2))
