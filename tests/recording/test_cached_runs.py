@@ -1,5 +1,6 @@
 """Recording, hooks, traces and reruns under an approximate cache, against a float64 network with stale keys."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,29 @@ def test_a_recording_is_stored_and_resumed(hooks: tuple[Any, ...], passes: int, 
         torch.testing.assert_close(other.received, whole.received, rtol=0, atol=0, equal_nan=True)
     copy = dl.Recording.load(whole.save(tmp_path / "copy"))
     assert copy.run.computed == whole.run.computed
+
+
+@pytest.mark.parametrize(("name", "cache"), CASES)
+def test_a_recording_is_resumed_after_every_step(name: str, cache: str, tmp_path: Path) -> None:
+    model, reducers = tiny(name), [dl.ReceivedAttention(min_viewers=1)]
+    options: dict[str, Any] = {"cache": cache, **RUN, "threshold": 0.3}
+    whole = dl.record(model, PROMPTS, reducers, **options)
+    for step in range(whole.run.steps):
+        begun: list[int] = []
+
+        def stop(*_: Any, last: int = step, begun: list[int] = begun) -> None:
+            begun.append(1)
+            if len(begun) == last + 2:
+                raise KeyboardInterrupt
+
+        handle = model.model.register_forward_pre_hook(stop)
+        path = tmp_path / str(step)
+        with suppress(KeyboardInterrupt):
+            dl.record(model, PROMPTS, reducers, to=path, **options)
+        handle.remove()
+        resumed = dl.record(model, PROMPTS, reducers, to=path, **options)
+        assert resumed.run.canvases.equal(whole.run.canvases)
+        torch.testing.assert_close(resumed.received, whole.received, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "cache"), CASES)

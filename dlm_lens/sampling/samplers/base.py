@@ -295,9 +295,8 @@ class Sampler(nn.Module):
 
         By default the last one over the whole canvas, whose keys an approximate cache keeps.
         """
-        if not any(plan.computed for plan in done):
-            return []
-        return [max(index for index, plan in enumerate(done) if plan.computed is None)]
+        whole = [index for index, plan in enumerate(done) if plan.computed is None]
+        return whole[-1:] if self.cache is not None else []
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
         """How many positions of the canvas follow the prompts.
