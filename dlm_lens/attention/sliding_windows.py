@@ -37,13 +37,20 @@ def layer_windows(model: Any) -> tuple[int | None, ...]:
     no masks with windows, the field is ignored. Positions count padding.
 
     Raises:
-        ValueError: layers of another type than these, windows in a model that is not causal (unless its code builds
-            masks with windows to both sides) or has learned sink tokens, or a window below 1.
+        ValueError: layers of another type than these, queries that choose their keys (Doge), windows in a model
+            that is not causal (unless its code builds masks with windows to both sides) or has learned sink tokens,
+            or a window below 1.
     """
     attentions = hooked_attentions(model)
     config = model.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     name = type(model).__name__
+    chosen = getattr(config, "keep_window_size", None)
+    if chosen is not None and chosen < config.max_position_embeddings:
+        raise ValueError(
+            f"a query of {name} sees the {chosen} keys that it chooses (keep_window_size) of up to "
+            f"{config.max_position_embeddings}; statistics of attention support keys that follow from positions"
+        )
     if kinds is None:
         whole = (
             "full_attention"

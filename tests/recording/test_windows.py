@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
+from transformers import DogeConfig, DogeForCausalLM
 
 import dlm_lens
 from dlm_lens.adapters.loading import finish_model
@@ -354,6 +355,16 @@ def test_windows_that_statistics_do_not_know_are_refused() -> None:
     sink_model = tiny("sink_qwen", use_sliding_window=True, sliding_window=4, max_window_layers=0)
     with pytest.raises(ValueError, match="has sliding_attention layers and is not causal"):
         Recorder(sink_model, [ReceivedAttention()])
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    for kept, positions in ((2048, 2048), (4, 2048)):
+        lengths = {"max_position_embeddings": positions, "keep_window_size": kept}
+        config = DogeConfig(**sizes, num_attention_heads=4, **lengths)
+        chooses = add_hook_points(DogeForCausalLM(config))
+        if kept == positions:
+            assert layer_windows(chooses) == (None,)
+            continue
+        with pytest.raises(ValueError, match=r"sees the 4 keys that it chooses \(keep_window_size\)"):
+            layer_windows(chooses)
     for window, causal in ((0, True), (3, False)):
         with pytest.raises(ValueError, match="window"):
             visible_keys(torch.ones(4), causal=causal, window=window)
