@@ -27,6 +27,8 @@ from dlm_lens.recording import (
     record,
     record_forward,
 )
+from dlm_lens.recording.directories import HEADER, parts_of
+from dlm_lens.recording.storage import part_name
 from dlm_lens.sampling import denoise
 from dlm_lens.sinks import (
     AboveMean,
@@ -138,6 +140,14 @@ def test_batches_become_one_recording(batch_size, tmp_path):
     assert len(many) == 4 // batch_size
     assert [r.rows[0] for r in many] == list(range(0, 4, batch_size))
     assert many[-1].run.tokens.shape[0] == batch_size
+
+
+def test_batches_are_in_the_order_of_their_rows_however_many_digits_these_have(tmp_path):
+    rows = [range(99_998), range(99_998, 100_000), range(100_000, 100_002), range(1_000_000, 1_000_001)]
+    for part in rows[::-1]:
+        (tmp_path / part_name(part)).mkdir()
+        (tmp_path / part_name(part) / HEADER).write_text("{}")
+    assert parts_of(tmp_path) == [tmp_path / part_name(part) for part in rows]
 
 
 def test_ar_rows_that_end_early_are_joined():
