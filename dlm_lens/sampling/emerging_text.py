@@ -61,7 +61,7 @@ def preview(run: "DenoisingRun", row: int = 0) -> Preview:
     if not steps:
         return Preview()
     chosen = sorted({round(i * (steps - 1) / max(1, LINES - 1)) for i in range(LINES)})
-    lines = [Line(f"step {step}", _cut(emerging_cells(run, row, step))) for step in chosen]
+    lines = [Line(f"step {run.step_numbers[step]}", _cut(emerging_cells(run, row, step))) for step in chosen]
     others = f"row {row} of {rows}; " if rows > 1 else ""
     return Preview(
         lines=lines, strip=_strip(run, row, steps), note=f"{others}texts: .texts; in a terminal: emerging_lines"
@@ -71,7 +71,7 @@ def preview(run: "DenoisingRun", row: int = 0) -> Preview:
 def _answer(run: "DenoisingRun", row: int) -> Any:
     """The positions of the answer, and those of the prompt that were masked."""
     shown = run.attention_mask[row].clone()
-    shown[: run.prompt_length] &= run.masked[0, row, : run.prompt_length]
+    shown[: run.prompt_length] &= run.answer[row, : run.prompt_length]
     return shown
 
 

@@ -36,6 +36,7 @@ class Sinks(ShowsItself):
         tokens: ids of the keys, on the step, batch and key axes among `dims`; None if unknown.
         masked: which keys are still masked, on the same axes; None if unknown.
         layers: index of each layer in the model; empty without a layer axis.
+        steps: number of each step in its run, which figures show; empty for 0, 1, ....
         queries: the class of counted queries, as text.
         sinks: how many of the keys, the last ones, are the model's learned sink tokens (token id -1 - i).
         tokenizer: decodes token ids; None if there is none.
@@ -56,6 +57,7 @@ class Sinks(ShowsItself):
     tokens: Int[Tensor, "*rows key"] | None = None
     masked: Bool[Tensor, "*rows key"] | None = None
     layers: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
     queries: str = "all"
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
@@ -75,6 +77,8 @@ class Sinks(ShowsItself):
                 raise ValueError(f"Sinks.{name} has shape {list(given.shape)}; is_sink needs {list(expected)}")
         if "layer" in self.dims and len(self.layers) != shape[self.dims.index("layer")]:
             raise ValueError(f"{len(self.layers)} layer indices for is_sink of shape {list(shape)} {self.dims}")
+        if self.steps and len(self.steps) != dict(zip(self.dims, shape, strict=True)).get("step", 1):
+            raise ValueError(f"{len(self.steps)} step numbers for is_sink of shape {list(shape)} {self.dims}")
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.dims, self.is_sink.shape, strict=True))
@@ -244,6 +248,7 @@ def _detected(given: Received | KeyStatistic, detector: Detector) -> Sinks:
         tokens=_squeeze(given.tokens, given, ("step", "batch", "key")),
         masked=_squeeze(given.masked, given, ("step", "batch", "key")),
         layers=given.layers,
+        steps=given.steps,
         queries=given.queries if isinstance(given, Received) else "none (hidden states)",
         sinks=given.sinks,
         padding=given.padding,

@@ -131,8 +131,8 @@ def _warn_of_parts(recording: Recording) -> None:
         other = [place for place, index in enumerate(indices) if place != index]
         if other:
             logger.warning(
-                "this recording has some %ss of a run: in sinks, trajectories and figures they count from 0 "
-                "(%s %d is %s %d there); layers keep their index",
+                "this recording has some %ss of a run: in sinks and trajectories they count from 0 (%s %d is %s %d "
+                "there); layers, and steps in figures, keep their index",
                 name,
                 name,
                 indices[other[0]],
@@ -166,6 +166,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
         final_tokens=_final(recording),
         scale=RELATIVE,
         layers=recording.layers,
+        steps=recording.steps,
         queries=queries,
         min_viewers=int(recording.specs[name].settings["min_viewers"]),
         sinks=recording.sinks,
@@ -203,6 +204,7 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
         masked=recording.masked,
         valid=recording.valid,
         layers=recording.layers,
+        steps=recording.steps,
         dims=tuple(axis for axis in AXES if axis != "head") if quantity == "max activation" else AXES,
         sinks=recording.sinks,
         tokenizer=recording.run.tokenizer,

@@ -53,6 +53,7 @@ class Received:
         scale: "relative to uniform" or "column sum".
         level: whose pattern the scores describe, see `at_level`.
         layers: index of each layer in the model; empty without a layer axis.
+        steps: number of each step in its run, which figures show; empty for 0, 1, ....
         queries: the class of counted queries, as text.
         min_viewers: fewest counted queries that must see a key for it to have a score.
         dims: the axes that exist, a part of ("step", "batch", "layer", "head", "key").
@@ -76,6 +77,7 @@ class Received:
     scale: Scale = RELATIVE
     level: Level = "head"
     layers: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
     queries: str = "all"
     min_viewers: int = 1
     dims: tuple[str, ...] = AXES
@@ -86,7 +88,8 @@ class Received:
     def __post_init__(self) -> None:
         if self.scale not in (RELATIVE, COLUMN_SUM):
             raise ValueError(f"Received.scale is {self.scale!r}; it must be {RELATIVE!r} or {COLUMN_SUM!r}")
-        check_shapes(self, **{"layer": len(self.layers)} if self.layers else {})
+        known = {"layer": len(self.layers), "step": len(self.steps)}
+        check_shapes(self, **{axis: size for axis, size in known.items() if size})
         self._check_dims()
 
     def _check_dims(self) -> None:
@@ -104,6 +107,11 @@ class Received:
     def sizes(self) -> dict[str, int]:
         """Length of every named axis."""
         return {n: s for n, s in zip(AXES, self.values.shape, strict=True) if n in self.dims}
+
+    @property
+    def step_numbers(self) -> tuple[int, ...]:
+        """The number of each step in its run."""
+        return self.steps or tuple(range(len(self.values)))
 
     @property
     def padding(self) -> Int[Tensor, "batch"] | None:
@@ -183,6 +191,7 @@ class Received:
             valid=None if self.valid is None else self.valid[rows],
             final_tokens=None if self.final_tokens is None else self.final_tokens[rows],
             layers=self.layers[layers] if self.layers else (),
+            steps=self.steps[steps],
         )
 
     def first_steps(self, count: int) -> "Received":
@@ -191,7 +200,8 @@ class Received:
             return self
         names = ("values", "expected", "counted", "tokens", "masked", "viewers")
         held = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: value[:count] for name, value in held.items() if value is not None})
+        kept = {name: value[:count] for name, value in held.items() if value is not None}
+        return replace(self, **kept, steps=self.steps[:count])
 
     def on_scale(self, scale: Scale) -> "Received":
         """The same attention relative to uniform, or as column sums.

@@ -67,7 +67,7 @@ class Trajectories(ShowsItself):
         static_position: the position that is active at most steps; -1 if there is never a sink.
         static_share: its share of the steps that have a sink.
         scored: which keys have a score.
-        tokens, masked, final_tokens, scale, level, layers, queries, sinks, tokenizer: as in `Received`.
+        tokens, masked, final_tokens, scale, level, layers, steps, queries, sinks, tokenizer: as in `Received`.
         padding: how many keys of each row are padding on its left; None for none.
         detector: the rule of the onset.
         hysteresis: factor of the rule's setting below which an active position ends.
@@ -97,13 +97,15 @@ class Trajectories(ShowsItself):
     masked: Bool[Tensor, "step batch key"] | None = None
     final_tokens: Int[Tensor, "batch key"] | None = None
     layers: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
     queries: str = "all"
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
     padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_shapes(self, **{"layer": len(self.layers)} if self.layers else {})
+        known = {"layer": len(self.layers), "step": len(self.steps)}
+        check_shapes(self, **{axis: size for axis, size in known.items() if size})
         if not len(self.lives) == len(self.before) == len(self.trajectory):
             raise ValueError(
                 f"{len(self.before)} predecessors, {len(self.trajectory)} trajectories and {len(self.lives)} "
@@ -400,6 +402,7 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
                 "final_tokens",
                 "level",
                 "layers",
+                "steps",
                 "queries",
                 "sinks",
                 "tokenizer",
@@ -419,7 +422,7 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
         "tokens": with_all_axes(sinks.tokens, sinks.dims, ("step", "batch", "key")),
         "masked": with_all_axes(sinks.masked, sinks.dims, ("step", "batch", "key")),
         "final_tokens": with_all_axes(sinks.final_tokens, sinks.dims, ("batch", "key")),
-        **{name: getattr(sinks, name) for name in ("level", "layers", "queries", *_CARRIED)},
+        **{name: getattr(sinks, name) for name in ("level", "layers", "steps", "queries", *_CARRIED)},
     }
     scores, entered = (with_all_axes(tensor, sinks.dims) for tensor in (sinks.scores, sinks.is_sink))
     return _Input(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, context)

@@ -13,6 +13,7 @@ from dlm_lens.recording import AttentionPattern, ValueNorm, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
+from dlm_lens.viz.selection import numbers_in_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class Snapshot:
         uniform_noise: whether open positions hold random tokens.
         causal: whether a query sees only itself and earlier positions.
         visible: which query sees which key; of a step with a cache the queries that it does not compute see none.
-        layer, step, row: indices in the model and in the run.
+        layer, step, row: indices in the model and in the run, of a part of a run in the whole one.
         tokenizer: decodes ids.
         hooks: under which the pattern was computed.
 
@@ -85,7 +86,8 @@ def snapshot(
 ) -> Snapshot:
     """Run the model on the canvas that a step saw, and keep one layer's pattern and value norms.
 
-    Under `hooks` the pattern is the one that they leave, with the steps before run first as in `rerun`.
+    `step` is its number in the whole run, also where `run` is a part of it. Under `hooks` the pattern is the one
+    that they leave, with the steps before run first as in `rerun`.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
@@ -93,13 +95,13 @@ def snapshot(
     """
     if not isinstance(run, DenoisingRun):
         raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
-    for name, index, count in (("step", step, run.steps), ("row", row, len(run.tokens))):
-        if not 0 <= index < count:
-            raise ValueError(f"{name} {index} of {count}: {name}s go from 0 to {count - 1}")
-    if step >= (ended := int(run.row_steps[row])):
+    for name, index, numbers in (("step", step, run.step_numbers), ("row", row, range(len(run.tokens)))):
+        if index not in numbers:
+            raise ValueError(f"{name} {index} of {len(numbers)}: {name}s {numbers_in_words(numbers)}")
+    if (place := run.step_numbers.index(step)) >= (ended := int(run.row_steps[row])):
         raise ValueError(f"step {step}: row {row} ended after {ended} steps; its steps go from 0 to {ended - 1}")
     reducers = [AttentionPattern(), ValueNorm()]
-    recording = rerun(model, run, reducers, hooks=hooks, steps=[step], layers=[layer], rows=[row])
+    recording = rerun(model, run, reducers, hooks=hooks, steps=[place], layers=[layer], rows=[row])
     # Without padding and positions that are not written; learned sinks after the canvas, as queries too.
     keys = recording.facts.keys[0, 0].nonzero().flatten()
     positions = keys[: len(keys) - recording.sinks]

@@ -241,16 +241,17 @@ class PlotOptions:
         return layer, head
 
     def step(self) -> int:
-        """The one step that is given; the middle of the row's steps by default.
+        """The number of the one step that is given; the middle of the row's steps by default.
 
         Raises:
             ValueError: several are given, or one that the row did not run.
         """
         if len(self.steps) > 1:
             raise ValueError(f"this picture is of one step, not of {', '.join(map(str, self.steps))}")
-        step = self.steps[0] if self.steps else self.row_steps // 2
-        if not 0 <= step < self.row_steps:
-            raise ValueError(f"step {step}: the steps of row {self.row} go from 0 to {self.row_steps - 1}")
+        ran = self.run.step_numbers[: self.row_steps]
+        step = self.steps[0] if self.steps else ran[len(ran) // 2]
+        if step not in ran:
+            raise ValueError(f"step {step}: the steps of row {self.row} go from {ran[0]} to {ran[-1]}")
         return step
 
     @property

@@ -1,6 +1,6 @@
 """One layer, head and row of received attention: the part that a two-dimensional picture shows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,30 @@ def index_of(name: str, index: int, indices: Sequence[int]) -> int:
     if index not in indices:
         raise ValueError(f"{name} {index} is not among the {name}s {', '.join(map(str, indices)) or '(none)'}")
     return list(indices).index(index)
+
+
+def numbers_in_words(numbers: Sequence[int]) -> str:
+    """Which numbers an axis has, for errors: "go from 0 to 5", or of a part "are 1, 4, 5"."""
+    whole = list(numbers) == list(range(len(numbers)))
+    return f"go from 0 to {len(numbers) - 1}" if whole else f"are {', '.join(map(str, numbers))}"
+
+
+def step_places(steps: Iterable[int], numbers: Sequence[int]) -> list[int]:
+    """The places of steps of a run on the axis of its steps.
+
+    Args:
+        steps: their numbers in the run.
+        numbers: the number of each step on the axis: 0, 1, ..., or others in a part of a run.
+
+    Raises:
+        ValueError: no steps, or one that is not on the axis.
+    """
+    steps, known = [int(step) for step in steps], {number: place for place, number in enumerate(numbers)}
+    if missing := [step for step in steps if step not in known]:
+        raise ValueError(f"step {missing[0]} does not exist; steps {numbers_in_words(numbers)}")
+    if not steps:
+        raise ValueError("steps is empty; give at least one, or None for those that the picture chooses")
+    return [known[step] for step in steps]
 
 
 def _slice(name: str, index: int, indices: Sequence[int]) -> slice:

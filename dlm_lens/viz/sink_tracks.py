@@ -39,6 +39,7 @@ class Track:
         padding: number of padding positions before the row's first token.
         uniform_noise: whether open keys hold random tokens.
         low: whether the rule's sinks have low scores.
+        steps: the number of each step in its run; empty for 0, 1, ....
     """
 
     largest: list[int]
@@ -54,6 +55,7 @@ class Track:
     padding: int = 0
     uniform_noise: bool = False
     low: bool = False
+    steps: tuple[int, ...] = ()
 
     def from_first_token(self, padding: int) -> "Track":
         """The same track with keys that count from the row's first token instead of the canvas's."""
@@ -182,6 +184,7 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
         defined=(~scores.isnan()).any(-1).tolist(),
         uniform_noise=holds_random_tokens(sinks.tokens, sinks.masked),
         low=low,
+        steps=sinks.steps,
     )
 
 
@@ -211,6 +214,7 @@ def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, r
         sinks=paths.sinks,
         defined=paths.defined[:, row, layers, heads].tolist(),
         uniform_noise=holds_random_tokens(paths.tokens, paths.masked),
+        steps=paths.steps,
     ).from_first_token(0 if paths.padding is None else int(paths.padding[row]))
 
 

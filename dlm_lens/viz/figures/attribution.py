@@ -48,7 +48,8 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
     for step in found.steps:
         decided = run.tokens[row, run.unmasked[step, row]].tolist()
         more = " …" if len(decided) > MOST_TOKENS else ""
-        labels.append(f"{step}  {' '.join(token_labels(decided[:MOST_TOKENS], run.tokenizer))}{more}")
+        tokens = " ".join(token_labels(decided[:MOST_TOKENS], run.tokenizer))
+        labels.append(f"{run.step_numbers[step]}  {tokens}{more}")
     places = [place + 0.5 for place in range(len(labels))]
     axes.set_xticks(places, labels, fontsize=7, rotation=90, **PLAIN)
     axes.set_xlabel("step, and what it decides", fontsize=8)

@@ -69,7 +69,7 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
     handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in STATES.items()]
     below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
     left.legend(handles=handles, fontsize=6, frameon=False, **below)
-    step_ticks(left, range(run.steps))
+    step_ticks(left, run.step_numbers)
     _draw_confidence(right, found)
     sentences = [
         *([title] if title else []),
@@ -98,7 +98,7 @@ def _draw_confidence(axes: Axes, found: Commitment) -> None:
     for name, colour in (("confidence", "#2166ac"), ("accuracy", "#b2182b")):
         if name in drawn and bool(np.isfinite(drawn[name].astype(float)).any()):
             line: dict[str, Any] = {"color": colour, "markersize": 3, "linewidth": 1.2, "label": name, "gid": name}
-            axes.plot(drawn["step"], drawn[name], "o-", **line)
+            axes.plot([found.run.step_numbers[step] for step in drawn["step"]], drawn[name], "o-", **line)
     axes.set_ylim(-0.02, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=7)

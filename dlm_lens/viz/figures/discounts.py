@@ -42,7 +42,7 @@ def sink_discount(
     shown = torch.arange(0, len(there), skip).tolist()
     axes.set_yticks([place + 0.5 for place in shown], [labels[place] for place in shown], fontsize=6, **PLAIN)
     axes.set_xlabel("step", fontsize=8)
-    step_ticks(axes, range(steps))
+    step_ticks(axes, run.step_numbers[:steps])
     bar = figure.colorbar(mesh, ax=axes, pad=0.01)
     bar.set_label("discount of the position", fontsize=8)
     bar.ax.tick_params(labelsize=7)

@@ -27,7 +27,7 @@ from dlm_lens.viz.figures.labels import (
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import Selection, as_received, choose
+from dlm_lens.viz.selection import Selection, as_received, choose, step_places
 
 COLOURS = "viridis"
 UNDEFINED = "#d9d9d9"
@@ -52,7 +52,7 @@ def incoming_attention(
         layer: index of the layer in the model; None for the mean over layers and heads.
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
-        steps: the steps to show, in this order; None for all that the row ran.
+        steps: the steps of the run to show, in this order; None for all that the row ran.
         title: the beginning of the caption, such as the model's name.
 
     Raises:
@@ -61,7 +61,9 @@ def incoming_attention(
     """
     received = as_received(received)
     shown = choose(received, layer, head, row)
-    chosen = _steps(shown, steps)
+    numbers = received.step_numbers
+    # A row that has ended has no scores at later steps.
+    chosen = list(range(shown.steps)) if steps is None else step_places(steps, numbers)
     positions = shown.content.tolist()
     scores = shown.scores[chosen][:, shown.content].numpy()
     width = min(20.0, max(5.5, 0.125 * len(positions) + 1.6))
@@ -76,7 +78,7 @@ def incoming_attention(
     bar = figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.04)
     bar.ax.tick_params(labelsize=7)
     bar.set_label(f"{SCALE_LABELS[received.scale]}\n{level_label(shown.level, layer, head)}", fontsize=8, **PLAIN)
-    _name_axes(axes, shown, positions, chosen)
+    _name_axes(axes, shown, positions, [numbers[place] for place in chosen])
     dots = masked is not None and bool(masked.any())
     if not bool(np.isfinite(scores).any()):
         note(axes, "no key has a score at these steps")
@@ -107,18 +109,6 @@ def _draw(options: PlotOptions) -> Figure:
     )
 
 
-def _steps(shown: Selection, steps: Sequence[int] | None) -> list[int]:
-    count = len(shown.scores)
-    # A row that has ended has no scores at later steps.
-    chosen = list(range(shown.steps)) if steps is None else [int(step) for step in steps]
-    for step in chosen:
-        if not 0 <= step < count:
-            raise ValueError(f"step {step} does not exist; steps go from 0 to {count - 1}")
-    if not chosen:
-        raise ValueError("steps is empty; give at least one, or None for all")
-    return chosen
-
-
 def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"]) -> None:
     step, position = masked.nonzero()
     # White with a dark rim, which is visible on every colour of the map.
@@ -126,7 +116,7 @@ def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"]) -> None:
     axes.scatter(position + 0.5, step + 0.5, s=size, c="white", edgecolors="black", linewidths=0.25, gid="masked")
 
 
-def _name_axes(axes: Axes, shown: Selection, positions: list[int], chosen: list[int]) -> None:
+def _name_axes(axes: Axes, shown: Selection, positions: list[int], steps: list[int]) -> None:
     """Label the axes: tokens below, positions (from the prompt's first token) above, steps on the left."""
     every = -(-len(positions) // 110)
     named = range(0, len(positions), every)
@@ -145,8 +135,8 @@ def _name_axes(axes: Axes, shown: Selection, positions: list[int], chosen: list[
     numbered = [i for i, position in enumerate(labels) if position % (8 * every) == 0]
     above.set_xticks([i + 0.5 for i in numbered], [str(labels[i]) for i in numbered], fontsize=7)
     above.set_xlabel("position", fontsize=8)
-    skip = -(-len(chosen) // 16)
-    axes.set_yticks([i + 0.5 for i in range(0, len(chosen), skip)], [str(s) for s in chosen[::skip]], fontsize=7)
+    skip = -(-len(steps) // 16)
+    axes.set_yticks([i + 0.5 for i in range(0, len(steps), skip)], [str(s) for s in steps[::skip]], fontsize=7)
     axes.set_ylabel("step", fontsize=8)
 
 

@@ -13,6 +13,7 @@ from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.figures.positions import MASKED
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
+from dlm_lens.viz.selection import step_places
 from dlm_lens.viz.sink_tracks import row_blocks
 
 MOST_COLUMNS = 20
@@ -33,7 +34,8 @@ def lens_table(
         lens: from `logit_lens`.
         position: a canvas position, to draw it over the steps; learned sink tokens follow the canvas. The figure
             counts positions from the prompt's first token.
-        step: a step, to draw it over the positions, instead of `position`.
+        step: a step as in `lens.step`, to draw it over the positions, instead of `position`. The figure shows its
+            number in the run.
         row: index of the sequence in the batch.
         title: the beginning of the caption, such as the model's name.
 
@@ -77,7 +79,9 @@ def lens_table(
     predicted = Patch(facecolor=MASKED, label=f"{which}, which the model predicts")
     figure.legend(handles=[frame, predicted], loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     many = "s" * (count > 1)
-    where = f"step {step}, {count} position{many}" if position is None else f"{shown}, {count} step{many}"
+    where = f"{shown}, {count} step{many}"
+    if step is not None:
+        where = f"step {lens.run.step_numbers[step]}, {count} position{many}"
     if count > len(entries):
         where += f", {len(entries)} shown"
     hooks = [f"hooks: {', '.join(lens.hooks)}"] if lens.hooks else []
@@ -101,10 +105,10 @@ def lens_table(
 def _draw(options: PlotOptions) -> Figure:
     position = options.canvas_position()
     if position is not None:
-        steps = options.steps or None
+        steps = step_places(options.steps, options.run.step_numbers) if options.steps else None
         lens = logit_lens(options.network, options.run, [position], steps=steps, progress=True)
         return lens_table(lens, position=position, row=options.row, title=options.name)
-    step = options.step()
+    (step,) = step_places([options.step()], options.run.step_numbers)
     block = range(*row_blocks(options.run, options.row)[step]) or range(*options.run.spans[step])
     lens = logit_lens(options.network, options.run, block, steps=[step], progress=True)
     return lens_table(lens, step=step, row=options.row, title=options.name)
@@ -158,6 +162,8 @@ def _name_axes(axes: Axes, lens: LogitLens, entries: Tensor, across: Tensor, pos
     numbers = across[entries].tolist()
     if positions:
         numbers = ["" if number >= canvas else number - padding for number in numbers]
+    else:
+        numbers = [lens.run.step_numbers[step] for step in numbers]
     labels = [f"{number}\n{token}" for number, token in zip(numbers, seen, strict=True)]
     axes.set_xticks([i + 0.5 for i in range(len(labels))], labels, fontsize=6, **PLAIN)
     if len(labels) > 12 or max(map(len, seen)) > 6:

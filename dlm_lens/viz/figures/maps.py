@@ -54,7 +54,7 @@ def attention_maps(
     Args:
         model: the model of the run, as `dlm_lens.load` returned it.
         run: from `denoise`.
-        steps: one to four steps.
+        steps: one to four steps of the run.
         layer: index of the layer.
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
@@ -114,11 +114,11 @@ def attention_maps(
 )
 def _draw(options: PlotOptions) -> Figure:
     layer, (_, head) = options.one_layer(), options.place_in_model()
-    last = options.row_steps - 1
+    numbers, last = options.run.step_numbers, options.row_steps - 1
     return attention_maps(
         options.network,
         options.run,
-        steps=options.steps or tuple(dict.fromkeys((last // 4, 3 * last // 4))),
+        steps=options.steps or tuple(numbers[place] for place in dict.fromkeys((last // 4, 3 * last // 4))),
         layer=layer,
         head=head,
         row=options.row,

@@ -264,6 +264,9 @@ def _name_axes(axes: Axes, track: Track, height: float) -> None:
     axes.set_ylim(low - 0.8, high + 0.8)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
+    if track.steps:
+        numbers = dict(enumerate(map(str, track.steps)))
+        axes.xaxis.set_major_formatter(lambda place, _: numbers.get(round(place), ""))
     axes.tick_params(labelsize=7)
     axes.set_xlabel("step", fontsize=8)
     learned = "; above the line: learned sink" if track.sinks else ""

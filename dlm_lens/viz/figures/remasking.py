@@ -70,7 +70,7 @@ def _draw_row(axes: Axes, states: torch.Tensor, found: RemaskSensitivity) -> Non
     """The cells of a row, a column for each changed run."""
     axes.pcolormesh(states.T.numpy(), cmap=ListedColormap(list(STATES.values())), vmin=-0.5, vmax=len(STATES) - 0.5)
     axes.invert_yaxis()
-    step_ticks(axes, found.steps)
+    step_ticks(axes, _numbers(found))
     axes.set_xlabel("step at which positions were masked again", fontsize=8)
     axes.set_ylabel("position, by the plain run's token", fontsize=8)
     handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in STATES.items()]
@@ -78,12 +78,17 @@ def _draw_row(axes: Axes, states: torch.Tensor, found: RemaskSensitivity) -> Non
     axes.legend(handles=handles, fontsize=6, frameon=False, **below)
 
 
+def _numbers(found: RemaskSensitivity) -> list[int]:
+    """The numbers of the steps in the run."""
+    return [found.run.step_numbers[step] for step in found.steps]
+
+
 def _draw_shares(axes: Axes, found: RemaskSensitivity) -> None:
     """Lines of the changed shares by step; a gap where no row has such positions."""
     for name, (colour, label) in LINES.items():
         known = np.isfinite(getattr(found, name).numpy()).any(1)
         each = [found.mean(name, step) for step, there in zip(found.steps, known, strict=True) if there]
-        steps = [step for step, there in zip(found.steps, known, strict=True) if there]
+        steps = [number for number, there in zip(_numbers(found), known, strict=True) if there]
         axes.plot(steps, [one.value for one in each], "o-", color=colour, markersize=3, label=label, gid=name)
         axes.fill_between(
             steps, [one.low for one in each], [one.high for one in each], color=colour, alpha=0.15, linewidth=0

@@ -81,7 +81,7 @@ class Subject:
             model, steps, heads, versions = source.model, source.steps, source.heads, source.versions
         elif isinstance(source, tuple) and [type(part) for part in source] == [Received, DenoisingRun]:
             received, run = source
-            model, steps, heads, versions = "", tuple(range(run.steps)), None, {}
+            model, steps, heads, versions = "", run.step_numbers, None, {}
         else:
             raise TypeError(
                 f"a report of a {type(source).__name__}; give a Recording, or a tuple (Received, DenoisingRun)"

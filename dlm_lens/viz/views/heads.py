@@ -203,7 +203,7 @@ def _cropped(
         room = max(8, int((ENTRIES / patterns) ** 0.5) - shot.sinks)
         if room >= count:
             return torch.arange(len(shot.tokens)), ()
-        start, stop = row_blocks(run, shot.row)[shot.step]
+        start, stop = row_blocks(run, shot.row)[run.step_numbers.index(shot.step)]
         inside = [i for i, position in enumerate(shot.positions) if start <= position < stop] or [count // 2]
         first = min(max(0, (inside[0] + inside[-1] + 1 - room) // 2), count - room)
         kept = torch.arange(first, first + room)

@@ -15,7 +15,7 @@ from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import as_received, choose
+from dlm_lens.viz.selection import as_received, choose, step_places
 from dlm_lens.viz.views.view import Piece, View, rounded, web_labels
 
 TOKENS = 4096
@@ -44,7 +44,7 @@ def received_tokens(
         layer: index of the layer in the model; None for the mean over layers and heads.
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
-        steps: indices of the steps; None for 8 that are evenly spread.
+        steps: the steps of the run; None for 8 that are evenly spread.
 
     Raises:
         TypeError: neither a `Received` nor a `Recording`.
@@ -54,8 +54,8 @@ def received_tokens(
     shown = choose(received, layer, head, row)
     if shown.received.tokens is None:
         raise ValueError("this Received has no tokens; those of received_over_steps and of recordings have")
-    count = len(shown.scores)
-    chosen = _steps(steps, count, shown.steps)
+    numbers = received.step_numbers
+    chosen = _steps(steps, numbers, shown.steps)
     content, cropped = _last_positions(shown.content, len(chosen))
     top = float(shown.scores[chosen][:, content].nan_to_num(nan=0.0).max())
     pieces = []
@@ -67,7 +67,11 @@ def received_tokens(
             for label, hidden in zip(web_labels(ids, received.tokenizer), masked.tolist(), strict=True)
         ]
         pieces.append(
-            Piece("ColoredTokens", _coloured(labels, shown.scores[step, content], top, RECEIVED), f"step {step}")
+            Piece(
+                "ColoredTokens",
+                _coloured(labels, shown.scores[step, content], top, RECEIVED),
+                f"step {numbers[step]}",
+            )
         )
     word = "open" if holds_random_tokens(received.tokens, received.masked) else "masked"
     about = (
@@ -87,7 +91,7 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
     Args:
         run: from `denoise`.
         row: index of the sequence in the batch.
-        steps: indices of the steps; None for 8 that are evenly spread.
+        steps: the steps of the run; None for 8 that are evenly spread.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
@@ -97,7 +101,7 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
     if not 0 <= row < len(run.tokens):
         raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
-    chosen = _steps(steps, run.steps, int(run.row_steps[row]))
+    chosen = _steps(steps, run.step_numbers, int(run.row_steps[row]))
     content, cropped = _last_positions(run.attention_mask[row].nonzero().flatten(), len(chosen))
     pieces, before, last = [], run.masked[0, row, content], 0
     for step in chosen:
@@ -109,7 +113,8 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
             f"{REVISED}{label}" if again else label for label, again in zip(labels, edited.tolist(), strict=True)
         ]
         fresh, last = (before & ~masked).float() - edited.float(), step + 1
-        pieces.append(Piece("ColoredTokens", _coloured(labels, fresh, 1.0, WRITTEN), f"after step {step}"))
+        name = f"after step {run.step_numbers[step]}"
+        pieces.append(Piece("ColoredTokens", _coloured(labels, fresh, 1.0, WRITTEN), name))
         before = masked
     word = "open" if run.uniform_noise else "masked"
     about = (
@@ -143,18 +148,12 @@ def _draw_text(options: PlotOptions) -> View:
     return emerging_text(options.run, row=options.row, steps=options.steps or None)
 
 
-def _steps(steps: Sequence[int] | None, count: int, ran: int) -> list[int]:
-    """The given steps, checked, or some that are evenly spread over those that the row ran."""
+def _steps(steps: Sequence[int] | None, numbers: Sequence[int], ran: int) -> list[int]:
+    """The places of the given steps, or of some that are evenly spread over those that the row ran."""
     if steps is None:
         lines = min(LINES, ran)
         return sorted({round(i * (ran - 1) / max(1, lines - 1)) for i in range(lines)})
-    chosen = [int(step) for step in steps]
-    for step in chosen:
-        if not 0 <= step < count:
-            raise ValueError(f"step {step} does not exist; steps go from 0 to {count - 1}")
-    if not chosen:
-        raise ValueError("steps is empty; give at least one, or None for some")
-    return chosen
+    return step_places(steps, numbers)
 
 
 def _last_positions(content: Tensor, lines: int) -> tuple[Tensor, tuple[str, ...]]:

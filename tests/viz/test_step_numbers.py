@@ -1,0 +1,120 @@
+"""Figures and views of a part of a recording show the numbers that its steps have in the whole run."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import dlm_lens as dl
+from dlm_lens import viz
+from dlm_lens.cli import app as cli
+from dlm_lens.probes import logit_lens, proposed_commitment
+from dlm_lens.recording import Recording
+from dlm_lens.testing import tiny
+from dlm_lens.viz.attention_snapshot import snapshot
+
+PART = [1, 4, 5]
+RULE = dl.AboveMean(0.01)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    model = tiny("llada")
+    reducers = [dl.recording.ReceivedAttention(min_viewers=1)]
+    return model, dl.record(model, [[1, 2, 3, 4]], reducers, steps=6, gen_length=6, block_length=6)
+
+
+@pytest.fixture
+def part(recorded) -> Recording:
+    return recorded[1].select(step=PART)
+
+
+def ticks(axis) -> list[str]:
+    axis.figure.canvas.draw()
+    return [label.get_text() for label in axis.get_ticklabels() if label.get_text()]
+
+
+def test_incoming_attention(part: Recording) -> None:
+    figure = viz.incoming_attention(part, layer=0, head=0)
+    assert ticks(figure.axes[0].yaxis) == ["1", "4", "5"]
+    figure = viz.incoming_attention(part, layer=0, head=0, steps=[5, 1])
+    assert ticks(figure.axes[0].yaxis) == ["5", "1"]
+    shown = figure.axes[0].collections[0].get_array().reshape(2, -1)
+    assert shown[0].tolist() == part.received[2, 0, 0, 0].tolist()
+    with pytest.raises(ValueError, match=r"step 2 does not exist; steps are 1, 4, 5"):
+        viz.incoming_attention(part, layer=0, head=0, steps=[2])
+
+
+@pytest.mark.parametrize("of", [lambda r: r, lambda r: dl.find_sinks(r, RULE), lambda r: dl.trajectories(r, RULE)])
+def test_sink_positions(part: Recording, of) -> None:
+    given = of(part)
+    figure = viz.sink_positions(given, RULE if given is part else None, layer=0, head=0)
+    assert ticks(figure.axes[0].xaxis) == ["1", "4", "5"]
+
+
+def test_score_distribution(part: Recording) -> None:
+    figure = viz.score_distribution(part, parts=2)
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels[:2] == ["steps 1 to 4", "steps 5 to 5"]
+
+
+def test_commitment_map(part: Recording) -> None:
+    figure = viz.commitment_map(proposed_commitment(part))
+    left, right = figure.axes
+    assert ticks(left.xaxis) == ["1", "4", "5"]
+    (line,) = [one for one in right.lines if one.get_gid() == "accuracy"]
+    assert set(line.get_xdata()) <= {1, 4, 5}
+
+
+def test_lens_table(recorded, part: Recording) -> None:
+    lens = logit_lens(recorded[0], part.run, range(4, 10))
+    named = viz.lens_table(lens, position=4)
+    assert [label.split("\n")[0] for label in ticks(named.axes[0].xaxis)] == ["1", "4", "5"]
+    assert "step 4, 6 positions" in viz.lens_table(lens, step=1).axes[0].get_title(loc="left")
+
+
+def test_attention_maps_and_views(recorded, part: Recording) -> None:
+    model, whole = recorded
+    for step in PART:
+        ours, theirs = (snapshot(model, run, step=step, layer=1) for run in (part.run, whole.run))
+        assert ours.pattern.equal(theirs.pattern)
+        assert ours.step == theirs.step == step
+    figure = viz.attention_maps(model, part.run, steps=[5], layer=0, head=0, detector=RULE)
+    assert figure.axes[0].get_title().startswith("step 5:")
+    view = viz.attention_pattern(part.run, model, step=4, layer=0, head=0)
+    assert view.title.endswith("at step 4")
+    assert "step 4" in view.sentences[0]
+    with pytest.raises(ValueError, match=r"step 0 of 3: steps are 1, 4, 5"):
+        snapshot(model, part.run, step=0, layer=0)
+
+
+def test_views_of_the_text(part: Recording) -> None:
+    views = viz.received_tokens(part, layer=0, head=0), viz.emerging_text(part.run, steps=[4])
+    headings = [[piece.heading for piece in view.pieces] for view in views]
+    assert headings == [["step 1", "step 4", "step 5"], ["after step 4"]]
+    (line,) = viz.emerging_lines(part.run, steps=[5])
+    assert line.plain == list(viz.emerging_lines(part.run))[2].plain
+    assert re.findall(r"step (\d+)", part.run._repr_html_())[:3] == ["1", "4", "5"]
+
+
+def test_a_report_of_scores_and_their_run(part: Recording, tmp_path: Path) -> None:
+    from dlm_lens.viz.reporting.data import Subject
+
+    assert Subject.of(part, 0).steps == Subject.of((dl.received_of(part), part.run), 0).steps == (1, 4, 5)
+
+
+def test_the_command_line(part: Recording, tmp_path: Path) -> None:
+    saved = part.save(tmp_path / "part")
+
+    def plot(step: str) -> tuple[str, str]:
+        page = tmp_path / f"{step}.html"
+        result = CliRunner().invoke(
+            cli.app, ["plot", "emerging-text", str(saved), "--steps", step, "-o", str(page)]
+        )
+        return str(result.exception or ""), page.read_text() if page.exists() else ""
+
+    error, page = plot("4")
+    assert not error
+    assert "after step 4" in page
+    assert plot("0") == ("step 0 does not exist; steps are 1, 4, 5", "")
