@@ -374,3 +374,25 @@ def test_sinks_without_steps_cannot_be_followed():
     pattern = torch.full((2, 12, 12), 1 / 12)
     with pytest.raises(TypeError, match="no steps to follow"):
         sink_positions(find_sinks(pattern, TopK(1)), layer=0, head=0)
+
+
+@pytest.mark.parametrize(("steps", "keys"), [(4, 12), (64, 181), (128, 400), (512, 700)])
+def test_dots_of_masked_positions_can_be_seen_on_long_canvases(steps: int, keys: int) -> None:
+    """At least a quarter of the side of a cell, more white than rim, and no larger than the cell."""
+    scores = torch.rand(steps, 1, 1, 1, keys)
+    received = Received(
+        values=scores,
+        expected=torch.ones_like(scores),
+        counted=torch.ones(steps, 1).long(),
+        masked=torch.ones(steps, 1, keys).bool(),
+        layers=(0,),
+    )
+    figure = incoming_attention(received, layer=0, head=0)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    box = axes.get_window_extent().transformed(figure.dpi_scale_trans.inverted())
+    cell = 72 * min(box.width / keys, box.height / steps)
+    (dots,) = (one for one in axes.collections if one.get_gid() == "masked")
+    across = float(dots.get_sizes()[0]) ** 0.5
+    assert min(0.25 * cell, 2) <= across <= cell
+    assert 4 * float(dots.get_linewidths()[0]) < across

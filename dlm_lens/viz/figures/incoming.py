@@ -1,6 +1,7 @@
 """`incoming_attention`: the attention that every token receives, step by step (2510.15731, Figure 1)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
@@ -66,15 +67,15 @@ def incoming_attention(
     chosen = list(range(shown.steps)) if steps is None else step_places(steps, numbers)
     positions = shown.content.tolist()
     scores = shown.scores[chosen][:, shown.content].numpy()
-    width = min(20.0, max(5.5, 0.125 * len(positions) + 1.6))
-    figure = NotebookFigure(figsize=(width, min(14.0, max(3.6, 0.1 * len(chosen) + 2.0))), layout="constrained")
+    width, height = min(20.0, max(5.5, 0.125 * len(positions) + 1.6)), min(14.0, max(3.6, 0.1 * len(chosen) + 2.0))
+    figure = NotebookFigure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     colours = colormaps[COLOURS].with_extremes(bad=UNDEFINED)
     mesh = axes.pcolormesh(np.ma.masked_invalid(scores), cmap=colours, vmin=0)
     axes.invert_yaxis()
     masked = None if shown.masked is None else shown.masked[chosen][:, shown.content].numpy()
     if masked is not None:
-        _mark_masked(axes, masked)
+        _mark_masked(axes, masked, 72 * min((width - 1.6) / len(positions), (height - 2.0) / len(chosen)))
     bar = figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.04)
     bar.ax.tick_params(labelsize=7)
     bar.set_label(f"{SCALE_LABELS[received.scale]}\n{level_label(shown.level, layer, head)}", fontsize=8, **PLAIN)
@@ -109,11 +110,13 @@ def _draw(options: PlotOptions) -> Figure:
     )
 
 
-def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"]) -> None:
+def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"], side: float) -> None:
+    """Draw a dot in every masked cell; `side` is that of a cell, in points."""
     step, position = masked.nonzero()
+    across = min(5.0**0.5, 0.45 * side)
     # White with a dark rim, which is visible on every colour of the map.
-    size = 5.0 if max(masked.shape) <= 128 else 0.6
-    axes.scatter(position + 0.5, step + 0.5, s=size, c="white", edgecolors="black", linewidths=0.25, gid="masked")
+    rim: dict[str, Any] = {"edgecolors": "black", "linewidths": min(0.25, 0.12 * across)}
+    axes.scatter(position + 0.5, step + 0.5, s=across**2, c="white", gid="masked", **rim)
 
 
 def _name_axes(axes: Axes, shown: Selection, positions: list[int], steps: list[int]) -> None:
