@@ -53,10 +53,21 @@ def test_sink_positions(part: Recording, of) -> None:
     assert ticks(figure.axes[0].xaxis) == ["1", "4", "5"]
 
 
+@pytest.mark.parametrize("of", [lambda r: r.select(step=3), lambda r: dl.received_of(r).part(steps=slice(3, 4))])
+def test_one_step_has_one_number(recorded, of) -> None:
+    one = of(recorded[1])
+    figure = viz.sink_positions(one, RULE, layer=0, head=0)
+    assert ticks(figure.axes[0].xaxis) == ["3"]
+    if isinstance(one, Recording):
+        figure = viz.region_mass(dl.record(recorded[0], [[1, 2]], [dl.RegionMass()], steps=1, gen_length=1))
+        shown = [tick for tick in figure.axes[-1].get_xticks() if -0.5 < tick < 0.5]
+        assert shown == [0]
+
+
 def test_score_distribution(part: Recording) -> None:
     figure = viz.score_distribution(part, parts=2)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels[:2] == ["steps 1 to 4", "steps 5 to 5"]
+    assert labels[:2] == ["steps 1 to 4", "step 5"]
 
 
 def test_commitment_map(part: Recording) -> None:

@@ -3,10 +3,9 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.probes import DenoisingClock, denoising_clock
-from dlm_lens.viz.figures.labels import PLAIN, caption
+from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -50,7 +49,7 @@ def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = No
     left.set_ylim(max(-0.25, min(-0.05, left.get_ylim()[0])), 1.03)  # a null of few prompts may be far below 0
     left.set_xlabel("layer (-1: token embeddings)", fontsize=8)
     left.set_ylabel(f"R^2 of {_target(clock)}", fontsize=8, **PLAIN)
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_ticks(left.xaxis)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=5, fontsize=7, frameon=False)
     right.plot([0, 1], [0, 1], color="0.7", linewidth=0.8, zorder=0)
     right.set_xlabel(f"true {_target(clock)}", fontsize=8)

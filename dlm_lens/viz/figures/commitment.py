@@ -8,10 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.probes.commitments import Commitment, proposed_commitment
-from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
+from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -100,7 +99,7 @@ def _draw_confidence(axes: Axes, found: Commitment) -> None:
             line: dict[str, Any] = {"color": colour, "markersize": 3, "linewidth": 1.2, "label": name, "gid": name}
             axes.plot([found.run.step_numbers[step] for step in drawn["step"]], drawn[name], "o-", **line)
     axes.set_ylim(-0.02, 1.05)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_ticks(axes.xaxis)
     axes.tick_params(labelsize=7)
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_xlabel("step", fontsize=8)

@@ -63,7 +63,8 @@ def score_distribution(
     for number, steps in enumerate(groups):
         colour = colormaps["viridis"](0.75 * number / max(1, len(groups) - 1))
         above, low, high = ratio_by_prompt(counts.above[:, number], counts.defined[:, number], bounds=SHARE_BOUNDS)
-        label = f"steps {received.step_numbers[steps[0]]} to {received.step_numbers[steps[-1]]}"
+        first, last = (received.step_numbers[steps[end]] for end in (0, -1))
+        label = f"steps {first} to {last}" if len(steps) > 1 else f"step {first}"
         shown = np.where(above > 0, above, np.nan)
         axes.plot(counts.x, shown, DASHES[number], color=colour, linewidth=1.6, label=label, gid="tail")
         axes.fill_between(counts.x, low, high, color=colour, alpha=0.2, linewidth=0)

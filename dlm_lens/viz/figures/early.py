@@ -1,11 +1,10 @@
 """`early_recall`: how well a block's first attention predicts its later steps, beside nulls."""
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.probes import EarlyAttention
 from dlm_lens.sinks.statistics import estimate, mean_of
-from dlm_lens.viz.figures.labels import PLAIN, caption
+from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 
 STYLES: dict[str, tuple[str, str, str]] = {
@@ -52,7 +51,7 @@ def early_recall(early: EarlyAttention, measure: str = "recall", *, title: str =
             axes.axhline(chance, color="0.6", linewidth=0.8, gid="chance")
     left.set_xlabel("steps since the block began", fontsize=8)
     left.set_ylabel(LABELS[measure], fontsize=8)
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_ticks(left.xaxis)
     skip = -(-len(early.layers) // 16)
     right.set_xticks(range(0, len(early.layers), skip), [str(one) for one in early.layers[::skip]])
     right.set_xlabel("layer", fontsize=8)

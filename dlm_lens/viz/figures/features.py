@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
-from dlm_lens.viz.figures.labels import PLAIN, caption
+from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 
 NAMES = {
@@ -46,9 +46,10 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
     for axes, name in zip(figure.subplots(1, 2, sharey=True), shown, strict=True):
         for feature in chosen_indices("feature", features, rate.shape[2]):
             values = rate[:, POSITION_CLASSES.index(name), feature]
-            axes.plot(recording.steps, values, label=f"feature {feature}", gid=f"{name} {feature}")
+            axes.plot(recording.steps, values, label=f"feature {feature}", gid=f"{name} {feature}", marker=".")
         axes.set_title(f"{name} positions", fontsize=8)
         axes.set_xlabel("step", fontsize=8)
+        whole_ticks(axes.xaxis)
     figure.axes[0].set_ylabel("share of positions with f > 0", fontsize=8)
     figure.axes[1].legend(fontsize=7, frameon=False)
     sentences = [*([title] if title else []), "Features at every step", f"layer {recording.layers[0]}"]
@@ -89,6 +90,7 @@ def insertion_by_step(
         axes.fill_between(loss.steps, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
     axes.axhline(0.0, color="0.6", linewidth=0.8, linestyle="--")
     axes.set_xlabel("step", fontsize=8)
+    whole_ticks(axes.xaxis)
     axes.set_ylabel("added loss, nats", fontsize=8)
     axes.legend(fontsize=7, frameon=False)
     sentences = [*([title] if title else []), "Loss at open positions with the activation replaced"]

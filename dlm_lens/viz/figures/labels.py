@@ -3,10 +3,12 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import font_manager
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.printable import escaped
 from dlm_lens.sampling import DenoisingRun
@@ -81,6 +83,11 @@ def step_ticks(axes: Axes, steps: Sequence[int]) -> None:
     """Number the columns of a map with a column per step, in the middle of each; at most 16 have a number."""
     shown = range(0, len(steps), max(1, -(-len(steps) // 16)))
     axes.set_xticks([place + 0.5 for place in shown], [str(steps[place]) for place in shown], fontsize=7)
+
+
+def whole_ticks(axis: Axis, most: int | Literal["auto"] = "auto") -> None:
+    """Number an axis of steps, layers or positions at whole numbers alone, also where it shows a single one."""
+    axis.set_major_locator(MaxNLocator(most, integer=True, min_n_ticks=1))
 
 
 def note(axes: Axes, text: str, height: float = 0.5) -> None:

@@ -3,11 +3,11 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from dlm_lens.probes import ValueNorms, value_norms
 from dlm_lens.sinks import find_sinks
-from dlm_lens.viz.figures.labels import PLAIN, caption
+from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -95,7 +95,7 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
     for axes in panels:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("layer", fontsize=8)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_ticks(axes.xaxis)
         axes.tick_params(labelsize=7)
         axes.grid(color="0.92", linewidth=0.6)
     sentences = [

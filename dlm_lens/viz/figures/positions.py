@@ -11,12 +11,20 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
-from dlm_lens.viz.figures.labels import PLAIN, caption, counted_keys, level_label, note, open_label, token_labels
+from dlm_lens.viz.figures.labels import (
+    PLAIN,
+    caption,
+    counted_keys,
+    level_label,
+    note,
+    open_label,
+    token_labels,
+    whole_ticks,
+)
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -263,7 +271,7 @@ def _name_axes(axes: Axes, track: Track, height: float) -> None:
         axes.axhline(high + 0.5 - track.sinks, color="black", linewidth=1.2, gid="sinks")
     axes.set_ylim(low - 0.8, high + 0.8)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
+        whole_ticks(axis)
     if track.steps:
         numbers = dict(enumerate(map(str, track.steps)))
         axes.xaxis.set_major_formatter(lambda place, _: numbers.get(round(place), ""))

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
-from dlm_lens.viz.figures.labels import PLAIN, caption, note, region_words
+from dlm_lens.viz.figures.labels import PLAIN, caption, note, region_words, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -110,7 +110,7 @@ def _finish_panel(
     _note_if_empty(axes, mass, region)
     for step in ends:
         axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label="a sequence ends", gid="ends")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    whole_ticks(axes.xaxis, 5)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     axes.tick_params(labelsize=7)
     axes.grid(color="0.92", linewidth=0.6)

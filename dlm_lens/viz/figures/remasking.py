@@ -8,11 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.probes import RemaskSensitivity
 from dlm_lens.viz.figures.commitment import MOST_LABELS
-from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
+from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.selection import index_of
 
@@ -94,7 +93,7 @@ def _draw_shares(axes: Axes, found: RemaskSensitivity) -> None:
             steps, [one.low for one in each], [one.high for one in each], color=colour, alpha=0.15, linewidth=0
         )
     axes.set_ylim(-0.02, 1.05)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_ticks(axes.xaxis)
     axes.tick_params(labelsize=7)
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_xlabel("step", fontsize=8)
