@@ -4,6 +4,7 @@ import atexit
 import gc
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -114,6 +115,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError, ImportError, MemoryError) as error:
+        # Ends the progress bars that the functions drew, so that the sentence begins a line.
+        traceback.clear_frames(error.__traceback__)
         sentence = as_command_line(sentence_of(error), _options(sys.argv[1:]))
         echo(f"dlm-lens: {sentence}", fg=typer.colors.RED, err=True)
         sys.exit(1)

@@ -4,9 +4,10 @@ import errno
 import re
 from collections.abc import Mapping
 
+from dlm_lens.recording.reducer_registry import REDUCERS
+
 PHRASES = (
     (r"dlm_lens\.record\(\.\.\., to=\) writes (one|some)", r"dlm-lens record writes \1"),
-    (r"ReceivedAttention\(queries='(\w+)'\)", r"--reducers received:\1"),
     (r"pass (the right )?(\w+_token_id)= to dlm_lens\.load", r"put \1\2 into its config.json"),
     (r"take a part, such as recording\.select\(.*\)$", "record fewer steps or shorter answers"),
     (
@@ -32,6 +33,7 @@ def as_command_line(sentence: str, options: Mapping[str, str]) -> str:
     """
     for pattern, replacement in PHRASES:
         sentence = re.sub(pattern, replacement, sentence)
+    sentence = re.sub(r"\b(record with|or) (\w+)\(([^()]*)\)", _with_reducer, sentence)
     if not options:
         return sentence
     names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
@@ -39,6 +41,16 @@ def as_command_line(sentence: str, options: Mapping[str, str]) -> str:
     # Every second part is a call.
     parts[::2] = [_with_options(text, names, options) for text in parts[::2]]
     return "".join(parts)
+
+
+def _with_reducer(found: re.Match[str]) -> str:
+    """A reducer that is to be recorded, ValueNorm('mean'), as its option: --reducers value-norm:mean."""
+    before, kind, setting = found.groups()
+    names = [entry.name for entry in REDUCERS.values() if entry.kind == kind]
+    if not names or not re.fullmatch(r"""(\w+=)?(['"]\w+['"])?""", setting):
+        return found[0]
+    text = re.sub(r"""^\w+=|['"]""", "", setting)
+    return f"{before} --reducers {names[0]}{':' * bool(text)}{text}"
 
 
 def _with_options(text: str, names: str, options: Mapping[str, str]) -> str:

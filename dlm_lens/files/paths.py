@@ -20,12 +20,14 @@ def check_file(path: Path, suffixes: Sequence[str] = ()) -> None:
 
     Raises:
         IsADirectoryError: it is a directory.
+        FileExistsError: it lies below a file.
         FileNotFoundError: its directory does not exist.
         ValueError: a suffix that is not among `suffixes`.
     """
     if path.is_dir():
         name = f"file{suffixes[0]}" if suffixes else "file"
         raise IsADirectoryError(f"{path} is a directory; give the name of a file, such as {path / name}")
+    check_directory(path.parent)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent} does not exist; make the directory first")
     if suffixes and path.suffix.lower() not in suffixes:

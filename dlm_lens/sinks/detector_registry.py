@@ -140,12 +140,12 @@ def parse_detector(text: str, *, option: str = "--detector") -> DetectorText:
     Raises:
         ValueError: an unknown name, or a number that the detector does not take.
     """
-    name, _, number = text.partition(":")
+    name, colon, number = text.partition(":")
     if name not in DETECTORS:
         raise ValueError(f"{option} {text!r}: there are {', '.join(DETECTORS)}")
     entry = DETECTORS[name]
     value = entry.default
-    if number:
+    if colon:
         whole = entry.values == "count"
         try:
             value = int(number) if whole else float(number)

@@ -312,6 +312,7 @@ WRONG = [
     ),
     (["sinks", "nowhere", "--detector", "attention-share:2"], "threshold must lie between 0 and 1"),
     (["sinks", "nowhere", "--detector", "top-k:1.5"], "k must be a whole number"),
+    (["sinks", "nowhere", "--detector", "above-mean:"], "--detector 'above-mean:': eps must be a number, got ''"),
     (["sinks", "nowhere", "--level", "heads"], "--level is 'heads'; did you mean head?"),
     (["sinks", "nowhere", "--queries", "mask"], "--queries is 'mask'; did you mean masked?"),
     (["sinks", "nowhere", "--level", "layer", "--head", "1"], "at --level layer there are no heads"),
@@ -334,6 +335,8 @@ WRONG = [
     (["plot", "sink-positions", "nowhere", "--position", "3"], "sink-positions takes no --position"),
     (["plot", "sink-positions", "nowhere", "-o", "x.gif"], "x.gif ends in .gif"),
     (["plot", "sink-positions", "nowhere", "-o", "none/x.png"], "none does not exist"),
+    (["plot", "sink-positions", "nowhere", "-o", "p.jsonl/x.png"], "p.jsonl is a file; give a directory"),
+    (["report", "nowhere", "-o", "p.jsonl/deep/x.html"], "p.jsonl is a file; give a directory"),
     (["report", "nowhere"], "nowhere holds no recording"),
     (["report", "nowhere", "--detector", "share"], "--detector 'share': there are above-mean"),
     (["report", "nowhere", "--detector", "above-std:-2"], "k must be a finite number of at least 0"),
@@ -423,6 +426,14 @@ for arguments in {USAGE!r}:
         ("the run has batch_size 3 (batch_size=4)", "the run has --batch-size 3 (--batch-size 4)"),
         ("no recording; dlm_lens.record(..., to=) writes one", "no recording; dlm-lens record writes one"),
         ("record with ReceivedAttention(queries='masked')", "record with --reducers received:masked"),
+        ("record with ReceivedAttention(queries='all'), it has x", "record with --reducers received:all, it has x"),
+        ("no norms; record with ValueNorm()", "no norms; record with --reducers value-norm"),
+        (
+            "record with ValueNorm() or ValueNorm('mean')",
+            "record with --reducers value-norm or --reducers value-norm:mean",
+        ),
+        ("no x; record with MassiveActivations()", "no x; record with --reducers massive"),
+        ("record with Mine() or TopK(k=f(x))", "record with Mine() or TopK(k=f(x))"),
         ("pass mask_token_id= to dlm_lens.load", "put mask_token_id into its config.json"),
         ("a path /data/batch_size/x and my_steps=3", "a path /data/batch_size/x and my_steps=3"),
         ("give another directory, to=x", "give another directory, --out x"),
@@ -444,6 +455,17 @@ def test_no_error_of_a_command_gives_advice_for_python(tmp_path: Path) -> None:
     assert "--gen-length" in done.stderr
     assert "gen_length" not in done.stderr
     assert not list((tmp_path / "o").rglob("*.safetensors"))
+
+
+@pytest.mark.long
+def test_a_sentence_begins_a_line_also_after_a_progress_bar(tmp_path: Path) -> None:
+    recording = dlm_lens.record(tiny("llada"), [[1, 2], [3, 4]], steps=2, gen_length=2).save(tmp_path / "rec")
+    command = ["report", str(recording), "--detector", "above-median", "-o", str(tmp_path / "x.html")]
+    done = subprocess.run([sys.executable, "-m", "dlm_lens.cli", *command], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "report:" in done.stderr
+    assert "\ndlm-lens: this recording has no max_activation; record with --reducers massive\n" in done.stderr
+    assert not done.stderr.rpartition("dlm-lens:")[2].partition("\n")[2]
 
 
 @pytest.mark.long
