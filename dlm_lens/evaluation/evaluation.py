@@ -14,7 +14,7 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_lens.arguments import is_real
+from dlm_lens.arguments import is_real, is_whole
 from dlm_lens.attention import in_use
 from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import replacing, write_file
@@ -159,9 +159,11 @@ def evaluate(
     if limit is not None:
         if not is_real(limit) or limit <= 0 or (limit > 1 and not float(limit).is_integer()):
             raise ValueError(
-                f"limit is {shown(limit)}; give a number of documents, a share below 1, or None for all"
+                f"limit is {shown(limit)}; give a number of documents, a share below 1, or leave it out for all"
             )
         limit = limit if limit < 1 else int(limit)
+    if num_fewshot is not None and (not is_whole(num_fewshot) or num_fewshot < 0):
+        raise ValueError(f"num_fewshot is {shown(num_fewshot)}; give a whole number of at least 0")
     if not isinstance(tasks, str | Sequence) or not all(isinstance(task, str) for task in tasks):
         raise ValueError(f"tasks is {shown(tasks)}; give the name of a task, or a list of names")
     if isinstance(settings.get("hooks"), str):

@@ -205,6 +205,9 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> 
     for limit in (0, -2, 2.7, float("inf"), float("nan"), "3", True, [2]):
         with pytest.raises(ValueError, match=re.escape(f"limit is {limit!r}; give a number of documents")):
             evaluate(toy, "toy_lists", limit=limit)
+    for shots in (-1, 1.5, "2", True):
+        with pytest.raises(ValueError, match=re.escape(f"num_fewshot is {shots!r}; give a whole number")):
+            evaluate(toy, "toy_lists", num_fewshot=shots)
     for tasks in (None, 3, ["toy_lists", 3]):
         with pytest.raises(ValueError, match=re.escape(f"tasks is {tasks!r}; give the name of a task")):
             evaluate(toy, tasks)
