@@ -5,6 +5,7 @@ import gc
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -106,9 +107,22 @@ def _collect_less() -> None:
     atexit.register(gc.freeze)
 
 
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning to the user as one sentence, without the line of code that raised it; others as Python has them."""
+    if issubclass(category, UserWarning):
+        return printable(f"dlm-lens: {message}\n")
+    return _format_in_python(message, category, filename, lineno, line)
+
+
+_format_in_python = warnings.formatwarning
+
+
 def main() -> None:
     """Run the command line; an expected error is one sentence and exit status 1."""
     _collect_less()
+    warnings.formatwarning = _format_warning
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_PrintableLines("%(levelname)s %(name)s: %(message)s"))

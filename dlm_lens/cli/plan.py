@@ -28,6 +28,9 @@ def plan_command(
     one_of("--device", device, tuple(DEVICES))
     one_of("--bits", str(bits), ("4", "8", "16"))
     check_least(1, prompt_length=prompt_length, gen_length=gen_length, steps=steps, rows=rows)
+    from dlm_lens.adapters.model_names import check_model_name
+
+    check_model_name(model)
     from dlm_lens.sampling.run_plan import plan_run
 
     given = {"gen_length": gen_length, "steps": steps}

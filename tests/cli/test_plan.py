@@ -1,5 +1,7 @@
 """`dlm-lens plan`."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,16 @@ def test_options_that_cannot_be(options: list[str], words: str, tmp_path: Path) 
     result = CliRunner().invoke(app, ["plan", str(tmp_path), *options])
     assert result.exit_code != 0
     assert words in result.output + str(result.exception)
+
+
+def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert str(result.exception) == f"{tmp_path} holds no config.json; give the directory that does, or a hub name"
+
+
+@pytest.mark.long
+def test_a_warning_is_a_sentence_without_the_code_that_raised_it() -> None:
+    done = subprocess.run([sys.executable, "-m", "dlm_lens.cli", "plan", "toy"], capture_output=True, text=True)
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dlm-lens: the canvas has 160 positions, but the model was trained on 64 at most;")
