@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import io
 import logging
 import sys
 import traceback
@@ -119,9 +120,17 @@ def _format_warning(
 _format_in_python = warnings.formatwarning
 
 
+def _escape_what_the_terminal_lacks() -> None:
+    """Write characters that the terminal's encoding does not have as their codes; they would end the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main() -> None:
     """Run the command line; an expected error is one sentence and exit status 1."""
     _collect_less()
+    _escape_what_the_terminal_lacks()
     warnings.formatwarning = _format_warning
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -466,6 +467,21 @@ def test_a_sentence_begins_a_line_also_after_a_progress_bar(tmp_path: Path) -> N
     assert "report:" in done.stderr
     assert "\ndlm-lens: this recording has no max_activation; record with --reducers massive\n" in done.stderr
     assert not done.stderr.rpartition("dlm-lens:")[2].partition("\n")[2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_terminal_without_unicode_shows_codes(checkpoint: Path, tmp_path: Path, encoding: str) -> None:
+    command = ["demo", str(checkpoint), "--prompt", "w1 w2", "--out", str(tmp_path / "out"), "--gen-length", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dlm_lens.cli", *command],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    shown = done.stdout.decode(encoding)
+    assert done.returncode == 0, done.stderr
+    assert "\\u25a2 masked" in shown
+    assert (tmp_path / "out" / "sinks.json").exists()
 
 
 @pytest.mark.long
