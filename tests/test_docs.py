@@ -1,7 +1,11 @@
 """Every Python block of the README and the docs runs, page by page, as a reader would paste it."""
 
 import linecache
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -66,6 +70,27 @@ def test_the_readme_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     (printed,) = re.findall(r"^```text\n(.*?)^```", readme, flags=re.MULTILINE | re.DOTALL)
     assert capsys.readouterr().out == printed
     assert len(readme.splitlines()) < 150
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["report.md", "trajectories.md"])
+def test_the_commands_run(name: str, tmp_path: Path) -> None:
+    """The shell blocks of a page, in order, in an empty directory; without Chromium those lines are left out."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    lines = "".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)).splitlines()
+    if shutil.which("chromium") is None:
+        lines = [line for line in lines if not line.startswith("chromium")]
+    tool = tmp_path / "bin" / "dlm-lens"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m dlm_lens.cli "$@"\n', encoding="utf-8")
+    tool.chmod(0o755)
+    (tmp_path / "empty").mkdir()
+    paths = {"PATH": f"{tool.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    script = "\n".join(line.replace("chromium ", "chromium --no-sandbox ", 1) for line in lines)
+    done = subprocess.run(
+        ["bash", "-ec", script], cwd=tmp_path / "empty", env=os.environ | paths, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 TASKS = sorted((ROOT / "docs" / "tasks").glob("*.md"))
