@@ -80,7 +80,7 @@ def save_sae(sae: SparseAutoencoder, path: str | Path) -> Path:
     """Write a directory in the form of SAELens 6, which `load_sae` and SAELens read.
 
     Raises:
-        ValueError: "groupmax", which SAELens does not have.
+        ValueError: what SAELens does not have: "groupmax", and `rescaled` of others than "topk".
         OSError: the disk is full, or takes no files.
     """
     path = Path(path)

@@ -118,10 +118,12 @@ def settings_of(sae: SparseAutoencoder) -> dict[str, Any]:
     """`cfg.json` of an autoencoder.
 
     Raises:
-        ValueError: "groupmax", which SAELens does not have.
+        ValueError: what SAELens does not have: "groupmax", and `rescaled` of others than "topk".
     """
     if sae.activation == "groupmax":
         raise ValueError(f"{sae}: SAELens has no groupmax; keep the file that it was read from")
+    if sae.rescaled and sae.activation != "topk":
+        raise ValueError(f"{sae}: SAELens rescales topk alone, so that a file would not say it; keep the weights")
     hook = {} if sae.layer is None else {"hook_name": f"blocks.{sae.layer}.{POINTS[sae.site]}"}
     found = {
         "architecture": {"relu": "standard"}.get(sae.activation, sae.activation),

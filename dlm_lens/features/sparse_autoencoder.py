@@ -56,7 +56,7 @@ class SparseAutoencoder:
         gate_bias: of "gated" alone.
         gate_scale: r, of "gated" alone.
         subtracts_bias: the decoder's bias is subtracted before the encoder.
-        rescaled: pre-activations are measured in the norms of the decoder's rows.
+        rescaled: pre-activations are measured in the norms of the decoder's rows; not of "gated".
         normalisation: "constant_norm_rescale" scales x to the norm sqrt(d_model), "layer_norm" to mean 0 and
             standard deviation 1 (with d_model - 1); the reconstruction is scaled back.
         site: the activation that it was trained on.
@@ -108,6 +108,8 @@ class SparseAutoencoder:
             if (getattr(self, name) is None) == (self.activation == owner):
                 verb = "needs" if self.activation == owner else "has no"
                 raise ValueError(f"SparseAutoencoder: activation {self.activation!r} {verb} {name}")
+        if self.rescaled and self.activation == "gated":
+            raise ValueError("SparseAutoencoder: activation 'gated' is not rescaled; leave rescaled= out")
         if not all(bool(tensor.isfinite().all()) for tensor in self.tensors.values()):
             raise ValueError("SparseAutoencoder: a weight is not finite")
 
@@ -193,7 +195,13 @@ class SparseAutoencoder:
             )
 
     def encode(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch feature"]:
-        """The features of activations, with every entry: take many vectors `at_once` by `at_once`."""
+        """The features of activations, with every entry: take many vectors `at_once` by `at_once`.
+
+        Raises:
+            ValueError: vectors of another width.
+        """
+        if x.shape[-1] != self.d_model:
+            raise ValueError(f"{self} reads vectors of {self.d_model} entries, not of {x.shape[-1]}")
         return self._activate(self._normalised(x)[0])
 
     def decode(
@@ -209,7 +217,7 @@ class SparseAutoencoder:
             ValueError: `normalisation` without x.
         """
         if self.rescaled:
-            features = features / self._norms
+            features = features / self._divisors
         found = features @ self.decoder_weight + self.decoder_bias
         if self.normalisation == "none":
             return found
@@ -235,7 +243,7 @@ class SparseAutoencoder:
         The bias cancels, so that this is linear in the amounts; with `normalisation` it is scaled as x was.
         """
         chosen = list(features)
-        amounts = amounts / self._norms[chosen] if self.rescaled else amounts
+        amounts = amounts / self._divisors[chosen] if self.rescaled else amounts
         return ((amounts @ self.decoder_weight[chosen]) * self._normalised(x)[1]).expand(x.shape)
 
     @property
@@ -247,6 +255,11 @@ class SparseAutoencoder:
     def _norms(self) -> Float[Tensor, "feature"]:
         return self.decoder_weight.norm(dim=-1)
 
+    @cached_property
+    def _divisors(self) -> Float[Tensor, "feature"]:
+        """The norms; 1 of a row of zeros, which adds nothing whatever it is divided by."""
+        return self._norms.masked_fill(self._norms == 0, 1.0)
+
     def _normalised(self, x: Tensor) -> tuple[Tensor, Any, Any]:
         """The encoder's input before the bias, and the scale and mean that a reconstruction gets back."""
         x = x.to(self.encoder_weight.dtype)
@@ -254,7 +267,7 @@ class SparseAutoencoder:
             return x, 1.0, 0.0
         if self.normalisation == "constant_norm_rescale":
             scale = x.norm(dim=-1, keepdim=True) / self.d_model**0.5
-            return x / scale, scale, 0.0
+            return x / scale.masked_fill(scale == 0, 1.0), scale, 0.0  # a vector of zeros stays one
         mean, scale = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
         return (x - mean) / (scale + 1e-5), scale, mean
 

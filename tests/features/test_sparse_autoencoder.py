@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_lens.features import SparseAutoencoder, random_decoder, untrained
+from dlm_lens.features import SparseAutoencoder, random_decoder, save_sae, untrained
 from tests.features.foreign import COUNT, WIDTH, K, draw, kept, vectors
 
 
@@ -80,6 +80,34 @@ def test_normalised_activations_are_scaled_back(normalisation):
     np.testing.assert_allclose(sae(torch.from_numpy(x)).numpy(), restored, atol=1e-9)
     with pytest.raises(ValueError, match=r"normalises its input; give decode\(features, x\) the activations too"):
         sae.decode(sae.encode(torch.from_numpy(x)))
+
+
+def test_vectors_and_directions_of_zeros_have_no_nan():
+    x = torch.cat([torch.zeros(1, WIDTH), torch.from_numpy(vectors())])
+    for normalisation in ("constant_norm_rescale", "layer_norm"):
+        restored = _sae(normalisation=normalisation)(x)
+        assert not restored.isnan().any()
+        assert restored[0].abs().max() < 1e-4  # as small as the vector
+    sae = _sae(rescaled=True)
+    directions = sae.decoder_weight.clone()
+    directions[3] = 0
+    one = replace(sae, decoder_weight=directions)
+    features, norms = one.encode(x), directions.norm(dim=-1)
+    assert not features[:, 3].any()
+    features[:, 3] = 2.0
+    expected = features[:, norms > 0] / norms[norms > 0] @ directions[norms > 0] + one.decoder_bias
+    torch.testing.assert_close(one.decode(features), expected)
+    assert not one.change(x, torch.ones(1), [3]).any()
+
+
+def test_what_would_be_computed_or_stored_otherwise_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'gated' is not rescaled"):
+        _sae(activation="gated", rescaled=True)
+    with pytest.raises(ValueError, match="SAELens rescales topk alone"):
+        save_sae(_sae(activation="relu", rescaled=True), tmp_path / "sae")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=rf"reads vectors of {WIDTH} entries, not of 5"):
+        _sae().encode(torch.zeros(2, 5))
 
 
 def test_a_difference_of_features_adds_what_decoding_it_adds():
