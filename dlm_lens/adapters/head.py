@@ -7,17 +7,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dlm_lens.attention import check_ids
+from dlm_lens.attention import check_ids, decoder_of
 
 
 def head_states(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Tensor, "*state d_model"]:
     """States that have passed the final norm, as the output embedding takes them.
 
-    Encoders such as ModernBERT have a prediction head between the two (a dense layer, an activation, a norm), which
-    their family names `prediction_head`.
+    ModernBERT has a prediction head between the two (a dense layer, an activation, a norm): the module that its
+    family names `prediction_head`, or `lm_head` where that is not the output embedding (its decoders).
     """
     head = getattr(model, "prediction_head", None)
-    return states if head is None else head(states)
+    if head is None:
+        head = model._modules.get("lm_head")
+        embedding = model.get_output_embeddings()
+        if head is None or embedding is None or any(each is embedding for each in head.modules()):
+            return states
+    return head(states)
 
 
 def logit_scaling(model: Any) -> Callable[[Tensor], Tensor] | None:
@@ -67,7 +72,7 @@ def final_norm(model: Any) -> nn.Module:
     Raises:
         ValueError: the decoder has none of a known name.
     """
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     for name in FINAL_NORMS:
         found = getattr(decoder, name, None)
         if isinstance(found, nn.Module):
@@ -86,7 +91,8 @@ def decoder_logits(model: Any) -> Float[Tensor, "2 position d_vocab"]:
         ValueError: the model has no decoder or no output embedding, or a token changes the states before it: it is
             not causal.
     """
-    decoder, head = getattr(model, "get_decoder", lambda: None)(), model.get_output_embeddings()
+    decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
+    head = model.get_output_embeddings()
     if decoder is None or decoder is model or head is None:
         raise ValueError(f"{type(model).__name__} has no decoder with an output embedding: it does not write text")
     states = decoder(input_ids=check_ids(model), use_cache=False).last_hidden_state

@@ -3,6 +3,8 @@
 import sys
 from typing import Any
 
+from torch import nn
+
 from dlm_lens.attention.hook_points import attention_stacks, hooked_attentions
 from dlm_lens.attention.sink_layout import SinkLayout
 
@@ -16,12 +18,22 @@ BESIDE_ATTENTION = {"hybrid": "full_attention"}
 def attends_causally(model: Any, stack: str = "") -> bool:
     """Whether no query sees a later key: by the config's `is_causal`, and by that of the attention modules.
 
+    Modules of transformers without one (LayoutLM) are causal if their file builds causal masks; others without one
+    are, as in transformers' sdpa without a mask.
+
     Args:
         model: with hook points.
         stack: of `attention_stacks`; by default the one that predicts, of which alone the config speaks.
     """
     parts = hooked_attentions(model, stack) if stack else (model.config, *hooked_attentions(model))
-    return all(bool(getattr(each, "is_causal", True)) for each in parts)
+    return all(_is_causal(each) for each in parts)
+
+
+def _is_causal(part: Any) -> bool:
+    own = getattr(part, "is_causal", None)
+    if own is None and isinstance(part, nn.Module) and type(part).__module__.startswith("transformers."):
+        return _builds([part], "create_causal_mask")
+    return own is None or bool(own)
 
 
 def layer_windows(model: Any) -> tuple[int | None, ...]:

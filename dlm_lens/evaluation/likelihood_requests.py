@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import checked
+from dlm_lens.attention import checked, decoder_of
 from dlm_lens.attention.hook_context import NoRunError
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.settings import LikelihoodSettings, request_seed
@@ -272,7 +272,7 @@ def check_likelihood_hooks(model: Any, hooks: Sequence[Any]) -> None:
     for hook in hooks:
         try:
             with attach_hooks(model, hook):
-                model.get_decoder()(input_ids=canvas, use_cache=False)
+                decoder_of(model)(input_ids=canvas, use_cache=False)
         except NoRunError:
             raise ValueError(
                 f"{hook} needs the steps of a run, and a likelihood is a forward pass without any; evaluate tasks "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import listening
+from dlm_lens.attention import decoder_of, listening
 from dlm_lens.evaluation.generation_requests import Job, Text, cut, end_ids
 from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods, check_items
 from dlm_lens.evaluation.responses import Responses
@@ -59,7 +59,7 @@ class CanvasRecorder(Recorder):
     @contextmanager
     def listening(self, model: Any) -> Iterator[None]:
         """Record the forward passes in this context."""
-        decoder: nn.Module = model.get_decoder()
+        decoder: nn.Module = decoder_of(model)
         with listening(model):
             handles = [
                 decoder.register_forward_pre_hook(self._before, with_kwargs=True),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlm_lens.arguments import checked_arguments, whole
-from dlm_lens.attention import attention_blocks, exclusive
+from dlm_lens.attention import attention_blocks, decoder_of, exclusive
 
 _MOVES = """
 _local_scalar_dense _unsafe_view alias as_strided broadcast_in_dim cat clone constant_pad_nd copy detach diagonal
@@ -129,7 +129,7 @@ def serial_depth(model: Any, positions: int = 64, *, inputs: Mapping[str, Any] |
     device = next(model.parameters()).device
     ids = torch.zeros(1, positions, dtype=torch.long, device=device)
     blocks = attention_blocks(model)
-    conditioned = CONDITIONING in inspect.signature(model.get_decoder().forward).parameters
+    conditioned = CONDITIONING in inspect.signature(decoder_of(model).forward).parameters
     outputs: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:

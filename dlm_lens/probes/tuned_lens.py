@@ -23,6 +23,7 @@ from dlm_lens.attention import (
     attends_causally,
     attention_blocks,
     computed_span,
+    decoder_of,
     exclusive,
 )
 from dlm_lens.files.atomic_writes import remove_stale
@@ -266,7 +267,7 @@ def _loss(
     reader = EntryReader(SinkLayout.of(model), len(tokens), batch, position - first)
     device = input_device(model)
     with torch.no_grad(), attach_hooks(model, reader, layers=range(last + 1)):
-        model.get_decoder()(input_ids=tokens.to(device), use_cache=False)
+        decoder_of(model)(input_ids=tokens.to(device), use_cache=False)
     total = torch.zeros((), device=head.device)
     with torch.no_grad():
         target = head.logits(reader.streams[last]).float().log_softmax(-1)

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import BlockLayout, computed_span, listening, own_blocks
+from dlm_lens.attention import BlockLayout, computed_span, decoder_of, listening, own_blocks
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
@@ -64,11 +64,16 @@ def record_forward(
         dtype: how statistics are stored.
 
     Raises:
-        ValueError: as `Recorder`; a forward pass without input_ids, with a cache, with decoder_input_ids, or with a
-            mask [batch, 1, query, key].
+        ValueError: as `Recorder`; an encoder-decoder model of transformers; a forward pass without input_ids, with
+            a cache, with decoder_input_ids, or with a mask [batch, 1, query, key].
     """
+    if getattr(model.config, "is_encoder_decoder", False) and type(model).__module__.startswith("transformers."):
+        raise ValueError(
+            f"{type(model).__name__} attends in an encoder, in a decoder and from one to the other; record_forward "
+            "takes models whose queries and keys are those of one sequence: read hook points instead"
+        )
     recorder = _ForwardRecorder(model, reducers, layers=layers, dtype=dtype)
-    decoder: nn.Module = model.get_decoder()
+    decoder: nn.Module = decoder_of(model)
     with listening(model):
         handles = [
             decoder.register_forward_pre_hook(recorder.before, with_kwargs=True),

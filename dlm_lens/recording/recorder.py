@@ -166,9 +166,18 @@ class Recorder(StepObserver):
         super().close()
 
     def show(self, shown: LayerInputs) -> None:
-        """Reduce a layer that has computed."""
+        """Reduce a layer that has computed.
+
+        Raises:
+            ValueError: it has computed in this forward pass before.
+        """
         if self.now is None:
             return
+        if shown.inputs.layer in self._found:
+            raise ValueError(
+                f"the attention of layer {shown.inputs.layer} ran twice in one forward pass, as where layers share "
+                "one module (ALBERT): a statistic would be of one of the two; read its hook points instead"
+            )
         # Statistics need no gradient, also if the forward pass computes one.
         with torch.no_grad():
             inputs = on_canvas(shown.inputs, len(self.now.tokens), self.layout)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from dlm_lens.attention import BlockLayout, position_ids
+from dlm_lens.attention import BlockLayout, decoder_of, position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits, EditLogits
 
@@ -149,7 +149,7 @@ class BlockLogits(CanvasLogits):
         """A pass over the positions after the cache, which then ends at `start`: the states from there on."""
         begin, cache = self._cached, DynamicCache() if self._cache is None and start else self._cache
         inputs = self._inputs(canvas, begin, finished) | {"use_cache": cache is not None, "past_key_values": cache}
-        output = self.model.get_decoder()(input_ids=self._halves(canvas)[:, begin:], **inputs)
+        output = decoder_of(self.model)(input_ids=self._halves(canvas)[:, begin:], **inputs)
         states: Tensor = output.last_hidden_state.to(canvas.device)
         if cache is not None and canvas.shape[1] > start:
             cache.crop(start - canvas.shape[1])

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import position_ids
+from dlm_lens.attention import decoder_of, position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
 
@@ -131,7 +131,7 @@ class CachedLogits(CanvasLogits):
     ) -> Float[Tensor, "half needed d_model"]:
         """The inputs of the head for the `needed` positions, which the step predicts."""
         span = self._span
-        states = self._run(self.model.get_decoder(), canvas, self._kept).last_hidden_state.to(canvas.device)
+        states = self._run(decoder_of(self.model), canvas, self._kept).last_hidden_state.to(canvas.device)
         halves, source = states.reshape(-1, len(canvas), *states.shape[1:]), self._source(canvas)
         rows, where = needed.nonzero(as_tuple=True)
         where = where if source is None else source[rows, where]
@@ -139,11 +139,11 @@ class CachedLogits(CanvasLogits):
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """A pass of the step without the head, with keys and values of such passes."""
-        return self._run(self.model.get_decoder(), canvas, self._clean)
+        return self._run(decoder_of(self.model), canvas, self._clean)
 
     def run_forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """A pass of the step without the head, with the keys and values of the run's own passes."""
-        return self._run(self.model.get_decoder(), canvas, self._kept)
+        return self._run(decoder_of(self.model), canvas, self._kept)
 
     @property
     def _span(self) -> tuple[int, int] | None:

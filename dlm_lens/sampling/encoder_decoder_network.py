@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.encoder_decoder import new_cache
 from dlm_lens.adapters.head import head_logits
-from dlm_lens.attention import position_ids
+from dlm_lens.attention import decoder_of, position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import EditLogits
 
@@ -119,7 +119,7 @@ class EncoderDecoderLogits:
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
     ) -> Float[Tensor, "1 needed d_model"]:
         """The inputs of the head for the `needed` positions of the canvas."""
-        states = self._run(self.model.get_decoder(), canvas, self._prefix).last_hidden_state.to(canvas.device)
+        states = self._run(decoder_of(self.model), canvas, self._prefix).last_hidden_state.to(canvas.device)
         start, stop = self._span
         wanted: Tensor = states[needed[:, start:stop]][None]
         return wanted
@@ -131,11 +131,11 @@ class EncoderDecoderLogits:
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """A pass of the step without the head, with an encoder's cache of such passes, which no hook has edited."""
-        return self._run(self.model.get_decoder(), canvas, self._clean)
+        return self._run(decoder_of(self.model), canvas, self._clean)
 
     def run_forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """A pass of the step without the head, with the encoder's cache of the run's own passes."""
-        return self._run(self.model.get_decoder(), canvas, self._prefix)
+        return self._run(decoder_of(self.model), canvas, self._prefix)
 
     @property
     def _span(self) -> tuple[int, int]:
@@ -146,7 +146,7 @@ class EncoderDecoderLogits:
         self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], prefix: EncodedPrefix
     ) -> Any:
         start, stop = self._span
-        model, content, cache = self.model.get_decoder(), self.content[:, :stop], prefix.enter(canvas[:, :start])
+        model, content, cache = decoder_of(self.model), self.content[:, :stop], prefix.enter(canvas[:, :start])
         # The prompt in one pass and every finished canvas in one of its own, as when each was finished. What is
         # kept for later steps has no graph.
         with torch.no_grad():

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from dlm_lens.attention import decoder_of
 from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.attention.sink_layout import SinkLayout
 
@@ -17,7 +18,7 @@ def keeps_keys(model: Any) -> bool:
     every sequence; not where a cache keeps anything but all keys and values (sliding windows, recurrent states), or
     where the rotation depends on the length of the text (dynamic NTK, LongRoPE).
     """
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     if has_listeners(model) or SinkLayout.of(model).count or getattr(model, "_is_stateful", False):
         return False
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.head import head_logits
-from dlm_lens.attention import SinkLayout, position_ids, predicting_position
+from dlm_lens.attention import SinkLayout, decoder_of, position_ids, predicting_position
 from dlm_lens.sampling.denoising_run import StepPlan
 
 
@@ -181,7 +181,7 @@ class CanvasLogits:
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """The pass of `at` without the head."""
-        return self.model.get_decoder()(input_ids=self._halves(canvas), **self.inputs_of(canvas))
+        return decoder_of(self.model)(input_ids=self._halves(canvas), **self.inputs_of(canvas))
 
     def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
         """Arguments of a pass over the canvas, beside the ids."""
@@ -249,7 +249,7 @@ class PrefixLogits:
                 output = self.model(**inputs)
             logits: Tensor = output.logits[:, -1].detach()
         else:
-            output = self.model.get_decoder()(**inputs)
+            output = decoder_of(self.model)(**inputs)
             logits = head_logits(self.model, output.last_hidden_state[:, -1])
         if self.use_cache:
             self._cache, self._cached = output.past_key_values, stop
@@ -270,7 +270,7 @@ class PrefixLogits:
 
     def forward(self, canvas: Int[Tensor, "batch prefix"]) -> Any:
         """A pass over a whole prefix without the head and without the cache."""
-        return self.model.get_decoder()(input_ids=canvas, **network_inputs(self.content[:, : canvas.shape[1]]))
+        return decoder_of(self.model)(input_ids=canvas, **network_inputs(self.content[:, : canvas.shape[1]]))
 
 
 def network_inputs(content: Bool[Tensor, "batch position"]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dlm_lens.adapters.loading import finish_model, known_values, prepare_config
 from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.adapters.registry import family_of, model_type_of
 from dlm_lens.arguments import check_values
-from dlm_lens.attention import hooked_attentions
+from dlm_lens.attention import decoder_of, hooked_attentions
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising import prepared_run
 from dlm_lens.sampling.denoising_run import StepPlan
@@ -122,7 +122,7 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
     logits = min(max(queries for queries, _ in passes), length - run["history"].prompt_length)
     # Another product with the embedding, but not in a canvas's first step.
     conditioned = len(plans) - len({plan.block for plan in plans})
-    conditioned *= hasattr(model.get_decoder(), "hook_self_conditioning")
+    conditioned *= hasattr(decoder_of(model), "hook_self_conditioning")
     if encoder or sampler.use_cache:  # once; causal, so half of the keys on average
         before = run["history"].prompt_length if sampler.autoregressive else max(plan.span[0] for plan in plans)
         passes.append((before, before // 2))

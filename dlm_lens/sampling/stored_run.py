@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import HookLike, attention_stack, checked, computed_span
+from dlm_lens.attention import HookLike, attention_stack, checked, computed_span, decoder_of
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
@@ -185,7 +185,7 @@ class StoredCanvases:
         if self._canvas:  # a forward pass of a model with an encoder (`record_forward`)
             assert self._at is not None
             inputs = {**inputs, "canvas_start": self.first(self._at)}
-        return self.model.get_decoder()(input_ids=canvas, **inputs)
+        return decoder_of(self.model)(input_ids=canvas, **inputs)
 
     @property
     def _network_content(self) -> Bool[Tensor, "batch position"]:

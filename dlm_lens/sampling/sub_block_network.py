@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
+from dlm_lens.attention import decoder_of
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import EditLogits
@@ -199,7 +200,7 @@ class SubBlockLogits(BlockLogits):
         inputs |= {"attention_mask": inputs["attention_mask"][:, :, :length]}
         inputs |= {"position_ids": inputs["position_ids"][:, :length]}
         cache = KeptBlock(self._cache, self._kept, fresh[:, start:], first - start)
-        output = self.model.get_decoder()(input_ids=canvas[:, first:stop], **inputs, past_key_values=cache)
+        output = decoder_of(self.model)(input_ids=canvas[:, first:stop], **inputs, past_key_values=cache)
         computed = output.last_hidden_state.to(canvas.device)
         states = computed.new_zeros(len(canvas), canvas.shape[1] - start + 1, computed.shape[-1])
         states[:, first - start + 1 : stop - start + 1] = computed

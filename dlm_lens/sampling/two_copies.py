@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import BlockLayout, padding_before, position_ids
+from dlm_lens.attention import BlockLayout, decoder_of, padding_before, position_ids
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.kept_keys import keeps_keys
 from dlm_lens.sampling.network import CanvasLogits
@@ -156,7 +156,7 @@ class TwoCopyLogits(CanvasLogits):
             self._halves(canvas), self._halves(self.clean), blocks, position_ids(content),
             dtype=self.model.dtype, content=content,
         )  # fmt: skip
-        return self.model.get_decoder()(**inputs, use_cache=False)
+        return decoder_of(self.model)(**inputs, use_cache=False)
 
     def states(
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
@@ -195,7 +195,7 @@ class TwoCopyLogits(CanvasLogits):
     ) -> Float[Tensor, "row copies d_model"]:
         """The states of [x_t, x_0], each distinct x_0 computed once."""
         blocks, content = self._repeated()
-        length, decoder = canvas.shape[1], self.model.get_decoder()
+        length, decoder = canvas.shape[1], decoder_of(self.model)
         noisy, clean = self._halves(canvas), self._halves(self.clean)
         positions = position_ids(content)
         both = two_copies(noisy, clean, blocks, positions, dtype=self.model.dtype, content=content)[

@@ -10,6 +10,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.model_names import embedded_path
+from dlm_lens.attention import decoder_of
 from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.training.conversion import TARGETS
 from dlm_lens.training.gpus import DEVICES, Device
@@ -198,7 +199,7 @@ def _parameters(config: Any) -> tuple[int, int]:
     with torch.device("meta"):
         model = model_class(config)
     total = sum(parameter.numel() for parameter in model.parameters())
-    return total, sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
+    return total, sum(parameter.numel() for parameter in decoder_of(model).layers.parameters())
 
 
 def _activations(config: Any, settings: TrainingSettings) -> int:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dlm_lens.adapters.head import head_states, logit_scaling
-from dlm_lens.attention import SinkLayout
+from dlm_lens.attention import SinkLayout, decoder_of
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.two_copies import two_copies
 from dlm_lens.training.objective import Objective, check_trained_whole
@@ -197,7 +197,7 @@ def masked_loss(
         inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **inputs)
         input_ids = inputs.pop("input_ids")
     with tied_gradient(model) as tied:
-        states = model.get_decoder()(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+        states = decoder_of(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     states = states[:, SinkLayout.of(model).canvas(states.shape[1])]
     requested = head_states(model, states.flatten(0, 1)[outputs])
     never = model.config.mask_token_id if getattr(model.config, "subs", False) else None

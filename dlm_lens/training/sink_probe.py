@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import SinkLayout
+from dlm_lens.attention import SinkLayout, decoder_of
 from dlm_lens.placement import input_device
 from dlm_lens.recording import ReceivedAttention, ValueNorm, record_forward
 from dlm_lens.training.objective import UniformDiffusionLoss
@@ -127,7 +127,7 @@ def sink_statistics(
         forward: runs the network on ids, for weights that are sharded among processes; None for the decoder.
     """
     if forward is None:
-        decoder = model.get_decoder()
+        decoder = decoder_of(model)
         forward = partial(decoder, use_cache=False)
     was_training = model.training
     model.eval()

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from dlm_lens.attention import decoder_of
+
 
 class HeadGradient:
     """Takes the head's gradient from the loss's backward pass and gives it to the embedding's."""
@@ -72,7 +74,7 @@ def tied_gradient(model: Any) -> Iterator[TiedLookup | None]:
     compiled decoders, FSDP, DeepSpeed.
     """
     weight = model.get_input_embeddings().weight
-    compiled = getattr(model.get_decoder(), "_compiled_call_impl", None) is not None
+    compiled = getattr(decoder_of(model), "_compiled_call_impl", None) is not None
     tied = getattr(model.get_output_embeddings(), "weight", None) is weight and isinstance(weight, nn.Parameter)
     # `fully_shard` gives a module the method `unshard`, DeepSpeed a weight the attribute `ds_id`.
     foreign = compiled or hasattr(model, "unshard") or hasattr(weight, "ds_id")

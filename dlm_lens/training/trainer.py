@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from dlm_lens.attention import in_use
+from dlm_lens.attention import decoder_of, in_use
 from dlm_lens.files.locks import held
 from dlm_lens.placement import emulates_bfloat16
 from dlm_lens.training.callbacks import (
@@ -295,7 +295,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if self.settings.checkpointing:
             _enable_checkpointing(self.model, None if self.settings.compile else {"context_fn": SwiGLU.recomputed})
         if self.settings.compile:
-            self.model.get_decoder().compile()
+            decoder_of(self.model).compile()
         with in_use(self.model), loss_forward(self.model), self.interruption.caught():
             output = super().train(resume_from_checkpoint=None if found is None else str(found), **kwargs)
         self.interruption.raise_if_stopped(self.state.global_step, self.args.max_steps, self.last_checkpoint)

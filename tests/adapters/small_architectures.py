@@ -1,4 +1,4 @@
-"""Small random networks of every causal LM of transformers, whatever its config calls its sizes."""
+"""Small random networks of every language model of transformers, whatever its config calls its sizes."""
 
 import copy
 import dataclasses
@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+MASKED_TYPES = tuple(sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
 VOCABULARY = 128
 MOST_PARAMETERS = 30_000_000
 IDS = torch.tensor([[5, 9, 14, 3, 77, 20, 41, 8, 60, 22, 33, 12], [5, 9, 14, 3, 77, 20, 41, 8, 60, 7, 33, 12]])
@@ -56,8 +60,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 """Model types -> sizes that no common name covers."""
 
 
-def small_model(model_type: str) -> PreTrainedModel:
+def small_model(model_type: str, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """A random network of a model type, in float32 and eval mode, that a few tokens pass through.
+
+    Args:
+        model_type: of transformers.
+        auto: its class for the task.
 
     Raises:
         Exception: of the class, where none of the attempts is a network; `ValueError` for a large one.
@@ -67,11 +75,11 @@ def small_model(model_type: str) -> PreTrainedModel:
         try:
             config = AutoConfig.for_model(model_type, **values)
             with torch.device("meta"):
-                network = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+                network = auto.from_config(copy.deepcopy(config))
             if sum(weight.numel() for weight in network.parameters()) > MOST_PARAMETERS:
                 raise ValueError(f"a {model_type} has more than {MOST_PARAMETERS:,} parameters at small sizes")
             torch.manual_seed(0)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval().float()
+            model: PreTrainedModel = auto.from_config(config).eval().float()
             with torch.no_grad():
                 model(IDS)
         except Exception as error:  # whatever a class raises for sizes that it does not take

@@ -1,16 +1,19 @@
-"""Every causal LM of transformers, small and random: `dl.load` computes what transformers does, or refuses."""
+"""Every causal and masked LM of transformers, small and random: it is computed as transformers does, or refused."""
 
 import copy
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForMaskedLM
 
 import dlm_lens as dl
-from tests.adapters.small_architectures import IDS, MODEL_TYPES, small_model
+from dlm_lens.attention import check_hook_points
+from tests.adapters.small_architectures import IDS, MASKED_TYPES, MODEL_TYPES, small_model
 
 REASONS = {
     "has no attention: there is nothing to add": "falcon_mamba mamba rwkv",
@@ -35,13 +38,15 @@ REASONS = {
     "differ by .* with idle hook points": "inkling2_text",
     "do not fit HrmTextForCausalLM": "hrm_text",
     "describes a network that cannot be built": "prophetnet",
-    "has no decoder with an output embedding": "llama4 llama4_text",
-    "a few tokens do not pass through ModernBertDecoderForCausalLM": "modernbert-decoder",
 }
 REFUSED = {model_type: reason for reason, types in REASONS.items() for model_type in types.split()}
 """Model types -> why they are not loaded."""
 
-WITHOUT_STATISTICS = {"deepseek_v4": "heavily_compressed_attention"}
+WITHOUT_STATISTICS = {
+    "deepseek_v4": "heavily_compressed_attention",
+    "llama4": "chunked_attention",
+    "llama4_text": "chunked_attention",
+}
 """Model types that are loaded and decoded -> the kind of layers whose attention has no statistics here."""
 
 _NOT_BUILT = (
@@ -92,10 +97,14 @@ def check_statistics(model: Any, loaded: Any) -> None:
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
     with torch.no_grad():
-        patterns = eager(IDS[:1], output_attentions=True, use_cache=False).attentions
+        compare(ours, eager(IDS[:1], output_attentions=True, use_cache=False).attentions)
+
+
+def compare(ours: Tensor, patterns: Sequence[Tensor | None]) -> None:
+    """Recorded e_j against those of patterns, for keys that enough queries see."""
     wanted = received([pattern for pattern in patterns if pattern is not None])
     found = ours[..., : IDS.shape[1]].double()
-    compared = found.isfinite()  # keys that enough queries see
+    compared = found.isfinite()
     assert compared.any()
     # Sums of a dozen float32 products with another kernel.
     torch.testing.assert_close(found[compared], wanted[compared], rtol=1e-5, atol=1e-5)
@@ -119,3 +128,55 @@ def test_it_computes_what_transformers_does_or_is_refused(model_type: str, tmp_p
             dl.record(loaded, [SHORT], [dl.ReceivedAttention()], gen_length=1)
     elif model_type not in OTHER_PATTERNS:
         check_statistics(model, loaded)
+
+
+MASKED_REASONS = {
+    "computes attention without transformers' attention interface": (
+        "big_bird convbert ibert longformer megatron-bert mra mvp nystromformer rembert roformer squeezebert tapas "
+        "yoso"
+    ),
+    "has no attention module that calls transformers' attention interface": (
+        "deberta deberta-v2 flaubert fnet funnel mpnet xlm"
+    ),
+    "calls its attention function 2 times in a forward pass": "albert",
+    "an edit of the pattern of NeoMMEAttention does not reach the logits": "neomme",
+}
+MASKED_REFUSED = {model_type: reason for reason, types in MASKED_REASONS.items() for model_type in types.split()}
+ENCODER_DECODERS = frozenset({"bart", "mbart"})
+MASKED_NOT_BUILT = frozenset("esmc luke modernvbert perceiver reformer ultravbert xmod".split())  # noqa: SIM905
+MASKED_QUICK = frozenset({"bart", "layoutlm", "modernbert"})
+MASKED_CASES = [
+    name if name in MASKED_QUICK else pytest.param(name, marks=pytest.mark.long) for name in MASKED_TYPES
+]
+
+
+@pytest.mark.parametrize("model_type", MASKED_CASES)
+def test_hook_points_of_an_encoder_show_its_patterns_or_are_refused(model_type: str) -> None:
+    if model_type in MASKED_NOT_BUILT:
+        pytest.skip("no small network of it can be built here")
+    plain = small_model(model_type, AutoModelForMaskedLM)
+    model = copy.deepcopy(plain)
+    if model_type in MASKED_REFUSED:
+        with pytest.raises(ValueError, match=MASKED_REFUSED[model_type]):
+            check_hook_points(dl.add_hook_points(model))
+        return
+    check_hook_points(dl.add_hook_points(model))
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
+        if model_type in ENCODER_DECODERS:
+            with pytest.raises(ValueError, match="in an encoder, in a decoder and"), dl.record_forward(model, []):
+                pass
+            return
+        with dl.record_forward(model, [dl.ReceivedAttention()]) as seen:
+            model(IDS)
+        plain.set_attn_implementation("eager")
+        compare(seen.received[0, 0], plain(IDS[:1], output_attentions=True).attentions)
+
+
+def test_a_layer_that_runs_twice_has_no_statistic() -> None:
+    model = dl.add_hook_points(small_model("albert", AutoModelForMaskedLM))
+    with (
+        dl.record_forward(model, [dl.ReceivedAttention()]),
+        pytest.raises(ValueError, match="layer 0 ran twice in one forward pass"),
+    ):
+        model(IDS)

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.head import head_logits
+from dlm_lens.attention import decoder_of
 from dlm_lens.sampling.kept_keys import empty_cache, keeps_keys
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items
@@ -82,7 +83,7 @@ def _after_prompts(scorer: Scorer, prompts: Sequence[Query], answers: Sequence[_
     cache = empty_cache(model)
     longer = [answer for answer in answers if len(answer.pair.answer) > 1]
     kept = {"use_cache": True, "past_key_values": cache} if longer else {}
-    states = model.get_decoder()(input_ids=batch.canvas, **network_inputs(batch.content) | kept).last_hidden_state
+    states = decoder_of(model)(input_ids=batch.canvas, **network_inputs(batch.content) | kept).last_hidden_state
     logits = head_logits(model, states[:, -1])
     first = torch.tensor([int(answer.pair.answer[0]) for answer in answers], device=logits.device)
     begun = _compare(logits[[answer.row for answer in answers]], first)
@@ -129,7 +130,7 @@ def _continued(
         new = torch.ones(ids.shape, dtype=torch.bool, device=device)
         inputs["attention_mask"] = torch.cat([seen, new], 1).long()
     inputs |= {"use_cache": True, "past_key_values": _rows_of(cache, rows, model)}
-    states = model.get_decoder()(input_ids=ids.to(device), **inputs).last_hidden_state
+    states = decoder_of(model)(input_ids=ids.to(device), **inputs).last_hidden_state
     written = span.to(states.device) < torch.tensor(sizes, device=states.device)[:, None]
     losses, greedy = _compare(
         head_logits(model, states[written]), torch.cat([answer.pair.answer[1:] for answer in answers])
