@@ -131,24 +131,28 @@ class AttentionEnvoy(Envoy):
             )
         if step is not None and not isinstance(step, Step):
             raise TypeError(f"apply: step is {step!r}; give the step of the loop, `for step in tracer.steps`")
-        count = len(attention_blocks(self.root._module, own))
+        blocks = attention_blocks(self.root._module, own)
+        count = len(blocks)
         for layer in hook.layers or ():
             check_index("layer", layer, count, f"{hook}: ")
         if hook.layers is not None and self._module.hook_layer not in {layer % count for layer in hook.layers}:
             return
-        hook.check_layer(attention_blocks(self.root._module, own)[self._module.hook_layer])
+        block = blocks[self._module.hook_layer]
+        hook.check_layer(block)
         if hook.site in HOOK_POINTS:
             value = getattr(self, hook.site)
-            setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value))))
+            setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value), depth=count)))
             return
-        layer = getattr(self.root, f"{own}_layers" if own else "layers")[self._module.hook_layer]
+        # Layers without attention (Qwen3-Next) lie between those that hooks count.
+        layers = getattr(self.root, f"{own}_layers" if own else "layers")
+        layer = next(each for each in layers if each._module is block)
         envoy = layer if hook.site == "resid" else layer.get(site_path(layer._module, hook.site))
         value = envoy.output
         first = value[0] if isinstance(value, tuple) else value
-        edited = hook(first, self._context(hook, step, rows=len(first)))
+        edited = hook(first, self._context(hook, step, rows=len(first), depth=count))
         envoy.output = (edited, *value[1:]) if isinstance(value, tuple) else edited
 
-    def _context(self, hook: Hook, step: Step | None, rows: int) -> PointContext:
+    def _context(self, hook: Hook, step: Step | None, rows: int, depth: int) -> PointContext:
         root, site, stack = self.root, hook.site, self._stack
         causal = attends_causally(root._module, stack)
         layer = self._module.hook_layer
@@ -159,7 +163,6 @@ class AttentionEnvoy(Envoy):
         if site in ("scores", "pattern"):
             attention_pass = self._module.get_submodule(f"hook_{site}").attention_pass
             rows_of_invoke = root.invoke_rows()
-        depth = int(root.config.num_hidden_layers)
         sinks, key = SinkLayout.of(root), self._hook_key(hook, step)
         return PointContext(name, layer, sinks, causal, run, depth, attention_pass, rows_of_invoke, key)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_lens.attention import SinkLayout, computed_span
+from dlm_lens.attention import SinkLayout, attention_blocks, computed_span
 from dlm_lens.placement import input_device
 
 LENGTH = 6
@@ -25,7 +25,8 @@ def check_model(lm: Any) -> None:
     """
     module = lm._module
     ids = torch.arange(LENGTH, device=input_device(module))[None] % module.get_input_embeddings().weight.shape[0]
-    last = len(lm.layers) - 1
+    block = attention_blocks(module)[-1]  # the last layer may have no attention (Jamba)
+    last = next(index for index, layer in enumerate(lm.layers) if layer._module is block)
     pattern, logits = _clean(lm, ids, last)
     length = LENGTH + SinkLayout.of(module).count
     start, stop = computed_span(module, LENGTH) or (0, length)

@@ -1,5 +1,6 @@
 """`attn.apply(hook, step)`: in a trace a hook does what it does in `dlm_lens.denoise`, or is refused as there."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dlm_lens.hooks import (
     zero_value,
 )
 from dlm_lens.testing import tiny
+from tests.adapters.small_architectures import small_model
 from tests.bridging.test_hooks_as_native import CLOSE, Keeping, Masking, same
 
 PROMPT = [[5, 9, 11, 3]]
@@ -209,3 +211,23 @@ def test_a_token_that_the_model_does_not_embed_is_named(what: str) -> None:
                 lm.canvas[:, -1] = 999
             else:
                 lm.sampler.proposal = torch.full_like(step.tokens, 999)
+
+
+@pytest.mark.parametrize("site", ["resid", "z"])
+@pytest.mark.parametrize(("model_type", "attending"), [("qwen3_5_text", 3), ("jamba", 4)])
+def test_layers_without_attention_are_passed_over(
+    model_type: str, attending: int, site: Any, tmp_path: Path
+) -> None:
+    """Hooks count the layers that attend, a trace all of them."""
+    small_model(model_type).save_pretrained(tmp_path)
+    model = dl.load(tmp_path)
+    lm, hook = dl.DiffusionLM(model), at_layers(ablate(site), [-1])
+    settings: dict[str, Any] = {"gen_length": 3, "use_cache": False}
+    wanted = dl.denoise(model, PROMPT, hooks=[hook], **settings)
+    with lm.generate(PROMPT, **settings) as tracer:
+        for step in tracer.steps:
+            lm.layers[attending].attn.apply(hook, step)
+        run = tracer.result.save()
+    same(run, wanted)
+    # Random weights: a head's part of the stream is small.
+    assert not torch.equal(wanted.confidence, dl.denoise(model, PROMPT, **settings).confidence)
