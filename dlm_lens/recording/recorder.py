@@ -16,7 +16,7 @@ from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
 from dlm_lens.recording.model_identity import versions
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, checked_reducers
-from dlm_lens.sampling import DenoisingRun, Sampler, StepObserver, StepPlan
+from dlm_lens.sampling import DenoisingRun, Proposal, Sampler, StepObserver, StepPlan
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 
 Storage = Literal["float32", "float16"]
@@ -68,6 +68,7 @@ class Recorder(StepObserver):
         self.dtype = dtype
         self.arrays = StepArrays(specs_of(self.reducers), getattr(torch, dtype))
         self._unpadded = False
+        self._last: Proposal | None = None
         self._memory_of: dict[int, dict[Any, Any]] = {}
         self._found: dict[int, dict[str, Tensor]] = {}
         self._facts: dict[tuple[torch.device, int | None], CanvasFacts] = {}
@@ -87,6 +88,7 @@ class Recorder(StepObserver):
         """A run begins: read the model's layers from now on."""
         super().start(sampler, content, answer)
         self.arrays.clear()
+        self._last = None
         self._unpadded = sampler.unpadded
         self._memory_of = {layer: {} for layer in self.tap.layers}
         self.tap.open()
@@ -99,12 +101,13 @@ class Recorder(StepObserver):
         self._found, self._facts, self._regions = {}, {}, {}
         return canvas
 
-    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Any, unmasked: Tensor) -> None:
+    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Proposal, unmasked: Tensor) -> None:
         """A step has ended: keep its arrays."""
         queries = canvas.shape[1]
         self.arrays.add(
             self.step_arrays(), total=plan.total, positions=queries + self.layout.count, queries=queries
         )
+        self._last = proposal
 
     def step_arrays(self) -> dict[str, Tensor]:
         """The statistics of the current step, each [batch, layer, ...], which are not kept here any longer.
@@ -129,6 +132,11 @@ class Recorder(StepObserver):
         """
         if run.steps != self.arrays.steps:
             raise ValueError(f"this recorder observed {self.arrays.steps} steps, but the run has {run.steps}")
+        if self._last is not None and not _made(run, self._last):
+            raise ValueError(
+                "this recorder has observed another run after this one; take recorder.recording(run) before the "
+                "next run, or a recorder for each"
+            )
         queries = run.tokens.shape[1]
         arrays = self.arrays.result(keys=queries + self.layout.count, queries=queries)
         blank_ended_(arrays.values(), run.running)
@@ -259,6 +267,15 @@ def _regions(facts: CanvasFacts) -> dict[str, Bool[Tensor, "batch key"]]:
     regions = {name: torch.nn.functional.pad(region, (0, facts.sinks)) for name, region in found.items()}
     positions = torch.arange(shape[-1], device=facts.valid.device)
     return regions | {"sink": (positions >= shape[-1] - facts.sinks).expand(shape)}
+
+
+def _made(run: DenoisingRun, last: Proposal) -> bool:
+    """Whether a run's last step made this proposal, which has the canvas's tokens where nothing was proposed."""
+    if run.tokens.shape[0] != len(last.tokens) or run.tokens.shape[1] > last.tokens.shape[1]:
+        return False
+    tokens, confidence = (part[:, : run.tokens.shape[1]].cpu() for part in last)
+    same = tokens.long().equal(run.proposals[-1])
+    return same and confidence.to(run.confidence.dtype).nan_to_num().equal(run.confidence[-1].nan_to_num())
 
 
 def _no_masks_in_ar(reducers: Sequence[AnyReducer]) -> None:

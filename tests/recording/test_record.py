@@ -319,6 +319,21 @@ def test_recorder_is_an_observer_of_denoise_and_of_a_trace():
     assert untouched(model)
 
 
+@pytest.mark.parametrize("family", ["llada", "dream", "llama", "sink front"])
+def test_a_recorder_does_not_give_the_numbers_of_its_last_run_to_another_run(family):
+    model = build(tiny, family)
+    recorder = dlm_lens.Recorder(model, [ReceivedAttention(min_viewers=1)])
+    runs = [denoise(model, prompt, observers=recorder, **settings(family, seed=1)) for prompt in PROMPTS]
+    plain = recorder.recording(runs[1])
+    assert plain.received.nan_to_num(-7).equal(recorder.recording(runs[1]).received.nan_to_num(-7))
+    with pytest.raises(ValueError, match="has observed another run after this one; take"):
+        recorder.recording(runs[0])
+    other = denoise(model, [*PROMPTS[1][:2], 41], observers=recorder, **settings(family, seed=1))
+    with pytest.raises(ValueError, match="has observed another run after this one"):
+        recorder.recording(runs[1])
+    assert recorder.recording(other).run is other
+
+
 def test_a_failing_run_leaves_the_model_as_it_was():
     model = tiny("llada")
 
