@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_lens.adapters import family_of
 from dlm_lens.placement import dequantised, named_weights
@@ -68,7 +69,7 @@ def config_fields(config: Any) -> dict[str, str]:
 
 
 def weights_digest(model: Any) -> str:
-    """A digest of every entry of every weight, the same in every layout.
+    """A digest of every entry of every weight, and of every buffer of a checkpoint, the same in every layout.
 
     The entries of a floating-point weight are taken in float32 (of a float64 weight in float64, of an integer one
     in int64) and read as 32-bit words w_i. Every `SPAN` words are summed modulo 2^64 with fixed random 64-bit
@@ -78,11 +79,22 @@ def weights_digest(model: Any) -> str:
     probability of at most 2^-33 over the multipliers. A weight on "meta" counts by its name and shape alone.
     """
     found = hashlib.sha256()
-    for name, weight in named_weights(model, by_name=True):
+    for name, weight in chain(named_weights(model, by_name=True), _stored_buffers(model)):
         found.update(f"{name} {tuple(weight.shape)}".encode())
         for part in _parts(dequantised(weight.detach())):
             found.update(_sums(part).cpu().numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers that a checkpoint holds, by name: LLaDA2's bias of the router, DiffusionGemma's layer scalars."""
+    found = {
+        f"{path}.{name}": buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    return sorted(found.items(), key=lambda item: item[0])
 
 
 def _parts(weight: Tensor) -> Iterator[Shaped[Tensor, "n"]]:

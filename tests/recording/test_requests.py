@@ -120,6 +120,28 @@ def test_edited_weights_do_not_get_the_recording_or_the_answers_of_others(tmp_pa
         record(model, PROMPTS, to=tmp_path / "recording", steps=2, gen_length=4)
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("llada2", "e_score_correction_bias"), ("diffusion_gemma", "layer_scalar")]
+)
+def test_buffers_of_a_checkpoint_count_as_weights_do(family: str, name: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    settings = {"steps_per_block": 2, "gen_length": 4}
+    record(model, PROMPTS, to=tmp_path, **settings)
+    before = weights_digest(model)
+    model.register_buffer("not_in_the_files", torch.ones(3), persistent=False)
+    assert weights_digest(model) == before
+    buffers = [buffer for path, buffer in model.named_buffers() if path.endswith(name)]
+    assert buffers
+    for buffer in buffers:
+        kept = buffer.clone()
+        buffer.view(-1)[-1] += 0.5
+        assert weights_digest(model) != before
+        with pytest.raises(ValueError, match="model weights"):
+            record(model, PROMPTS, to=tmp_path, **settings)
+        buffer.copy_(kept)
+    assert weights_digest(model) == before
+
+
 def with_defaults(**settings: Any) -> Callable[[Any], None]:
     return lambda model: model.sampler_defaults.update(settings)
 
