@@ -1,5 +1,6 @@
 """Every Python block of the README and the docs runs, page by page, as a reader would paste it."""
 
+import ast
 import linecache
 import os
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dlm_lens import families
+from dlm_lens import AboveMean, families, find_sinks, load, record
 from dlm_lens.testing import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +92,16 @@ def test_the_commands_run(name: str, tmp_path: Path) -> None:
         ["bash", "-ec", script], cwd=tmp_path / "empty", env=os.environ | paths, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.long
+def test_the_numbers_of_the_pictures_are_those_of_the_page() -> None:
+    page = " ".join((ROOT / "docs" / "pictures.md").read_text(encoding="utf-8").split())
+    (prompts,) = re.findall(r"prompts = (\[.*?\])", page)
+    rec = record(load("toy-ar"), ast.literal_eval(prompts), seed=0)
+    found = int(find_sinks(rec, AboveMean(3.0)).is_sink.sum())
+    scores = int((~rec.received.isnan()).sum())
+    assert f"`toy-ar` has {found} sinks among {scores:,} scores" in page
 
 
 TASKS = sorted((ROOT / "docs" / "tasks").glob("*.md"))
