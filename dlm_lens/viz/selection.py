@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Level, Received, Trajectories, received_of
+from dlm_lens.sinks.received import AXES
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Selection:
 
     @property
     def scores(self) -> Float[Tensor, "step key"]:
-        """The scores; NaN where undefined."""
-        return self.received.values[:, 0, 0, 0]
+        """The scores, in float32 at least; NaN where undefined."""
+        return self.received.read("received")[0][:, 0, 0, 0]
 
     @property
     def masked(self) -> Bool[Tensor, "step key"] | None:
@@ -87,14 +88,16 @@ def as_received(given: Any) -> Received:
 
     Raises:
         TypeError: neither of them.
-        ValueError: a recording without received attention.
+        ValueError: a recording without received attention, or no steps, rows, layers, heads or keys.
     """
     if isinstance(given, Recording):
-        return received_of(given)
+        given = received_of(given)
     if not isinstance(given, Received):
         raise TypeError(
             f"the first argument is a {type(given).__name__}; give a Received (received_over_steps) or a Recording"
         )
+    if missing := [axis for axis, size in zip(AXES, given.values.shape, strict=True) if not size]:
+        raise ValueError(f"{given!r} has no {missing[0]} to draw; select at least one")
     return given
 
 

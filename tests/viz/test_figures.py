@@ -20,6 +20,7 @@ from dlm_lens.viz import (
     score_distribution,
     sink_positions,
     sink_strength,
+    sinks_over_eps,
 )
 from dlm_lens.viz.figures.labels import caption, token_label, token_labels
 from dlm_lens.viz.plot_options import PlotOptions
@@ -396,3 +397,37 @@ def test_dots_of_masked_positions_can_be_seen_on_long_canvases(steps: int, keys:
     across = float(dots.get_sizes()[0]) ** 0.5
     assert min(0.25 * cell, 2) <= across <= cell
     assert 4 * float(dots.get_linewidths()[0]) < across
+
+
+def made(steps: int = 2, keys: int = 6, scores: float = 0.5, dtype: torch.dtype = torch.float32) -> Received:
+    values = torch.full((steps, 1, 1, 1, keys), scores, dtype=dtype)
+    return Received(
+        values=values, expected=torch.ones_like(values), counted=torch.full((steps, 1), keys), layers=(0,)
+    )
+
+
+DRAWN = {
+    "incoming_attention": lambda given: incoming_attention(given, layer=0, head=0),
+    "sink_positions": lambda given: sink_positions(given, layer=0, head=0),
+    "score_distribution": score_distribution,
+    "sink_strength": sink_strength,
+    "sinks_over_eps": sinks_over_eps,
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_of_nothing_nothing_is_drawn(name: str) -> None:
+    for empty, axis in ((made(steps=0), "step"), (made(keys=0), "key")):
+        with pytest.raises(ValueError, match=f"has no {axis} to draw; select at least one"):
+            DRAWN[name](empty)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.filterwarnings("error")
+def test_scores_in_bfloat16_are_drawn_and_no_sink_warns_of_nothing(name: str) -> None:
+    DRAWN[name](made(dtype=torch.bfloat16)).savefig(io.BytesIO())
+
+
+def test_scores_of_zero_have_no_logarithm() -> None:
+    with pytest.raises(ValueError, match="no key has a score above 0"):
+        score_distribution(made(scores=0.0))

@@ -140,6 +140,8 @@ def _count(received: Received, rule: Detector, groups: list[NDArray[np.int64]]) 
     defined_scores = scores[~scores.isnan()]
     if not len(defined_scores):
         raise ValueError("no key has a score; nothing to draw")
+    if not bool((defined_scores > 0).any()):
+        raise ValueError("no key has a score above 0, and the axes are logarithmic; nothing to draw")
     top, lowest = float(defined_scores.max()), float(defined_scores[defined_scores > 0].min())
     x = np.geomspace(max(lowest, top * 1e-4), top, POINTS)
     above = np.zeros((scores.shape[1], len(groups), POINTS))

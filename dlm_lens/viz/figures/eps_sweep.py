@@ -71,7 +71,7 @@ def sinks_over_eps(
         patterns.plot(eps, lines["with_sink"], dash, color=colour, linewidth=1.6, gid="with sink")
     keys.set_yscale("log")
     lowest = table.loc[table["kept"] > 0, "kept"].min()
-    keys.set_ylim(bottom=0.5 * lowest if np.isfinite(lowest) else None, top=1.0)
+    keys.set_ylim(bottom=0.5 * lowest if np.isfinite(lowest) else 0.01, top=1.0)
     patterns.set_ylim(0, 1.02)
     for axes, what in ((keys, "keys that are sinks"), (patterns, "patterns with a sink")):
         _name_axes(axes, what, table["scale"].iloc[0], marked)
