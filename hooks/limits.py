@@ -19,6 +19,7 @@ from dlm_lens.attention import (
     PointContext,
     RunStep,
     as_hook,
+    attending_layers,
     run_of,
 )
 from dlm_lens.hooks.schedules import shown_schedule
@@ -125,14 +126,14 @@ class LayerLimit(Limit):
         """Whether the hook point is in one of the layers."""
         if hook.index is None:
             raise ValueError(f"{who} needs to know the layer: put it at a hook point by name, or use attach_hooks")
-        count = _count(hook, "num_hidden_layers")
+        count = hook.depth if hook.depth is not None else None if hook.run is None else _layers_of(hook.run)
         if count is None and min(self.indices) < 0:
             raise ValueError(f"{who}: without a run the number of layers is unknown; count them from 0")
         return hook.index in {index % count if count and index < 0 else index for index in self.indices}
 
     def check(self, run: RunStep, who: Hook) -> None:
         """Raise a ValueError for layers that the model does not have."""
-        _check_indices(self.indices, getattr(run.config, "num_hidden_layers", None), "layer", who)
+        _check_indices(self.indices, _layers_of(run), "layer", who)
 
     def call(self, hook: str) -> str:
         """The call of the limit around `hook`."""
@@ -160,7 +161,9 @@ class HeadLimit(Limit):
         """Raise a ValueError for heads that the model does not have."""
         grouped = who.site in ("k", "v", "rot_k")
         name = "num_key_value_heads" if grouped else "num_attention_heads"
-        _check_indices(self.indices, getattr(run.config, name, None), "head", who)
+        # Layers of Gemma 4 differ in the heads of their keys.
+        several = grouped and getattr(run.config, "is_heterogeneous", False)
+        _check_indices(self.indices, None if several else getattr(run.config, name, None), "head", who)
 
     def call(self, hook: str) -> str:
         """The call of the limit around `hook`."""
@@ -214,9 +217,8 @@ class EncoderLimit(Limit):
         return f"at_encoder({hook})"
 
 
-def _count(hook: PointContext, name: str) -> int | None:
-    known: int | None = None if hook.run is None else getattr(hook.run.config, name, None)
-    return known or hook.depth
+def _layers_of(run: RunStep) -> int | None:
+    return None if run.config is None else attending_layers(run.config)
 
 
 def _check_indices(indices: tuple[int, ...], count: int | None, what: str, who: Any) -> None:

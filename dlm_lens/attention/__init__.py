@@ -64,7 +64,7 @@ from dlm_lens.attention.pattern_reductions import QUERY_STATS, PatternStats, Que
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
 from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, sink
-from dlm_lens.attention.sliding_windows import attends_causally, layer_windows
+from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
 from dlm_lens.attention.streaming import received_by_class, stream_columns
 from dlm_lens.attention.tiled import pattern_tiles
 from dlm_lens.attention.visibility import AttentionPass, visible_in, visible_keys
@@ -104,6 +104,7 @@ __all__ = [
     "as_hook",
     "attach_hooks",
     "attend",
+    "attending_layers",
     "attends_causally",
     "attention_blocks",
     "attention_lse",

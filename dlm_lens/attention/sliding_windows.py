@@ -15,6 +15,14 @@ BESIDE_ATTENTION = {"hybrid": "full_attention"}
 """Kinds of layers that have other modules beside their attention (Falcon-H1, Zamba) -> what the attention is."""
 
 
+def attending_layers(config: Any) -> int | None:
+    """How many layers have attention, by a config; None where it does not say how many layers there are."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return getattr(config, "num_hidden_layers", None)
+    return sum(kind not in WITHOUT_ATTENTION for kind in kinds)
+
+
 def attends_causally(model: Any, stack: str = "") -> bool:
     """Whether no query sees a later key: by the config's `is_causal`, and by that of the attention modules.
 
