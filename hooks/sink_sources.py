@@ -69,7 +69,7 @@ def grown(found: Bool[Tensor, "batch #head key"], keys: int) -> Bool[Tensor, "ba
 
 MeasuredSinks = Received | Sinks
 
-_PER_STEP = ("values", "expected", "counted", "tokens", "masked", "viewers")
+_PER_STEP = ("values", "steps", "expected", "counted", "tokens", "masked", "viewers")
 
 
 def measured_columns(
