@@ -61,7 +61,7 @@ def load(
     sampler: str | None = None,
     check: bool = True,
 ) -> PreTrainedModel:
-    """Load a masked DLM or an AR baseline (any causal LM of transformers), ready to denoise, in eval mode.
+    """Load a masked DLM or an AR baseline (a causal LM of transformers), ready to denoise, in eval mode.
 
     The result is an ordinary transformers model with hook points in its attention, `model.tokenizer` (None
     where the files hold none) and `model.sampler_defaults`. Native code only: the checkpoint's own Python is
