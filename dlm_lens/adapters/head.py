@@ -62,7 +62,8 @@ def head_logits(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Te
     return logits if scaling is None else scaling(logits)
 
 
-FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "embedding_norm")
+FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "embedding_norm", "norm_f",
+               "layer_norm", "layernorm")  # fmt: skip
 """Names of the norm after the last layer."""
 
 

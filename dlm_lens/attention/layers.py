@@ -64,9 +64,14 @@ def adding_module(block: nn.Module, site: str) -> nn.Module:
     Where a norm follows attention and MLP (Gemma 2, OLMo 2), it is the norm; in a DiT, the gate.
 
     Raises:
-        ValueError: the layer has no such module, or scales what it adds.
+        ValueError: the layer has no such module, scales what it adds, or does not pass on one residual stream.
     """
     if site == "resid":
+        if getattr(attention_of(block), "passes_stream", True) is False:
+            raise ValueError(
+                f"{type(block).__name__} does not pass on the residual stream, or passes on several, so that resid "
+                "is no hook point of it; take attention's hook points, or register a hook at the layer itself"
+            )
         return block
     if getattr(attention_of(block), "adds_up", True) is False:
         raise ValueError(

@@ -152,9 +152,11 @@ def _kept_activations(modules: list[Any]) -> Iterator[list[_Activations]]:
 def _summed_parts(model: Any) -> Iterator[None]:
     """Find out in a forward pass whether attention's and the MLP's outputs sum to what each layer adds."""
     handles = []
+    layers = {id(layer) for each in model.modules() if isinstance(each, nn.ModuleList) for layer in each}
     for block in [block for stack in attention_stacks(model) for block in attention_blocks(model, stack)]:
         attention = attention_of(block)
-        attention.adds_up = True
+        # In Zamba attention is in a part of a layer.
+        attention.adds_up, attention.passes_stream = True, id(block) in layers
         try:
             parts = [adding_module(block, site) for site in ("attn_out", "mlp_out")]
         except ValueError:
@@ -179,15 +181,16 @@ def _collect(outputs: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
 
 def _compare_sum(attention: Any, outputs: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any], Any], None]:
     def compare(module: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
-        """Set `adds_up` of the attention module in this forward pass of its layer."""
+        """Set `adds_up` and `passes_stream` of the attention module in this forward pass of its layer."""
         before = inputs[0] if inputs else options["hidden_states"]
         after = output if isinstance(output, Tensor) else output[0]
-        # Several streams in one (AltUp of Gemma 3n) do not have the shape of what a part adds.
-        attention.adds_up = len(outputs) == 2 and all(part.numel() == after.numel() for part in outputs)
+        # Several streams in one (Gemma 3n, DeepSeek-V4) have an axis more, and experts' outputs may have one fewer.
+        attention.passes_stream &= after.ndim == 3
+        attention.adds_up = len(outputs) == 2 and all(part.shape == after.shape for part in outputs)
         if attention.adds_up:
             # With layers over several devices a module's input may be on another device than its output.
             added = (after - before.to(after.device)).float()
-            parts = sum(part.to(after.device).float().reshape(after.shape) for part in outputs)
+            parts = sum(part.to(after.device).float() for part in outputs)
             # Float error, in bfloat16 of the stream itself.
             scale = 1e-3 if before.dtype in (torch.float32, torch.float64) else 0.05
             attention.adds_up = bool((added - parts).abs().max() <= scale * after.float().abs().max())

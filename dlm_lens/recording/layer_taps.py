@@ -92,6 +92,8 @@ class Tap:
         layer_windows(model)
         self.layers = chosen_indices("layer", layers, len(blocks))
         self.blocks: dict[int, Any] = {layer: blocks[layer] for layer in self.layers}
+        for block in self.blocks.values() if stream else ():
+            adding_module(block, "resid")  # raises where a layer does not pass on the stream
         self.model, self.show, self.stream, self.leaving = model, show, stream, leaving
         self._resid: dict[int, Tensor] = {}
         self._inputs: dict[int, AttentionInputs] = {}

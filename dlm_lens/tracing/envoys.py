@@ -285,9 +285,24 @@ def module_names(model: Any) -> dict[str, str]:
 
     `layers`, `embed`, `ln_final` and `lm_head`; in a layer `attn` and `mlp`. In a model with an encoder its layers
     are `encoder_layers`.
+
+    Raises:
+        ValueError: a model whose modules do not have such places, or whose `lm_head` is another module.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     block = attention_blocks(model)[0]
+    layers = model.get_submodule(paths[id(block)].rpartition(".")[0])
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"attention of {type(model).__name__} is a child of {paths[id(block)]}, and a trace reads that of "
+            "lm.layers[i]: use dlm_lens.denoise(hooks=...) and dlm_lens.record"
+        )
+    head = model._modules.get("lm_head")
+    if head is not None and head is not model.get_output_embeddings():
+        raise ValueError(
+            f"{type(model).__name__} calls another module lm_head than its output embedding, which a trace reads "
+            "by that name: use dlm_lens.denoise(hooks=...) and dlm_lens.record"
+        )
     names = {
         paths[id(block)].rpartition(".")[0]: "layers",
         paths[id(model.get_input_embeddings())]: "embed",

@@ -174,7 +174,6 @@ def test_compare_and_replay_run_on_any_causal_model(kind: str) -> None:
         ("gptj", {}, "GPTJAttention .* computes attention without transformers' attention interface"),
         ("mamba", {}, "MambaForCausalLM has no attention module that calls transformers' attention interface"),
         ("diffllama", {}, "DiffLlamaAttention calls its attention function 2 times in a forward pass"),
-        ("llama4_text", {}, "Llama4ForCausalLM has no decoder with an output embedding"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_with_the_reason(

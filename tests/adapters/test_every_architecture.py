@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM
 
 import dlm_lens as dl
-from dlm_lens.attention import check_hook_points
+from dlm_lens.adapters.head import final_norm, head_logits
+from dlm_lens.attention import attention_blocks, check_hook_points, decoder_of
+from dlm_lens.hooks import ablate
 from tests.adapters.small_architectures import IDS, MASKED_TYPES, MODEL_TYPES, small_model
 
 REASONS = {
@@ -62,6 +64,12 @@ QUICK = frozenset(
 )
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in MODEL_TYPES]
 
+NO_STREAM = frozenset({"deepseek_v4", "gemma3n_text", "zamba"})
+"""Model types of which no layer with attention passes on one residual stream: no lens and no hook reads it."""
+
+WITHOUT_TRACES = {"modernbert-decoder": "calls another module lm_head", "zamba": "a trace reads that of lm.layers"}
+"""Model types of which `DiffusionLM` says why it does not take them."""
+
 OTHER_PATTERNS = frozenset({"granite_swa", "granitemoe_swa", "minicpm3"})
 """transformers' own `output_attentions` are other numbers: Granite's leave out the share of the learned sink logit,
 which our patterns have, and MiniCPM3's eager attention fails."""
@@ -89,6 +97,37 @@ def check_decoding(model: Any, loaded: Any) -> None:
         written = len(theirs)
         assert torch.equal(alone[:written], theirs)
         assert torch.equal(both[row, len(LONG) :][:written], theirs)
+
+
+def check_lens(loaded: Any, refused: bool) -> None:
+    """What a lens makes of the last layer's stream are the model's logits."""
+    prompt = [IDS[0].tolist()]
+    if refused:
+        with pytest.raises(ValueError, match="does not pass on the residual stream"):
+            dl.probes.logit_lens(loaded, dl.denoise(loaded, prompt, gen_length=1))
+        with pytest.raises(ValueError, match="does not pass on the residual stream"):
+            dl.denoise(loaded, prompt, gen_length=1, hooks=[ablate("resid")])
+        return
+    block, stream = attention_blocks(loaded)[-1], []
+    others = [
+        each for each in decoder_of(loaded).modules() if isinstance(each, nn.ModuleList) and block in list(each)
+    ]
+    last = others[0][-1] if others else block  # the last layer may have no attention
+    handle = last.register_forward_hook(lambda module, args, output: stream.append(output))
+    with torch.no_grad():
+        logits = loaded(IDS, use_cache=False).logits
+        handle.remove()
+        states = stream[0] if isinstance(stream[0], Tensor) else stream[0][0]
+        read = head_logits(loaded, final_norm(loaded)(states))
+    torch.testing.assert_close(read, logits, rtol=1e-4, atol=1e-5)  # one float32 product
+
+
+def check_trace(loaded: Any) -> None:
+    """A traced run is the run."""
+    lm = dl.DiffusionLM(loaded)
+    with lm.generate([SHORT], gen_length=2) as tracer:
+        run = tracer.result.save()
+    assert torch.equal(run.canvases, dl.denoise(loaded, [SHORT], gen_length=2).canvases)
 
 
 def check_statistics(model: Any, loaded: Any) -> None:
@@ -123,6 +162,12 @@ def test_it_computes_what_transformers_does_or_is_refused(model_type: str, tmp_p
         return
     loaded = dl.load(tmp_path)
     check_decoding(model, loaded)
+    check_lens(loaded, model_type in NO_STREAM)
+    if model_type in WITHOUT_TRACES:
+        with pytest.raises(ValueError, match=WITHOUT_TRACES[model_type]):
+            dl.DiffusionLM(loaded)
+    else:
+        check_trace(loaded)
     if model_type in WITHOUT_STATISTICS:
         with pytest.raises(ValueError, match=re.escape(f"has {WITHOUT_STATISTICS[model_type]} layers")):
             dl.record(loaded, [SHORT], [dl.ReceivedAttention()], gen_length=1)
