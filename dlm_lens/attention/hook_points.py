@@ -191,6 +191,17 @@ def attention_stack(model: Any, stack: str) -> nn.Module:
     return stacks[stack]
 
 
+def decoder_of(model: Any) -> Any:
+    """The network below the output embedding: `get_decoder()`, or the child `model`.
+
+    The child where transformers' lookup finds the model itself (Llama 4), or a single module of the name `decoder`
+    (the output embedding of ModernBERT).
+    """
+    found = model.get_decoder()
+    inner = model._modules.get("model")
+    return inner if inner is not None and (found is model or not found._modules) else found
+
+
 def computed_span(model: Any, positions: int, start: int | None = None) -> tuple[int, int] | None:
     """The span (start, stop) of ids whose queries and logits `model(input_ids)` computes; None: all of them.
 
@@ -201,7 +212,8 @@ def computed_span(model: Any, positions: int, start: int | None = None) -> tuple
         positions: of the ids.
         start: of the canvas, where the call gave it (`canvas_start`).
     """
-    span = getattr(getattr(model, "get_decoder", lambda: None)(), "canvas_span", None)
+    decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
+    span = getattr(decoder, "canvas_span", None)
     return None if span is None else span(positions, start)
 
 

@@ -21,17 +21,6 @@ AFTER_MLP = ("post_mlp_layernorm", "post_feedforward_layernorm", "mlp_gate")
 """Norms or gates between the MLP and the residual stream."""
 
 
-def decoder_of(model: Any) -> Any:
-    """The network below the output embedding: `get_decoder()`, or the child `model`.
-
-    The child where transformers' lookup finds the model itself (Llama 4), or a single module of the name `decoder`
-    (the output embedding of ModernBERT).
-    """
-    found = model.get_decoder()
-    inner = model._modules.get("model")
-    return inner if inner is not None and (found is model or not found._modules) else found
-
-
 def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
     """The decoder layers, in order, whose attention has hook points.
 
