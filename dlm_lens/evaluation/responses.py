@@ -140,8 +140,7 @@ class Responses:
                 return
             lines = self._lines(path, whole)
             self._first = whole[: whole.index(b"\n") + 1]
-            if len(whole) < len(data):
-                os.ftruncate(file.fileno(), len(whole))
+            _drop_incomplete_line(file, path)
         self._answers = {line.key: line.answer for line in lines}
         logger.info("%s: %d stored answers", path, len(self._answers))
 
