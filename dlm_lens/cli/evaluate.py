@@ -73,19 +73,10 @@ def eval_command(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Evaluate a model on tasks of lm-evaluation-harness, and on those that come with this package."""
-    from dlm_lens.adapters.model_names import check_model_name
-    from dlm_lens.hooks.expressions import check_expression
-
     if presets:
         _print_presets(as_json)
         return
-    check_model_name(model)
-    check_dtype(dtype)
-    check_device(device)
-    if hooks:
-        check_expression(hooks)
-    if not batch_size.isdigit() and not batch_size.startswith("auto"):
-        raise ValueError(f"--batch-size is {batch_size!r}; give a whole number, or auto")
+    _check(model, dtype, device, hooks, batch_size)
     for directory in filter(None, (out, record_to)):
         check_directory(directory)
     given = {
@@ -110,15 +101,34 @@ def eval_command(
         confirm_run_unsafe_code=confirm_run_unsafe_code,
         **settings,
     )
-    if as_json:
-        show_json({"scores": [_score(one) for one in result.scores], "settings": dict(result.settings)})
-    else:
-        echo(result.markdown())
+    _show(result, as_json)
     if out is not None:
         result.save(out)
         echo(f"\nresults: {out / 'results.json'}", err=True)
     if record_to is not None:
         echo(f"recordings: {record_to}; requests.jsonl lists the request of each", err=True)
+
+
+def _check(model: str, dtype: str | None, device: str | None, hooks: str, batch_size: str) -> None:
+    """Raise for arguments that can be checked before anything heavy is imported."""
+    from dlm_lens.adapters.model_names import check_model_name
+    from dlm_lens.hooks.expressions import check_expression
+
+    check_model_name(model)
+    check_dtype(dtype)
+    check_device(device)
+    if hooks:
+        check_expression(hooks)
+    if not batch_size.isdigit() and not batch_size.startswith("auto"):
+        raise ValueError(f"--batch-size is {batch_size!r}; give a whole number, or auto")
+
+
+def _show(result: Any, as_json: bool) -> None:
+    """Print the scores of an `Evaluation`."""
+    if as_json:
+        show_json({"scores": [_score(one) for one in result.scores], "settings": dict(result.settings)})
+    else:
+        echo(result.markdown())
 
 
 def _settings(preset: str | None, given: dict[str, Any], **pairs: str) -> dict[str, Any]:
