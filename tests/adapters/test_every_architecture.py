@@ -225,3 +225,27 @@ def test_a_layer_that_runs_twice_has_no_statistic() -> None:
         pytest.raises(ValueError, match="layer 0 ran twice in one forward pass"),
     ):
         model(IDS)
+
+
+def test_the_pages_name_these_numbers() -> None:
+    root = Path(__file__).parents[2]
+    counts = {}
+    for name, types, absent, refused in (
+        ("AutoModelForCausalLM", MODEL_TYPES, NOT_BUILT, REFUSED),
+        ("AutoModelForMaskedLM", MASKED_TYPES, MASKED_NOT_BUILT, MASKED_REFUSED),
+    ):
+        built = len(types) - len(absent)
+        counts[name] = (len(types), built, built - len(refused), len(refused))
+    page = (root / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if "`AutoModelFor" in line
+    ]
+    for name, numbers in counts.items():
+        (row,) = [cells[1:] for cells in rows if f"`{name}`" in cells[0]]
+        assert row == list(map(str, numbers))
+    total, built, compared, _ = counts["AutoModelForCausalLM"]
+    for path in ("README.md", "CHANGELOG.md", "docs/families.md"):
+        assert f"{compared} causal architectures of transformers" in (root / path).read_text(encoding="utf-8")
+    assert f"of {built}\n  that are built" in (root / "CHANGELOG.md").read_text(encoding="utf-8")
+    types = total + counts["AutoModelForMaskedLM"][0]
+    assert f"{types} model types of transformers" in (root / "docs/verification.md").read_text(encoding="utf-8")
