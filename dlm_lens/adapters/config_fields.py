@@ -273,12 +273,6 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
         return f"{written_name(name, values)} = {shown(getattr(config, name))}"
 
     if not getattr(config, "num_attention_heads", None):
-        if getattr(config, "text_config", None) is not None:
-            raise ValueError(
-                f"{what} is of a {config.model_type}, of which text is one part of several (text_config), and "
-                "dlm_lens.load takes models of text alone: load it with transformers, then call "
-                "dlm_lens.add_hook_points(model)"
-            )
         raise ValueError(
             f"{what} is of a {config.model_type}, which has no attention: there is nothing to add hook points to"
         )

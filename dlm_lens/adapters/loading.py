@@ -23,6 +23,7 @@ from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
 from dlm_lens.adapters.model_names import check_model_name, embedded_models, embedded_path
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
 from dlm_lens.adapters.registry import Family, family_of, model_type_of
+from dlm_lens.adapters.text_part import text_class, text_values
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, read_headers
 from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
@@ -63,6 +64,8 @@ def load(
 ) -> PreTrainedModel:
     """Load a masked DLM or an AR baseline (a causal LM of transformers), ready to denoise, in eval mode.
 
+    Of a checkpoint of several parts (text beside images or sound) the text network is loaded, as an AR baseline.
+
     The result is an ordinary transformers model with hook points in its attention, `model.tokenizer` (None
     where the files hold none) and `model.sampler_defaults`. Native code only: the checkpoint's own Python is
     never executed, whatever its `auto_map` says, and pickled weights are refused.
@@ -100,11 +103,13 @@ def load(
     source = _resolve(path_or_hub_name, options)
     values, weights = _describe(source, size, options)
     values["model_type"] = model_type_of(values, source)
+    what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
+    text = text_values(values, what)
+    values = values if text is None else text
     family = family_of(values["model_type"])
     config_class, model_class = family.layouts[values["model_type"]]
     given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
     values |= known_values(family, str(path_or_hub_name), values, given | {"sampler": sampler})
-    what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     config = built_config(config_class, values, what)
     place = str(Path(source).parent) if Path(source).is_file() else source
     tokenizer = load_tokenizer(place, options, config, family.tokenizer_classes)
@@ -117,10 +122,12 @@ def load(
     width = check_quantisation(str(source), family, own, quantization_config, device_map)
     _check_weights(weights, config, kept, device_map, own, width, options)
     headers = read_headers(_fetched(weights, options))
-    check_shapes(weights, what, headers, family, model_class, config, values, packed=own is not None)
+    read_as, renames = (model_class, {}) if text is None else text_class(model_class, config, headers)
+    check_shapes(weights, what, headers, family, read_as, config, values, renames, packed=own is not None)
     model = _load_weights(
-        model_class,
+        read_as,
         weights,
+        key_mapping=renames,
         config=config,
         dtype="auto" if kept is None else kept,
         device_map=device_map,
@@ -128,6 +135,7 @@ def load(
         **quantised,
         **options,
     )
+    model.__class__ = model_class
     if eos_token_id is not None:
         model.generation_config.eos_token_id = eos_token_id
     finish_model(model, family, tokenizer)

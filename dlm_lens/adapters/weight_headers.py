@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -187,6 +188,10 @@ class _Expected:
         stem = lists.most_common(1)[0][0] if lists else "layers"
         return re.compile(rf"(?:^|\.){re.escape(stem)}\.(\d+)\.")
 
+    def ignores(self, name: str) -> bool:
+        """Whether the model class leaves a tensor out."""
+        return any(re.search(pattern, name) for pattern in self.ignored)
+
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
     """The tensors of all files of a checkpoint.
@@ -212,6 +217,7 @@ def check_shapes(
     model_class: type[PreTrainedModel],
     config: Any,
     values: Mapping[str, Any],
+    renames: Mapping[str, str] = MappingProxyType({}),
     *,
     packed: bool = False,
 ) -> None:
@@ -225,15 +231,18 @@ def check_shapes(
         model_class: of the model.
         config: of the model.
         values: of config.json, for the names of its fields.
+        renames: pattern -> replacement in the names of the files' tensors, before those of the model class.
         packed: whether the files are quantised, so that their shapes are the method's; then only layers count.
 
     Raises:
         ValueError: with the field, the config's value and the files', or with the tensors' names.
     """
-    expected = _expected(model_class, config, what, family, layers=1)
+    expected = _expected(model_class, config, what, family, renames, layers=1)
     stored = {_renamed(name, expected, 0): name for name in headers}
     layer = expected.layer
-    layers = {int(found.group(1)) for name in stored if (found := layer.search(name))}
+    layers = {
+        int(found.group(1)) for name in stored if (found := layer.search(name)) and not expected.ignores(name)
+    }
     count, field = config.num_hidden_layers, written_name("num_hidden_layers", values)
     cause = f"{what} says {field} = {count}, the files hold {len(layers)} layers: " if count != len(layers) else ""
     if count > len(layers):
@@ -243,7 +252,7 @@ def check_shapes(
         )
     if packed:
         return
-    expected = _expected(model_class, config, what, family)
+    expected = _expected(model_class, config, what, family, renames)
     stored = {_renamed(name, expected, count): name for name in headers}
     whole = _fused(expected.shapes, stored, family)
     experts = _take_experts(stored, whole, expected)
@@ -308,7 +317,9 @@ def _with_layers(config: Any, count: int) -> Any:
     return small
 
 
-def _expected(model_class: Any, config: Any, what: str, family: Family, layers: int | None = None) -> _Expected:
+def _expected(
+    model_class: Any, config: Any, what: str, family: Family, renames: Mapping[str, str], layers: int | None = None
+) -> _Expected:
     """The parameters of a config's network, or of one with fewer layers, from one without memory."""
     try:
         config = config if layers is None else _with_layers(config, layers)
@@ -320,7 +331,7 @@ def _expected(model_class: Any, config: Any, what: str, family: Family, layers: 
             _check_rotary(kind(getattr(module, "config", config)))
     except REFUSALS as error:
         raise ValueError(f"{what} describes a network that cannot be built: {one_line(error)}") from error
-    mapping = get_model_conversion_mapping(model)
+    mapping = get_model_conversion_mapping(model, dict(renames))
     own = [conversion.source_patterns for conversion in _splitting(family)]
     return _Expected(
         shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
@@ -429,7 +440,7 @@ def _missing_experts(experts: Mapping[tuple[str, str], set[int]]) -> list[str]:
 
 
 def _surplus(name: str, whole: Mapping[str, Any], expected: _Expected) -> bool:
-    return name not in whole and not any(re.search(pattern, name) for pattern in expected.ignored)
+    return name not in whole and not expected.ignores(name)
 
 
 def _differences(

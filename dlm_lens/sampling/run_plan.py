@@ -10,6 +10,7 @@ from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.loading import finish_model, known_values, prepare_config
 from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.adapters.registry import family_of, model_type_of
+from dlm_lens.adapters.text_part import text_values
 from dlm_lens.arguments import check_values
 from dlm_lens.attention import decoder_of, hooked_attentions
 from dlm_lens.sampling.algorithm_registry import algorithms
@@ -87,6 +88,7 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
         )
     values = config_values(embedded_path(source), {})
     values["model_type"] = model_type_of(values, source)
+    values = text_values(values, f"the config.json of {source}") or values
     family = family_of(values["model_type"])
     values |= known_values(family, source, values)
     config_class, model_class = family.layouts[values["model_type"]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -44,17 +44,27 @@ SIZES: Mapping[str, Any] = {
 }
 """Names of sizes in configs -> small ones."""
 
+TEXT = ("text_config", "decoder_config")
+OF_OTHER_PARTS: Mapping[str, Any] = {"depth": 2, "num_hidden_layers": 2, "embed_dim": 64, "out_hidden_size": 64}
+"""Further sizes of networks for images and sound."""
+
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 
+_THREE_COORDINATES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 OWN: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
     "dots1": {"n_routed_experts": 4},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 4, "mamba_d_ssm": 64},
     "gemma4_text": {"global_head_dim": 32, "num_global_key_value_heads": 2, "num_hidden_layers": 6},
+    "glm4v_moe_text": {
+        "rope_parameters": {**_THREE_COORDINATES, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2},
+    "qwen2_5_vl_text": {"rope_parameters": _THREE_COORDINATES},
+    "qwen2_vl_text": {"rope_parameters": _THREE_COORDINATES},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Model types -> sizes that no common name covers."""
@@ -81,7 +91,7 @@ def small_model(model_type: str, auto: Any = AutoModelForCausalLM) -> PreTrained
             torch.manual_seed(0)
             model: PreTrainedModel = auto.from_config(config).eval().float()
             with torch.no_grad():
-                model(IDS)
+                model(input_ids=IDS)
         except Exception as error:  # whatever a class raises for sizes that it does not take
             errors.append(error)
         else:
@@ -101,12 +111,18 @@ def _attempts(model_type: str) -> Iterator[dict[str, Any]]:
 def _values(model_type: str, sizes: Mapping[str, Any], absent: bool) -> dict[str, Any]:
     """The sizes that a config has; also those that are None in it, if `absent`."""
     config = AutoConfig.for_model(model_type)
+    return _of_all_parts(config, sizes, absent)
+
+
+def _of_all_parts(config: Any, sizes: Mapping[str, Any], absent: bool) -> dict[str, Any]:
+    """The sizes of a config and of the configs in it."""
     if "kv_lora_rank" in vars(config):  # multi-head latent attention has as many heads of keys as of queries
         sizes = {**sizes, "num_key_value_heads": sizes["num_attention_heads"]}
-    values = _of(config, sizes, absent) | dict(OWN.get(model_type, {}))
-    for part in ("text_config", "decoder_config"):
-        if getattr(config, part, None) is not None:
-            values[part] = _of(getattr(config, part), sizes, absent)
+    values = _of(config, sizes, absent) | dict(OWN.get(config.model_type, {}))
+    for name, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig):
+            given = sizes if name in TEXT else {**sizes, **OF_OTHER_PARTS}
+            values[name] = _of_all_parts(part, given, absent) | {"model_type": part.model_type}
     return values
 
 

@@ -20,17 +20,16 @@ from tests.adapters.small_architectures import IDS, MASKED_TYPES, MODEL_TYPES, s
 REASONS = {
     "has no attention: there is nothing to add": "falcon_mamba mamba rwkv",
     "computes attention without transformers' attention interface": (
-        "bailing_hybrid bloom codegen falcon gpt_neo gpt_neox_japanese gptj kimi_linear minimax mpt trocr xglm"
+        "bailing_hybrid bloom codegen falcon git gpt_neo gpt_neox_japanese gptj kimi_linear minimax mpt trocr xglm"
     ),
     "has no attention module that calls transformers' attention interface": "cpmant openai-gpt xlnet",
-    "calls its attention function 0 times in a forward pass": (  # cross-attention without an encoder
-        "bigbird_pegasus blenderbot blenderbot-small marian pegasus plbart whisper"
+    "calls its attention function 0 times in a forward pass": (  # attention to an encoder or to images without them
+        "bigbird_pegasus blenderbot blenderbot-small marian pegasus phi4_multimodal plbart whisper"
     ),
     "calls its attention function 2 times in a forward pass": "diffllama",
     "computes something else for the attention implementation 'sdpa'": (
         "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text"
     ),
-    r"text is one part of several \(text_config\)": "fuyu gemma4 gemma4_unified",
     "no family loads model_type": (  # encoders, and classes whose files have the model type of a part
         "bart bert big_bird camembert data2vec-text electra emu3 ernie mbart megatron-bert mllama mvp rembert "
         "roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl"
@@ -52,8 +51,8 @@ WITHOUT_STATISTICS = {
 """Model types that are loaded and decoded -> the kind of layers whose attention has no statistics here."""
 
 _NOT_BUILT = (
-    "blt cohere_compass_text dbrx dots1 dots3_note gemma3 gemma3n gemma4_assistant gemma4_unified_assistant git "
-    "got_ocr2 longcat_flash mamba2 moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp "
+    "blt cohere_compass_text dbrx dots1 dots3_note gemma3n gemma4_assistant gemma4_unified_assistant "
+    "longcat_flash mamba2 musicgen musicgen_melody qwen4_exp "
     "qwen4_exp_text reformer xlstm xmod zamba2"
 )
 NOT_BUILT = frozenset(_NOT_BUILT.split())
