@@ -135,7 +135,9 @@ def load(
         **quantised,
         **options,
     )
-    model.__class__ = model_class
+    if text is not None:
+        extras: Any = model
+        extras.__class__, extras._weight_conversions = model_class, None  # saved as a text network is
     if eos_token_id is not None:
         model.generation_config.eos_token_id = eos_token_id
     finish_model(model, family, tokenizer)

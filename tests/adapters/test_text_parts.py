@@ -82,6 +82,11 @@ def test_the_text_network_computes_what_the_whole_model_does(model_type: str, tm
         written = theirs[len(prompt) :]
         assert len(written)
         assert torch.equal(both[row, len(LONG) :][: len(written)], written)
+    loaded.save_pretrained(tmp_path / "text")
+    again = dl.load(tmp_path / "text")
+    assert type(again) is type(loaded)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, loaded(IDS).logits)
 
 
 @pytest.mark.parametrize("model_type", sorted(set(TYPES) - set(LOADED)))
