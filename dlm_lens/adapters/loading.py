@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_peft_available
 
 from dlm_lens.adapters import smollm2
@@ -111,11 +111,7 @@ def load(
     given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
     values |= known_values(family, str(path_or_hub_name), values, given | {"sampler": sampler})
     config = built_config(config_class, values, what)
-    place = str(Path(source).parent) if Path(source).is_file() else source
-    tokenizer = load_tokenizer(place, options, config, family.tokenizer_classes)
-    if tokenizer is None and config.vocab_size in family.tokenizers:
-        name, model_type = family.tokenizers[config.vocab_size]
-        tokenizer = load_tokenizer(name, {}, CONFIG_MAPPING[model_type]())
+    tokenizer = _tokenizer(source, options, config, family)
     prepare_config(config, family, tokenizer)
     quantised = {} if quantization_config is None else {"quantization_config": quantization_config}
     own = values.get("quantization_config")
@@ -298,6 +294,16 @@ def _resolve(name: str | Path, options: dict[str, Any]) -> str:
     if not path.exists() and path.suffix == ".safetensors" and len(path.parts) > 2:
         return needed_file("/".join(path.parts[:2]), "/".join(path.parts[2:]), options)
     return str(path) if str(name).startswith("~") else str(name)
+
+
+def _tokenizer(source: str, options: dict[str, Any], config: Any, family: Family) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights, or the family's where its checkpoints come without one."""
+    place = str(Path(source).parent) if Path(source).is_file() else source
+    tokenizer = load_tokenizer(place, options, config, family.tokenizer_classes)
+    if tokenizer is None and config.vocab_size in family.tokenizers:
+        name, model_type = family.tokenizers[config.vocab_size]
+        tokenizer = load_tokenizer(name, {}, CONFIG_MAPPING[model_type]())
+    return tokenizer
 
 
 def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
