@@ -90,16 +90,14 @@ def measured_columns(
         ValueError: the source lacks the step, the layer, heads or the rows, or has more steps than the run, a
             canvas of another length or other prompts.
     """
-    step = run_of(hook, who).step if "step" in source.dims else 0
+    step = _step_place(source, run_of(hook, who).step, who)
     layer = hook.layer() if "layer" in source.dims else 0
     if isinstance(source, Sinks):
         found, scores = (with_all_axes(tensor, source.dims) for tensor in (source.is_sink, source.scores))
-        _check_step(len(found), step, who)
         index = _layer_index(source, layer, who)
         found, scores = found[step, :, index], scores[step, :, index]
     else:
         assert detector is not None
-        _check_step(len(source.values), step, who)
         received = _at_step(source, step)
         if per != "model" and "layer" in source.dims:
             index = _layer_index(source, layer, who)
@@ -151,9 +149,24 @@ def _at_step(source: Received, step: int) -> Received:
     return replace(source, **part)
 
 
-def _check_step(steps: int, step: int, who: Any) -> None:
-    if step >= steps:
-        raise ValueError(f"{who}: the source has {steps} steps and the run is at step {step}")
+def _numbers(source: MeasuredSinks) -> tuple[int, ...]:
+    """The number of each step of a source in its run; none for a source without steps."""
+    if "step" not in source.dims:
+        return ()
+    return source.steps or tuple(range(len(source.is_sink if isinstance(source, Sinks) else source.values)))
+
+
+def _step_place(source: MeasuredSinks, step: int, who: Any) -> int:
+    """The place of a step of the run on the source's axis of steps; 0 for a source without one."""
+    numbers = _numbers(source)
+    if not numbers:
+        return 0
+    if step not in numbers:
+        whole = numbers == tuple(range(len(numbers)))
+        held = f"{len(numbers)} steps" if whole else f"the steps {', '.join(map(str, numbers))}"
+        remedy = "" if whole else "; limit the hook with at_steps"
+        raise ValueError(f"{who}: the source has {held} and the run is at step {step}{remedy}")
+    return numbers.index(step)
 
 
 def _check_total(source: MeasuredSinks, hook: PointContext, who: Any) -> None:
@@ -164,7 +177,7 @@ def _check_total(source: MeasuredSinks, hook: PointContext, who: Any) -> None:
     Raises:
         ValueError: with both numbers.
     """
-    steps = len(source.is_sink if isinstance(source, Sinks) else source.values) if "step" in source.dims else 0
+    steps = max(_numbers(source), default=-1) + 1
     total = run_of(hook, who).total
     if steps > total and not hook.causal:
         raise ValueError(f"{who}: the source has {steps} steps and the run {total}; give one of the same settings")

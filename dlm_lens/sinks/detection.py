@@ -36,7 +36,8 @@ class Sinks(ShowsItself):
         tokens: ids of the keys, on the step, batch and key axes among `dims`; None if unknown.
         masked: which keys are still masked, on the same axes; None if unknown.
         layers: index of each layer in the model; empty without a layer axis.
-        steps: number of each step in its run, which figures show; empty for 0, 1, ....
+        steps: number of each step in its run, which tables and figures show; empty for 0, 1, ....
+        heads: likewise, index of each head in the model.
         queries: the class of counted queries, as text.
         sinks: how many of the keys, the last ones, are the model's learned sink tokens (token id -1 - i).
         tokenizer: decodes token ids; None if there is none.
@@ -58,6 +59,7 @@ class Sinks(ShowsItself):
     masked: Bool[Tensor, "*rows key"] | None = None
     layers: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
     queries: str = "all"
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
@@ -77,8 +79,9 @@ class Sinks(ShowsItself):
                 raise ValueError(f"Sinks.{name} has shape {list(given.shape)}; is_sink needs {list(expected)}")
         if "layer" in self.dims and len(self.layers) != shape[self.dims.index("layer")]:
             raise ValueError(f"{len(self.layers)} layer indices for is_sink of shape {list(shape)} {self.dims}")
-        if self.steps and len(self.steps) != dict(zip(self.dims, shape, strict=True)).get("step", 1):
-            raise ValueError(f"{len(self.steps)} step numbers for is_sink of shape {list(shape)} {self.dims}")
+        for axis, numbers in (("step", self.steps), ("head", self.heads)):
+            if numbers and len(numbers) != dict(zip(self.dims, shape, strict=True)).get(axis, 1):
+                raise ValueError(f"{len(numbers)} {axis} numbers for is_sink of shape {list(shape)} {self.dims}")
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.dims, self.is_sink.shape, strict=True))
@@ -109,10 +112,10 @@ class Sinks(ShowsItself):
 
         Columns: step, batch, layer, head, position, canvas_position, token, masked, score, threshold, scale, level.
         Axes that are not in `dims` have no column; token and masked have none if they are unknown. `token` is text
-        with a space as ␣ (`token_text`) if there is a tokenizer, else the id. `step` counts from 0, `layer` is the
-        index in the model, `position` counts from the prompt's first token, without padding; if a row has padding,
-        `canvas_position` is the index on the canvas, which indexes tensors. Both are missing (NA) for a learned
-        sink token, whose token is "sink(0)".
+        with a space as ␣ (`token_text`) if there is a tokenizer, else the id. `step` is the number in the run,
+        `layer` and `head` are indices in the model, `position` counts from the prompt's first token, without
+        padding; if a row has padding, `canvas_position` is the index on the canvas, which indexes tensors. Both
+        are missing (NA) for a learned sink token, whose token is "sink(0)".
 
         Args:
             top: list only this many sinks, each (batch, layer, head, position) once: at the step at which it is
@@ -130,8 +133,9 @@ class Sinks(ShowsItself):
             "position" if name == "key" else name: index.tolist()
             for name, index in zip(self.dims, where, strict=True)
         }
-        if "layer" in columns:
-            columns["layer"] = [self.layers[i] for i in columns["layer"]]
+        for name, numbers in (("step", self.steps), ("layer", self.layers), ("head", self.heads)):
+            if name in columns and numbers:
+                columns[name] = [numbers[i] for i in columns[name]]
         rows = tuple(i for name, i in zip(self.dims, where, strict=True) if name not in ("layer", "head"))
         if self.tokens is not None:
             text = TokenTexts(self.tokenizer)
@@ -249,6 +253,7 @@ def _detected(given: Received | KeyStatistic, detector: Detector) -> Sinks:
         masked=_squeeze(given.masked, given, ("step", "batch", "key")),
         layers=given.layers,
         steps=given.steps,
+        heads=given.heads,
         queries=given.queries if isinstance(given, Received) else "none (hidden states)",
         sinks=given.sinks,
         padding=given.padding,

@@ -1,6 +1,5 @@
 """Received attention and statistics of hidden states, read from a Recording or computed for a finished run."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -16,8 +15,6 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received
-
-logger = logging.getLogger(__name__)
 
 
 @checked_arguments()
@@ -125,22 +122,6 @@ def key_statistic_over_steps(
     return key_statistic_of(recording, quantity)
 
 
-def _warn_of_parts(recording: Recording) -> None:
-    """Warn where the steps or heads of a recording are some of a run's, whose places count from 0 from here on."""
-    for name, indices in (("step", recording.steps), ("head", recording.heads or ())):
-        other = [place for place, index in enumerate(indices) if place != index]
-        if other:
-            logger.warning(
-                "this recording has some %ss of a run: in sinks and trajectories they count from 0 (%s %d is %s %d "
-                "there); layers, and steps in figures, keep their index",
-                name,
-                name,
-                indices[other[0]],
-                name,
-                other[0],
-            )
-
-
 def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
     """The received attention of a recorded class of queries, as `received_over_steps` gives it for the same run.
 
@@ -155,7 +136,6 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
             f"{', '.join(recording.specs)}"
         )
     run = recording.run
-    _warn_of_parts(recording)
     return Received(
         values=getattr(recording, name),
         expected=recording.expected_by_layer(queries)[:, :, :, None],
@@ -167,6 +147,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
         scale=RELATIVE,
         layers=recording.layers,
         steps=recording.steps,
+        heads=recording.heads or (),
         queries=queries,
         min_viewers=int(recording.specs[name].settings["min_viewers"]),
         sinks=recording.sinks,
@@ -205,6 +186,7 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
         valid=recording.valid,
         layers=recording.layers,
         steps=recording.steps,
+        heads=() if quantity == "max activation" else recording.heads or (),
         dims=tuple(axis for axis in AXES if axis != "head") if quantity == "max activation" else AXES,
         sinks=recording.sinks,
         tokenizer=recording.run.tokenizer,

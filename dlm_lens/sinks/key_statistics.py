@@ -23,7 +23,7 @@ class KeyStatistic:
         quantity: "max activation" (no head axis) or "key norm" (for every query head, of the key that it uses).
         median: median over positions and features of |h|, the reference of "max activation"; None for the median of
             `values` over the positions.
-        tokens, masked, valid, layers, steps, tokenizer, sinks, final_tokens: as in `Received`.
+        tokens, masked, valid, layers, steps, heads, tokenizer, sinks, final_tokens: as in `Received`.
         dims: the axes that exist.
 
     Raises:
@@ -38,6 +38,7 @@ class KeyStatistic:
     valid: Bool[Tensor, "batch key"] | None = None
     layers: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
     dims: tuple[str, ...] = AXES
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
@@ -46,7 +47,7 @@ class KeyStatistic:
     def __post_init__(self) -> None:
         if self.quantity not in ("max activation", "key norm"):
             raise ValueError(f"KeyStatistic.quantity is {self.quantity!r}; 'max activation' or 'key norm'")
-        known = {"layer": len(self.layers), "step": len(self.steps)}
+        known = {"layer": len(self.layers), "step": len(self.steps), "head": len(self.heads)}
         check_shapes(self, **{axis: size for axis, size in known.items() if size})
 
     def __repr__(self) -> str:

@@ -53,7 +53,8 @@ class Received:
         scale: "relative to uniform" or "column sum".
         level: whose pattern the scores describe, see `at_level`.
         layers: index of each layer in the model; empty without a layer axis.
-        steps: number of each step in its run, which figures show; empty for 0, 1, ....
+        steps: number of each step in its run, which tables and figures show; empty for 0, 1, ....
+        heads: likewise, index of each head in the model.
         queries: the class of counted queries, as text.
         min_viewers: fewest counted queries that must see a key for it to have a score.
         dims: the axes that exist, a part of ("step", "batch", "layer", "head", "key").
@@ -78,6 +79,7 @@ class Received:
     level: Level = "head"
     layers: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
     queries: str = "all"
     min_viewers: int = 1
     dims: tuple[str, ...] = AXES
@@ -88,7 +90,7 @@ class Received:
     def __post_init__(self) -> None:
         if self.scale not in (RELATIVE, COLUMN_SUM):
             raise ValueError(f"Received.scale is {self.scale!r}; it must be {RELATIVE!r} or {COLUMN_SUM!r}")
-        known = {"layer": len(self.layers), "step": len(self.steps)}
+        known = {"layer": len(self.layers), "step": len(self.steps), "head": len(self.heads)}
         check_shapes(self, **{axis: size for axis, size in known.items() if size})
         self._check_dims()
 
@@ -112,6 +114,11 @@ class Received:
     def step_numbers(self) -> tuple[int, ...]:
         """The number of each step in its run."""
         return self.steps or tuple(range(len(self.values)))
+
+    @property
+    def head_numbers(self) -> tuple[int, ...]:
+        """The index of each head in the model."""
+        return self.heads or tuple(range(self.values.shape[3]))
 
     @property
     def padding(self) -> Int[Tensor, "batch"] | None:
@@ -192,6 +199,7 @@ class Received:
             final_tokens=None if self.final_tokens is None else self.final_tokens[rows],
             layers=self.layers[layers] if self.layers else (),
             steps=self.steps[steps],
+            heads=self.heads[heads],
         )
 
     def first_steps(self, count: int) -> "Received":
@@ -247,6 +255,7 @@ class Received:
             viewers=viewers,
             level=level,
             layers=self.layers if "layer" not in merged else (),
+            heads=self.heads if "head" not in merged else (),
             dims=tuple(name for name in self.dims if name not in merged),
         )
 

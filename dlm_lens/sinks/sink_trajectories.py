@@ -67,7 +67,8 @@ class Trajectories(ShowsItself):
         static_position: the position that is active at most steps; -1 if there is never a sink.
         static_share: its share of the steps that have a sink.
         scored: which keys have a score.
-        tokens, masked, final_tokens, scale, level, layers, steps, queries, sinks, tokenizer: as in `Received`.
+        tokens, masked, final_tokens, scale, level, layers, steps, heads, queries, sinks, tokenizer: as in
+            `Received`.
         padding: how many keys of each row are padding on its left; None for none.
         detector: the rule of the onset.
         hysteresis: factor of the rule's setting below which an active position ends.
@@ -98,13 +99,14 @@ class Trajectories(ShowsItself):
     final_tokens: Int[Tensor, "batch key"] | None = None
     layers: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
     queries: str = "all"
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
     padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        known = {"layer": len(self.layers), "step": len(self.steps)}
+        known = {"layer": len(self.layers), "step": len(self.steps), "head": len(self.heads)}
         check_shapes(self, **{axis: size for axis, size in known.items() if size})
         if not len(self.lives) == len(self.before) == len(self.trajectory):
             raise ValueError(
@@ -136,6 +138,16 @@ class Trajectories(ShowsItself):
         """How many of the keys are canvas positions; learned sink tokens come after them."""
         return self.scored.shape[-1] - self.sinks
 
+    @property
+    def step_numbers(self) -> tuple[int, ...]:
+        """The number of each step in its run."""
+        return self.steps or tuple(range(len(self.main)))
+
+    @property
+    def head_numbers(self) -> tuple[int, ...]:
+        """The index of each head in the model."""
+        return self.heads or tuple(range(self.main.shape[3]))
+
     @cached_property
     def kinds(self) -> NDArray[np.str_]:
         """Kind of each pattern: "none", "static", "moving" or "unsettled" (appear and vanish without a move)."""
@@ -145,10 +157,11 @@ class Trajectories(ShowsItself):
         return kinds_of(steps, self.static_share.numpy(), np.asarray(moves, dtype=float).reshape(shape))
 
     def place(self, pattern: Ints) -> dict[str, Ints]:
-        """Batch row, layer (as in the model) and head of patterns, for the axes in `dims`."""
+        """Batch row, layer and head (as in the model) of patterns, for the axes in `dims`."""
         at = dict(zip(GROUPS["pattern"], np.unravel_index(pattern, self.static_share.shape), strict=True))
         if self.layers:
             at["layer"] = np.asarray(self.layers)[at["layer"]]
+        at["head"] = np.asarray(self.head_numbers)[at["head"]]
         return {name: index for name, index in at.items() if name in self.dims}
 
     def table(self) -> pd.DataFrame:
@@ -173,8 +186,10 @@ class Trajectories(ShowsItself):
             columns["token_last"] = [text(int(i)) for i in ids[lifetimes.last, row, lifetimes.position]]
         if self.masked is not None:
             columns["masked"] = self.masked.numpy()[lifetimes.first, row, lifetimes.position]
-        columns |= {"first_step": lifetimes.first, "last_step": lifetimes.last, "steps": lifetimes.steps}
-        columns |= {"peak": lifetimes.peak, "mean": lifetimes.mean, "peak_step": lifetimes.peak_step}
+        number = np.asarray(self.step_numbers)
+        columns |= {"first_step": number[lifetimes.first], "last_step": number[lifetimes.last]}
+        columns |= {"steps": lifetimes.steps, "peak": lifetimes.peak, "mean": lifetimes.mean}
+        columns |= {"peak_step": number[lifetimes.peak_step]}
         columns |= {"main_steps": lifetimes.main_steps, "transient": lifetimes.steps <= TRANSIENT_STEPS}
         columns |= {"born": lifetimes.born, "died": lifetimes.died, "trajectory": self.trajectory}
         came_from = pd.Series(lifetimes.position[self.before], dtype="Int64").mask(self.before < 0)
@@ -196,7 +211,7 @@ class Trajectories(ShowsItself):
         step, pattern = step[order], pattern[order]
         row = np.unravel_index(pattern, self.static_share.shape)[0]
         main = self.main.flatten(1).numpy()
-        columns: dict[str, Any] = {**self.place(pattern), "step": step}
+        columns: dict[str, Any] = {**self.place(pattern), "step": np.asarray(self.step_numbers)[step]}
         keys = {"from": main[step - 1, pattern], "to": main[step, pattern]}
         for name, key in keys.items():
             position = pd.Series(key, dtype="Int64")
@@ -403,6 +418,7 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
                 "level",
                 "layers",
                 "steps",
+                "heads",
                 "queries",
                 "sinks",
                 "tokenizer",
@@ -422,7 +438,7 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
         "tokens": with_all_axes(sinks.tokens, sinks.dims, ("step", "batch", "key")),
         "masked": with_all_axes(sinks.masked, sinks.dims, ("step", "batch", "key")),
         "final_tokens": with_all_axes(sinks.final_tokens, sinks.dims, ("batch", "key")),
-        **{name: getattr(sinks, name) for name in ("level", "layers", "steps", "queries", *_CARRIED)},
+        **{name: getattr(sinks, name) for name in ("level", "layers", "steps", "heads", "queries", *_CARRIED)},
     }
     scores, entered = (with_all_axes(tensor, sinks.dims) for tensor in (sinks.scores, sinks.is_sink))
     return _Input(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, context)

@@ -212,12 +212,6 @@ class PlotOptions:
             return strongest(received)
         return most_moving(trajectories(received, self.rule), self.row)
 
-    def place_in_model(self) -> tuple[int | None, int | None]:
-        """`place` for pictures that run the model: a head picked in some recorded heads has its own index."""
-        layer, head = self.place()
-        picked, heads = self.layer is None and self.head is None, self.recording.heads
-        return layer, heads[head] if picked and heads is not None and head is not None else head
-
     def one_layer(self) -> int:
         """The layer of `place`, which must not be a mean.
 
@@ -230,12 +224,12 @@ class PlotOptions:
         return layer
 
     def one_head(self) -> tuple[int, int]:
-        """Layer and head of `place_in_model`, which must not be means.
+        """Layer and head of `place`, which must not be means.
 
         Raises:
             ValueError: one is.
         """
-        layer, head = self.place_in_model()
+        layer, head = self.place()
         if layer is None or head is None:
             raise ValueError("this picture is of one head; give --layer and --head, or neither for the strongest")
         return layer, head

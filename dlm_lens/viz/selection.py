@@ -78,7 +78,7 @@ def choose(received: Any, layer: int | None, head: int | None, row: int) -> Sele
     level = level_of(layer, head)
     received = received.at_level(level)
     layers = slice(0, 1) if layer is None else _slice("layer", layer, received.layers)
-    heads = slice(0, 1) if head is None else _slice("head", head, range(received.values.shape[3]))
+    heads = slice(0, 1) if head is None else _slice("head", head, received.head_numbers)
     rows = _slice("row", row, range(received.values.shape[1]))
     return Selection(received.part(rows, layers, heads), layer, head, row)
 
@@ -157,7 +157,7 @@ def strongest(received: Received) -> tuple[int, int]:
     peak = received.values.nan_to_num(nan=-torch.inf).amax(-1)
     mean = torch.where(peak.isfinite(), peak, torch.nan).nanmean((0, 1)).nan_to_num(nan=-torch.inf)
     layer, head = divmod(int(mean.argmax()), mean.shape[1])
-    return received.layers[layer], head
+    return received.layers[layer], received.head_numbers[head]
 
 
 def most_moving(paths: Trajectories, row: int | None = None) -> tuple[int | None, int | None]:

@@ -151,7 +151,7 @@ def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Tr
     axes: dict[str, tuple[int | None, Sequence[int]]] = {
         "batch": (row, range(sizes.get("batch", 1))),
         "layer": (layer, sinks.layers),
-        "head": (head, range(sizes.get("head", 1))),
+        "head": (head, sinks.heads or range(sizes.get("head", 1))),
     }
     place = {n: index_of(n, i, all_of) for n, (i, all_of) in axes.items() if n in sizes and i is not None}
     content = (~_at(sinks.scores, sinks.dims, place).isnan()).any(0)
@@ -192,7 +192,7 @@ def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, r
     """The track of one layer, head and row of `Trajectories`, which hold the largest key where it is a sink."""
     _check_level("Trajectories", paths.level, layer, head)
     layers = 0 if layer is None else index_of("layer", layer, paths.layers)
-    heads = 0 if head is None else index_of("head", head, range(paths.main.shape[3]))
+    heads = 0 if head is None else index_of("head", head, paths.head_numbers)
     row = index_of("row", row, range(paths.main.shape[1]))
     largest = paths.main[:, row, layers, heads].tolist()
     content = paths.scored[:, row].any(0)

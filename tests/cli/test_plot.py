@@ -67,8 +67,7 @@ def test_a_head_picked_in_some_recorded_heads_is_that_head_of_the_model(files):
         options = PlotOptions({"rec": recording.select(head=heads)})
         values = recording.received.nan_to_num(nan=0).amax(-1).mean((0, 1))[:, heads]
         layer, place = divmod(int(values.argmax()), len(heads))
-        assert options.place() == (layer, place)
-        assert options.one_head() == options.place_in_model() == (layer, heads[place])
+        assert options.one_head() == options.place() == (layer, heads[place])
         assert PlotOptions(options.recordings, layer=1, head=3).one_head() == (1, 3)
 
 

@@ -1,38 +1,91 @@
-"""Sinks of a part of a recording count its steps and heads from 0, and say so."""
+"""Sinks of a part of a recording keep the numbers of its steps in the run and of its heads in the model."""
 
-from typing import Any
-
+import pandas as pd
 import pytest
 import torch
 
-from dlm_lens import KeyNorm, ReceivedAttention, find_sinks, received_of, record
+import dlm_lens as dl
+from dlm_lens import KeyNorm, ReceivedAttention, TopK, find_sinks, received_of, record
+from dlm_lens.hooks import at_steps, mask_sinks
 from dlm_lens.recording import Recording
-from dlm_lens.sinks import key_statistic_of
+from dlm_lens.sinks import Received, key_statistic_of, sink_profile, trajectories
 from dlm_lens.testing import tiny
+from dlm_lens.viz import incoming_attention
+
+STEPS, HEADS = [1, 3], [2, 0]
 
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    return record(tiny("llada"), [[1, 2, 3], [4, 5, 6]], steps=4, gen_length=4)
+    return record(tiny("llada"), [[1, 2, 3], [4, 5, 6]], steps=4, gen_length=8)
 
 
-@pytest.mark.parametrize(
-    ("part", "sentences"),
-    [
-        ({}, []),
-        ({"layer": 1, "batch": 1}, []),
-        ({"step": slice(0, 3), "head": [0, 1]}, []),
-        ({"step": [0, 3]}, ["some steps of a run", "step 3 is step 1 there"]),
-        ({"head": [1, 3]}, ["some heads of a run", "head 1 is head 0 there"]),
-    ],
-)
-def test_it_says_which(
-    recording: Recording, part: dict[str, Any], sentences: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    received_of(recording.select(**part) if part else recording)
-    assert len(caplog.records) == bool(sentences)
-    for sentence in sentences:
-        assert sentence in caplog.text
+@pytest.fixture(scope="module")
+def part(recording: Recording) -> Recording:
+    return recording.select(step=STEPS, head=HEADS)
+
+
+def chosen(table: pd.DataFrame, **values: list[int]) -> pd.DataFrame:
+    """The lines of a whole recording's table with these values, in the order of a part's."""
+    for name, kept in values.items():
+        table = table[table[name].isin(kept)]
+    return table
+
+
+def test_a_table_of_sinks(recording: Recording, part: Recording) -> None:
+    rule = TopK(2)
+    whole, found = (find_sinks(each, rule).table(sort="place") for each in (recording, part))
+    place = ["step", "batch", "layer", "head", "position"]
+    wanted = chosen(whole, step=STEPS, head=HEADS).sort_values(place).reset_index(drop=True)
+    pd.testing.assert_frame_equal(found.sort_values(place).reset_index(drop=True), wanted)
+    assert len(wanted)
+
+
+def test_tables_of_trajectories(recording: Recording, part: Recording) -> None:
+    steps = recording.select(step=STEPS)
+    whole, some = (trajectories(received_of(each), TopK(1)) for each in (steps, part))
+    table, lives = some.table(), chosen(whole.table(), head=HEADS)
+    assert set(table["first_step"]) | set(table["last_step"]) | set(table["peak_step"]) == set(STEPS)
+    place = ["batch", "layer", "head", "position", "first_step"]
+    columns = [*place, "last_step", "peak_step", "peak"]
+    pd.testing.assert_frame_equal(
+        table.sort_values(place)[columns].reset_index(drop=True),
+        lives.sort_values(place)[columns].reset_index(drop=True),
+    )
+    assert set(some.switches()["step"]) <= {STEPS[1]}
+    assert set(some.summary("head")["head"]) == set(HEADS)
+
+
+def test_figures_and_profiles(recording: Recording, part: Recording) -> None:
+    data = [
+        incoming_attention(each, layer=1, head=2, steps=STEPS).axes[0].collections for each in (recording, part)
+    ]
+    first, second = (torch.as_tensor(one[0].get_array()).float() for one in data)
+    torch.testing.assert_close(first, second, equal_nan=True)
+    with pytest.raises(ValueError, match="head 1 is not among the heads 2, 0"):
+        incoming_attention(part, layer=1, head=1)
+    assert sink_profile(received_of(part)).heads == (2, 0)
+
+
+@pytest.mark.parametrize("as_sinks", [True, False])
+def test_a_hook_reads_the_sinks_of_the_same_step(recording: Recording, as_sinks: bool) -> None:
+    model, settings = tiny("llada"), {"steps": 4, "gen_length": 8}
+    received = received_of(recording)
+    some = received_of(recording.select(step=STEPS))
+
+    def hook(source: Received) -> object:
+        if as_sinks:
+            return mask_sinks(source=find_sinks(source, TopK(1)))
+        return mask_sinks(TopK(1), source=source)
+
+    runs = [
+        dl.record(model, [[1, 2, 3], [4, 5, 6]], hooks=[at_steps(hook(source), STEPS)], **settings)
+        for source in (received, some)
+    ]
+    torch.testing.assert_close(runs[0].received, runs[1].received, equal_nan=True, rtol=0, atol=0)
+    assert not torch.equal(runs[0].received.nan_to_num(), recording.received.nan_to_num())
+    with pytest.raises(ValueError, match="the source has the steps 1, 3 and the run is at step 0; limit the hook"):
+        dl.denoise(model, [[1, 2, 3], [4, 5, 6]], hooks=[hook(some)], **settings)
 
 
 def test_the_key_norms_of_some_heads_are_those_of_their_key_heads() -> None:

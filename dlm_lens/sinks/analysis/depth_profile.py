@@ -29,6 +29,7 @@ class SinkProfile(ShowsItself):
         scale: unit of `score`.
         detector: the rule.
         layers: index of each layer in the model.
+        heads: likewise, of each head.
         steps: how many steps, and
         sequences: how many sequences were averaged over.
     """
@@ -41,6 +42,7 @@ class SinkProfile(ShowsItself):
     scale: Scale
     detector: Detector
     layers: tuple[int, ...]
+    heads: tuple[int, ...]
     steps: int
     sequences: int
 
@@ -102,7 +104,9 @@ def sink_profile(received: Received, detector: Detector | None = None, *, main: 
     steps, batch = received.values.shape[:2]
     layers = received.layers or tuple(range(len(score)))
     scale = received.part(slice(0, 0)).read(rule.quantity)[1]
-    return SinkProfile(score, sinks, positions, of_mean, main, scale, rule, layers, steps, batch)
+    return SinkProfile(
+        score, sinks, positions, of_mean, main, scale, rule, layers, received.head_numbers, steps, batch
+    )
 
 
 def _of_layer(

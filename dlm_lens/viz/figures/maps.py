@@ -113,7 +113,7 @@ def attention_maps(
     options=("layer", "head", "row", "steps", "pick", "detector", "hooks", "model"),
 )
 def _draw(options: PlotOptions) -> Figure:
-    layer, (_, head) = options.one_layer(), options.place_in_model()
+    layer, (_, head) = options.one_layer(), options.place()
     numbers, last = options.run.step_numbers, options.row_steps - 1
     return attention_maps(
         options.network,

@@ -165,7 +165,7 @@ def _chosen(
         place = index_of("layer", layer, recording.layers)
         mass = mass[:, :, place : place + 1]
     if head is not None:
-        place = index_of("head", head, range(mass.shape[3]))
+        place = index_of("head", head, recording.heads or range(mass.shape[3]))
         mass = mass[:, :, :, place : place + 1]
     return mass.nanmean((2, 3))
 

@@ -55,7 +55,7 @@ def sink_strength(
     shown = range(0, layers, skip_layers)
     left.set_yticks([i + 0.5 for i in shown], [str(profile.layers[i]) for i in shown], fontsize=7)
     left.set_xticks(
-        [i + 0.5 for i in range(0, heads, skip_heads)], [str(i) for i in range(0, heads, skip_heads)], fontsize=7
+        [i + 0.5 for i in range(0, heads, skip_heads)], list(map(str, profile.heads[::skip_heads])), fontsize=7
     )
     left.set_xlabel("head", fontsize=8)
     left.set_ylabel("layer", fontsize=8)
