@@ -56,6 +56,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
 
+def counted(count: int, one: str) -> str:
+    """`1 step`, `3 steps`: a number with its noun, whose plural ends in s."""
+    return f"{count} {one}{'' if count == 1 else 's'}"
+
+
 def is_array(value: Any) -> bool:
     """Whether this is a tensor or an array, without an import of torch or numpy."""
     return all(hasattr(value, name) for name in ("dtype", "shape", "tolist")) and not is_numpy_scalar(value)

@@ -17,7 +17,7 @@ import dlm_lens
 from dlm_lens.adapters import embedded_models, load
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.paths import check_directory
-from dlm_lens.printable import printable
+from dlm_lens.printable import counted, printable
 from dlm_lens.recording import record
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Received, Sinks, find_sinks, received_of, trajectories
@@ -202,7 +202,7 @@ def _print_sinks(console: Console, sinks: Sinks) -> None:
         cells = {name: str(row[name]) for name in names[:-1]}
         cells["position"] = "-" if pd.isna(row["position"]) else cells["position"]
         cells |= {"masked": "yes" if row["masked"] else "no"}
-        cells |= {"score": f"{row['score']:.1f}", "sink for": f"{row['steps']} step{'s' * (row['steps'] > 1)}"}
+        cells |= {"score": f"{row['score']:.1f}", "sink for": f"{counted(row['steps'], 'step')}"}
         table.add_row(*(Text(cells[name]) for name in names))
     console.print()
     if len(peaks):

@@ -40,6 +40,6 @@ def plan_command(
     seconds = plan.flops / (chosen.peak * UTILISATION)
     fits = "fits" if plan.memory <= chosen.memory else "does not fit: fewer bits, fewer rows, or several devices"
     echo(
-        f"{plan}\n{device} ({chosen.memory / 1e9:.0f} GB): {fits}; about {seconds:.1f} s at {UTILISATION:.0%} of "
+        f"{plan}\n{device} ({chosen.memory / 1e9:.0f} GB): {fits}; about {seconds:.2g} s at {UTILISATION:.0%} of "
         "its peak, which is assumed, not measured; reading the weights from memory at every step is not counted"
     )

@@ -13,6 +13,7 @@ from dlm_lens.adapters.registry import family_of, model_type_of
 from dlm_lens.adapters.text_part import text_values
 from dlm_lens.arguments import check_values
 from dlm_lens.attention import decoder_of, hooked_attentions
+from dlm_lens.printable import counted
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising import prepared_run
 from dlm_lens.sampling.denoising_run import StepPlan
@@ -60,11 +61,16 @@ class RunPlan:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.parameters / 1e9:.2f}B parameters, {self.active / 1e9:.2f}B active; {self.steps} "
-            f"steps at most, {self.positions:,} positions of {self.rows} rows, {self.flops:.2e} FLOPs; "
-            f"{self.memory / 1e9:.1f} GB (weights {self.weight_bytes / 1e9:.1f}, keys and values "
-            f"{self.cache_bytes / 1e9:.2f}, logits {self.logit_bytes / 1e9:.2f})"
+            f"{self.name}: {_number(self.parameters)} parameters, {_number(self.active)} active; "
+            f"{counted(self.steps, 'step')} at most, {self.positions:,} positions of {counted(self.rows, 'row')}, "
+            f"{self.flops:.2e} FLOPs; {self.memory / 1e9:.3g} GB (weights {self.weight_bytes / 1e9:.3g}, keys and "
+            f"values {self.cache_bytes / 1e9:.3g}, logits {self.logit_bytes / 1e9:.3g})"
         )
+
+
+def _number(count: int) -> str:
+    """A number of parameters, in billions or millions."""
+    return f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"
 
 
 def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: float = 16, **settings: Any) -> RunPlan:

@@ -10,6 +10,7 @@ from dlm_lens.experiments.one_token.paper import FIGURE1
 from dlm_lens.experiments.one_token.recorded_runs import by_network, items, over, title
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_below
+from dlm_lens.printable import counted
 from dlm_lens.probes.norms import ValueMatch
 
 LARGEST = 96
@@ -218,7 +219,7 @@ def on_columns(results: Results, model: str) -> bool:
 
 def _finding(results: Results, model: str, match: str = "any") -> Finding:
     found = ratio(results, model, match)
-    networks = recorded_runs.counted(per_network(results, match, model=model), "network")
+    networks = counted(len(per_network(results, match, model=model)), "network")
     scale = ", sinks on column sums" if match == COLUMNS else ""
     printed = "; ".join(f"{name} {sink:.2f} vs {other:.2f}" for name, (sink, other) in FIGURE1.items())
     return Finding.of(

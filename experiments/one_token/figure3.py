@@ -12,6 +12,7 @@ from dlm_lens.experiments.one_token import recorded_runs
 from dlm_lens.experiments.one_token.recorded_runs import by_network, inner, items, over, title
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
+from dlm_lens.printable import counted
 
 SMALL: dict[str, Any] = {"models": ["toy-sink"], **recorded_runs.SMALL}
 FULL: dict[str, Any] = {
@@ -116,7 +117,7 @@ def inner_ratio(results: Results, model: str) -> Interval:
 def findings(results: Results, model: str) -> Iterator[Finding]:
     """Shorter values, a large share; over the layers between the first and the last, as the paper says."""
     share, strongest, even = (inner(by_network(results, model, name)) for name in ("share", "strongest", "even"))
-    of = f"{title(model)} ({recorded_runs.counted(share, 'network')})"
+    of = f"{title(model)} ({counted(len(share), 'network')})"
     ratio = inner_ratio(results, model)
     yield Finding.of(
         "in the layers between the first and the last the sink token's value is substantially smaller than the "

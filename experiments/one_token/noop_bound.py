@@ -12,9 +12,10 @@ from dlm_lens.experiments.attention_sinks.recorded_runs import rounded
 from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.one_token import recorded_runs
-from dlm_lens.experiments.one_token.recorded_runs import by_network, counted, items, over, title
+from dlm_lens.experiments.one_token.recorded_runs import by_network, items, over, title
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import Judged, is_below
+from dlm_lens.printable import counted
 from dlm_lens.recording import LayerStep, PatternReducer
 
 SMALL: dict[str, Any] = {
@@ -262,7 +263,7 @@ def inequality(results: Results) -> Finding:
 
 def findings(results: Results, model: str) -> Iterator[Finding]:
     """Contributions of sinks; the update of queries that attend to them."""
-    networks = counted(by_network(results, model, "sinks_mass"), "network")
+    networks = counted(len(by_network(results, model, "sinks_mass")), "network")
     of = f"{title(model)} ({networks})"
     for part, said in (("bound", "to the bound"), ("output", "to the head's output")):
         found = per_attention(results, model, part)

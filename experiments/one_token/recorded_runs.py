@@ -1,6 +1,6 @@
 """Denoising runs with received attention and value norms, of embedded, converted and other models."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,3 @@ def on_scale(results: Results) -> list[str]:
         "others, unless column sums are named; on column sums an AR model has other sinks "
         "([results](results.md) has both scales), so that nothing here compares AR with diffusion models."
     ]
-
-
-def counted(found: Sized, one: str) -> str:
-    """`1 network`, `3 networks`."""
-    return f"{len(found)} {one}{'' if len(found) == 1 else 's'}"

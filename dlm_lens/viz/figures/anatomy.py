@@ -2,6 +2,7 @@
 
 from matplotlib.figure import Figure
 
+from dlm_lens.printable import counted
 from dlm_lens.probes import SinkAnatomy
 from dlm_lens.viz.figures.labels import PLAIN, caption
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -62,7 +63,7 @@ def sink_causes(anatomy: SinkAnatomy, *, title: str = "") -> Figure:
         "What sinks need: norms of keys or angles",
         f"rule: {anatomy.detector}; scale: {anatomy.received.scale}",
         f"level: head; queries: {anatomy.received.queries}",
-        f"n = {anatomy.sinks} sinks in {prompts} prompt{'s' * (prompts > 1)}",
+        f"n = {counted(anatomy.sinks, 'sink')} in {counted(prompts, 'prompt')}",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure

@@ -4,6 +4,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dlm_lens.printable import counted
 from dlm_lens.probes import DenoisingClock, denoising_clock
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -62,7 +63,7 @@ def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = No
     sentences = [
         *([title] if title else []),
         f"A linear probe of {_target(clock)}",
-        f"fitted to {clock.prompts} prompts, n = {prompts} others scored",
+        f"fitted to {counted(clock.prompts, 'prompt')}, n = {prompts} others scored",
         "every position is a case",
     ]
     figure.suptitle(caption(sentences, 7.6), fontsize=8, x=0.01, ha="left", **PLAIN)

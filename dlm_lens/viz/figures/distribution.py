@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
+from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Detector, Received
 from dlm_lens.sinks.detectors.base import as_detector
@@ -79,8 +80,8 @@ def score_distribution(
         f"scale: {counts.scale}",
         level_label("head", layer, head) if head is not None else f"level: {received.level}, {where}",
         f"queries: {received.queries}",
-        f"n = {int(counts.defined[..., 0].sum())} keys in {shape[0]} steps of {shape[1]} "
-        f"sequence{'s' * (shape[1] > 1)}",
+        f"n = {int(counts.defined[..., 0].sum())} keys in {counted(shape[0], 'step')} of "
+        f"{counted(shape[1], 'sequence')}",
     ]
     axes.set_title(caption(sentences, 5.6), loc="left", fontsize=8, **PLAIN)
     return figure

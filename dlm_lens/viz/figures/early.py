@@ -2,6 +2,7 @@
 
 from matplotlib.figure import Figure
 
+from dlm_lens.printable import counted
 from dlm_lens.probes import EarlyAttention
 from dlm_lens.sinks.statistics import estimate, mean_of
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
@@ -62,8 +63,8 @@ def early_recall(early: EarlyAttention, measure: str = "recall", *, title: str =
     sentences = [
         *([title] if title else []),
         "Attention from a block: first steps as a predictor of later ones",
-        f"keys: {early.keys}; top {early.share:.0%}; first {early.first} step{'s' * (early.first > 1)}",
-        f"n = {prompts} prompt{'s' * (prompts > 1)}",
+        f"keys: {early.keys}; top {early.share:.0%}; first {counted(early.first, 'step')}",
+        f"n = {counted(prompts, 'prompt')}",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure

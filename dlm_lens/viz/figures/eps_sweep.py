@@ -8,6 +8,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Level, Received, eps_sweep
 from dlm_lens.viz.figures.labels import PLAIN, caption, note
@@ -64,7 +65,7 @@ def sinks_over_eps(
         eps, dash = lines["eps"].to_numpy(), DASHES[number % len(DASHES)]
         colour = colormaps["viridis"](0.8 * number / max(1, len(lengths) - 1))
         sequences = int(lines["sequences"].iloc[0])
-        label = f"S = {length} ({sequences} sequence{'s' * (sequences > 1)})"
+        label = f"S = {length} ({counted(sequences, 'sequence')})"
         kept = np.where(lines["kept"] > 0, lines["kept"], np.nan)
         keys.plot(eps, kept, dash, color=colour, linewidth=1.6, label=label, gid="kept")
         keys.fill_between(eps, lines["low"].clip(lower=1e-9), lines["high"], color=colour, alpha=0.2, linewidth=0)

@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dlm_lens.arguments import chosen_indices
+from dlm_lens.printable import counted
 from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
@@ -53,7 +54,7 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
     figure.axes[0].set_ylabel("share of positions with f > 0", fontsize=8)
     figure.axes[1].legend(fontsize=7, frameon=False)
     sentences = [*([title] if title else []), "Features at every step", f"layer {recording.layers[0]}"]
-    sentences.append(f"n = {len(recording.rows)} prompts")
+    sentences.append(f"n = {counted(len(recording.rows), 'prompt')}")
     figure.suptitle(caption(sentences, 7.2), fontsize=8, **PLAIN)
     return figure
 
@@ -96,7 +97,7 @@ def insertion_by_step(
     sentences = [*([title] if title else []), "Loss at open positions with the activation replaced"]
     sentences += [
         f"layer {layer}, at {place} positions",
-        f"n = {len(loss.run.tokens)} prompts",
+        f"n = {counted(len(loss.run.tokens), 'prompt')}",
         "band: 95% interval",
     ]
     axes.set_title(caption(sentences, 6.4), loc="left", fontsize=8, **PLAIN)

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks import Received
@@ -91,7 +92,8 @@ def incoming_attention(
         f"scale: {received.scale}",
         level_label(shown.level, layer, head),
         f"queries: {received.queries}",
-        f"{counted_keys(len(positions), received.sinks)}, {len(chosen)} steps, n = 1 sequence (row {row})",
+        f"{counted_keys(len(positions), received.sinks)}, {counted(len(chosen), 'step')}, n = 1 sequence "
+        f"(row {row})",
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
     return figure

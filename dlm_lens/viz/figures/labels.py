@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import MaxNLocator
 
-from dlm_lens.printable import escaped
+from dlm_lens.printable import counted, escaped
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import MORE, TokenTexts, shown
 from dlm_lens.sinks import Level, Scale
@@ -66,8 +66,8 @@ def _drawable(character: str) -> bool:
 
 def counted_keys(keys: int, sinks: int) -> str:
     """The numbers of positions and of learned sink tokens among the keys, for captions."""
-    learned = f" and {sinks} learned sink token{'s' * (sinks > 1)}" if sinks else ""
-    return f"{keys - sinks} positions{learned}"
+    learned = f" and {counted(sinks, 'learned sink token')}" if sinks else ""
+    return f"{counted(keys - sinks, 'position')}{learned}"
 
 
 def level_label(level: Level, layer: int | None, head: int | None) -> str:

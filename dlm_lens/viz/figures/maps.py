@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from dlm_lens.attention import HookLike
+from dlm_lens.printable import counted
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.sinks.detectors.base import as_detector
@@ -205,7 +206,7 @@ def _panel_title(shot: Snapshot, sinks: list[int]) -> str:
     main = sinks[0]
     name = token_labels([shot.tokens[main]], shot.tokenizer)[0]
     name = f'"{name}" at position {shot.positions[main] - shot.padding}' if main < len(shot.positions) else name
-    return f"step {shot.step}: largest of {len(sinks)} sink{'s' * (len(sinks) > 1)} is {name}"
+    return f"step {shot.step}: largest of {counted(len(sinks), 'sink')} is {name}"
 
 
 def _hidden(shots: Sequence[Snapshot]) -> str | None:

@@ -5,6 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from dlm_lens.printable import counted
 from dlm_lens.probes import ValueNorms, value_norms
 from dlm_lens.sinks import find_sinks
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
@@ -57,7 +58,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
         f"sinks: {norms.rule}",
         "others: same prompt, step, layer and head" + (", same state" * (norms.match == "masked")),
         f"ratio {norms.ratio.value:.2f}" + _interval(norms.ratio.low, norms.ratio.high),
-        f"n = {len(norms.sink)} pairs of {norms.found} sinks, {prompts} prompt{'s' * (prompts > 1)}",
+        f"n = {counted(len(norms.sink), 'pair')} of {counted(norms.found, 'sink')}, {counted(prompts, 'prompt')}",
     ]
     figure.suptitle(caption(sentences, 6.8), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
@@ -103,7 +104,7 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
         f"Value norms per layer, {norms.formula}",
         f"sinks: {norms.rule}",
         "scale of the right: share of all counted attention" if shares else "",
-        f"n = {norms.found} sinks, {norms.mean_sink.prompts} prompts, all steps",
+        f"n = {counted(norms.found, 'sink')}, {counted(norms.mean_sink.prompts, 'prompt')}, all steps",
     ]
     figure.suptitle(
         caption([s for s in sentences if s], figure.get_figwidth()), fontsize=8, x=0.01, ha="left", **PLAIN

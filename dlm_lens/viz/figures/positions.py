@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
+from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
 from dlm_lens.viz.figures.labels import (
@@ -93,8 +94,9 @@ def sink_positions(
         _what([track]),
         f"rule: {track.rule}",
         level_label(track.level, layer, head) + ", whose sinks move most" * chosen,
-        f"{counted_keys(positions, track.sinks)}, {sum(track.defined)} steps, n = 1 sequence (row {row})",
-        f"sink in {sum(track.passes)} of {sum(track.defined)} steps",
+        f"{counted_keys(positions, track.sinks)}, {counted(sum(track.defined), 'step')}, n = 1 sequence "
+        f"(row {row})",
+        f"sink in {sum(track.passes)} of {counted(sum(track.defined), 'step')}",
     ]
     figure.axes[0].set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
     return figure
@@ -149,7 +151,7 @@ def sink_positions_by_model(
             name,
             level_label(track.level, *heads[name]).removeprefix("level: "),
             counted_keys(len(track.content), track.sinks),
-            f"sink in {sum(track.passes)} of {sum(track.defined)} steps",
+            f"sink in {sum(track.passes)} of {counted(sum(track.defined), 'step')}",
         ]
         axes.set_title(caption(about, 4.2), loc="left", fontsize=7.5, **PLAIN)
     explain_tracks(figure, list(tracks.values()), blocks=bool(blocks), revised=edits)

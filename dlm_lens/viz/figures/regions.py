@@ -12,6 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_lens.printable import counted
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
@@ -139,8 +140,8 @@ def _sentences(
         f"level: head (layer {layer}, head {head})" if head is not None else f"mean over the heads of {where}",
         f"sinks: {'learned sink tokens alone' if _learned_alone(recording) else spec.reducer}",
         *([f"there are no {' and no '.join(absent)} queries"] if absent else []),
-        f"n = {rows} sequence{'s' * (rows > 1)}{f' ({left} to the end)' if _ends(recording) else ''}, "
-        f"{len(recording.steps)} steps",
+        f"n = {counted(rows, 'sequence')}{f' ({left} to the end)' if _ends(recording) else ''}, "
+        f"{counted(len(recording.steps), 'step')}",
     ]
 
 

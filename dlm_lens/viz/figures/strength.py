@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
 from dlm_lens.sinks.detectors.base import as_detector
@@ -70,7 +71,7 @@ def sink_strength(
         f"scale: {profile.scale}",
         f"level: head, {whose}",
         f"rule of the counts: {profile.detector}",
-        f"mean over n = {profile.steps} steps of {profile.sequences} sequence{'s' * (profile.sequences > 1)}",
+        f"mean over n = {counted(profile.steps, 'step')} of {counted(profile.sequences, 'sequence')}",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure

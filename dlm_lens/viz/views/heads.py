@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.attention import HookLike
+from dlm_lens.printable import counted
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
 from dlm_lens.viz.plot_options import PlotOptions
@@ -222,7 +223,7 @@ def _scale(unit: str, props: dict[str, Any]) -> str:
 
 
 def _where(shot: Snapshot, level: str) -> str:
-    learned = f", and {shot.sinks} learned sink token{'s' * (shot.sinks > 1)} after them" if shot.sinks else ""
+    learned = f", and {counted(shot.sinks, 'learned sink token')} after them" if shot.sinks else ""
     masked, word = int(shot.masked.sum()), "open" if shot.uniform_noise else "masked"
     under = f" Under {', '.join(shot.hooks)}." if shot.hooks else ""
     return (

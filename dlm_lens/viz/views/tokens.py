@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import holds_random_tokens
@@ -118,7 +119,8 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         before = masked
     word = "open" if run.uniform_noise else "masked"
     about = (
-        f"{run.steps} steps, sequence {row}. {MASK} is {word}; green was decoded since the previous line.",
+        f"{counted(run.steps, 'step')}, sequence {row}. {MASK} is {word}; green was decoded since the previous "
+        "line.",
         *([f"{REVISED} (red) was rewritten since the previous line."] if bool(run.revised[:, row].any()) else []),
         *cropped,
     )
