@@ -218,11 +218,14 @@ def test_a_text_of_an_unknown_type_is_refused() -> None:
         text_values({"model_type": "llava", "text_config": {"model_type": "none of them"}}, "config.json")
 
 
-def test_the_page_names_these_numbers() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+def test_the_pages_name_these_numbers() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "models.md").read_text(encoding="utf-8")
     (row,) = [
         line.split("|")[2:-1] for line in page.splitlines() if line.startswith("| `AutoModelForMultimodalLM`")
     ]
     compared = len(LOADED) - len(NOT_BUILT) - len(REFUSED)
     built = len(TYPES) - len(NOT_BUILT)
     assert [int(cell) for cell in row] == [len(TYPES), built, compared, built - compared]
+    words = f"the text networks of {compared} types with images or sound"
+    assert words in (root / "README.md").read_text(encoding="utf-8")
