@@ -79,7 +79,9 @@ UNUSED = frozenset({
 """Fields of classifiers and of the format of a model's output, which `load` sets itself: not used either."""
 
 _OWN_UNDERSCORED = frozenset({"_norm_class", "_mlp_class"})
-_RENAMED = frozenset({"rope_scaling", "torch_dtype", "model_type"})
+RENAMED = frozenset({"rope_scaling", "torch_dtype", "model_type"})
+"""Fields that config classes keep under another name, or as an attribute of the class."""
+
 PER_LAYER = "per_layer_config"
 OF_LAYERS = frozenset({"head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"})
 """Fields in which layers of one network may differ (`PER_LAYER`; Gemma 4)."""
@@ -98,7 +100,7 @@ def without_foreign_fields(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def network_fields(values: Mapping[str, Any], config_class: type[Any]) -> dict[str, Any]:
     """The config values that describe the network; the others would replace what transformers keeps there."""
-    own = {field.name for field in fields(config_class)} | _RENAMED | _OWN_UNDERSCORED
+    own = {field.name for field in fields(config_class)} | RENAMED | _OWN_UNDERSCORED
     if layers_may_differ(config_class):
         own |= {PER_LAYER}
     return {

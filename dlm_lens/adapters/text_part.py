@@ -3,13 +3,14 @@
 import copy
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dlm_lens.adapters.config_fields import ACTED_ON, REFUSALS, UNUSED, check_fields
+from dlm_lens.adapters.config_fields import ACTED_ON, PER_LAYER, REFUSALS, RENAMED, UNUSED, check_fields
 from dlm_lens.adapters.registry import families
 from dlm_lens.printable import one_line
 
@@ -25,10 +26,18 @@ SAME_FOR_TEXT: Mapping[str, Mapping[str, Any]] = {
 Their rotary positions have three coordinates, which are equal for text, and their further inputs come from images.
 """
 
+COORDINATES = ("mrope_section", "mrope_interleaved")
+"""Settings of rotary positions that say which pairs of a head's features turn with which coordinate."""
+
 INHERITED = ("dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 """Fields that count for the text network too where its own part of the config does not have them."""
 
 TIED = "tie_word_embeddings"
+
+_OF_THE_CLASS = (
+    frozenset(dir(PreTrainedConfig)) - {field.name for field in fields(PreTrainedConfig)} - RENAMED - {PER_LAYER}
+)
+"""Methods and other attributes of every config, which a file could only replace."""
 
 
 def text_values(values: Mapping[str, Any], what: str) -> dict[str, Any] | None:
@@ -57,13 +66,15 @@ def text_values(values: Mapping[str, Any], what: str) -> dict[str, Any] | None:
         text = whole.get_text_config(decoder=True)
         found = text.to_dict()
     except REFUSALS as error:
-        raise ValueError(f"{what} does not fit {kind.__name__}: {one_line(error)}") from error
+        raise ValueError(f"{what} does not fit {kind.__name__}: {one_line(error)[:200]}") from error
     own = {name for name, value in (given.get("text_config") or {}).items() if value is not None}
     # The head belongs to the whole model, whatever the text's own part says.
     tied = getattr(whole, TIED, None)
     found |= {name: value for name, value in shared.items() if name not in own}
     found |= {} if tied is None else {TIED: tied}
-    found |= SAME_FOR_TEXT.get(text.model_type, {})
+    if text.model_type in SAME_FOR_TEXT:
+        rotary = {name: value for name, value in found["rope_parameters"].items() if name not in COORDINATES}
+        found |= {**SAME_FOR_TEXT[text.model_type], "rope_parameters": rotary}
     if found["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
             f"{what} is of a {model_type}, of which text is one part of several, and transformers has no causal LM "
@@ -78,7 +89,7 @@ def _network_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: _network_values(value) if isinstance(value, Mapping) else value
         for name, value in values.items()
-        if name not in ACTED_ON | UNUSED and not name.startswith("_")
+        if name not in ACTED_ON | UNUSED | _OF_THE_CLASS and not name.startswith("_")
     }
 
 

@@ -160,7 +160,7 @@ def test_a_text_network_that_does_not_fit_is_refused(
     [
         ({"text_config": 3}, "does not fit Gemma3Config"),
         ({"text_config": {"hidden_size": -4}}, "hidden_size = -4; it must be a whole number"),
-        ({"text_config": {"num_labels": 10**12, "to_dict": 3}}, "does not fit Gemma3Config"),
+        ({"vision_config": {"model_type": "none of them"}}, "does not fit Gemma3Config: Unrecognized model type"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'; it must be true or false"),
         ({"eos_token_id": "two"}, "eos_token_id = 'two'; it must be the id of a token"),
         ({"quantization_config": 4}, "quantization_config = 4; it must be an object"),
@@ -193,10 +193,23 @@ def test_fields_of_the_whole_model_count_for_its_text() -> None:
     }  # fmt: skip
     assert found["tie_word_embeddings"] is True
     assert found["dtype"] == "bfloat16"
+    assert found["rope_parameters"] == {"type": "mrope", "rope_type": "default", "rope_theta": 1000000.0}
     ids = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"bos_token_id": 5}, "bos_token_id": 2}
     found = text_values(ids, "config.json")
     assert found is not None
     assert (found["eos_token_id"], found["bos_token_id"]) == ([1, 106], 5)
+
+
+def test_fields_that_would_replace_what_a_class_keeps_are_left_out(tmp_path: Path) -> None:
+    """A number of labels, of which transformers makes as many names, and a method."""
+    model: Any = small_model("gemma3", AutoModelForMultimodalLM)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    for part in (config, config["text_config"], config["vision_config"]):
+        part |= {"num_labels": 10**12, "to_dict": 3, "sub_configs": 4, "attribute_map": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with torch.no_grad():
+        assert torch.equal(dl.load(tmp_path)(IDS).logits, model(input_ids=IDS).logits)
 
 
 def test_models_of_text_and_our_own_families_are_left_as_they_are() -> None:
