@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from dlm_lens.printable import shown
 from dlm_lens.training.objective import Objective, check_embedded, check_no_mask
@@ -268,7 +268,7 @@ def _documents(dataset: Any, settings: DataSettings, seed: int) -> Callable[[int
             if settings.shuffle_buffer:
                 ordered = ordered.shuffle(seed=seed + epoch, buffer_size=settings.shuffle_buffer)
             rows = ordered.skip(skipped) if hasattr(ordered, "skip") else _skipped(iter(ordered), skipped)
-            rows = _read(rows, settings)
+            rows = _read(_rows_of(rows), settings)
             numbered: Iterator[tuple[int, Any]] = enumerate(rows, skipped)
         else:
             order = epoch_order(len(dataset), seed, epoch)[skipped:]
@@ -276,6 +276,23 @@ def _documents(dataset: Any, settings: DataSettings, seed: int) -> Callable[[int
         return (_document(row, settings.column, number) for number, row in numbered)
 
     return documents
+
+
+def _rows_of(stream: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows of a stream, in the same order in every process.
+
+    In a worker of a DataLoader, `__iter__` of the datasets library shuffles with other random numbers; its `iter`
+    does not.
+    """
+    if not hasattr(stream, "iter"):
+        yield from stream
+        return
+    if get_worker_info() is not None:
+        import fsspec
+
+        fsspec.asyn.reset_lock()  # the worker has a copy of a lock that its parent may have held
+    for batch in stream.iter(batch_size=1):
+        yield {name: values[0] for name, values in batch.items()}
 
 
 def _document(row: Mapping[str, Any], column: str, number: int) -> Any:

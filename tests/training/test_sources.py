@@ -1,10 +1,12 @@
 import copy
+import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from dlm_lens.testing import tiny
 from dlm_lens.training import Batching, BatchStream, DataSettings, Example, MaskedDiffusionLoss, RowSource
@@ -138,6 +140,24 @@ def test_a_stream_of_batches_goes_on_at_a_step() -> None:
     for here, there in zip(islice(iter(later), 2), batches[6:], strict=True):
         assert torch.equal(here["input_ids"], there["input_ids"])
         assert torch.equal(here["targets"], there["targets"])
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_worker_reads_a_shuffled_stream_in_the_same_order(step: int, tmp_path: Path) -> None:
+    """The datasets library shuffles with other random numbers in a worker."""
+    for part in range(2):
+        rows = [json.dumps({"text": f"w{i} w{(7 * i) % 50}"}) for i in range(part, 40, 2)]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(rows))
+    settings = DataSettings(path=str(tmp_path / "*.jsonl"), length=6, shuffle_buffer=9)
+    source = build_source(read_dataset(settings), settings, TOKENIZER, seed=1)
+    objective = MaskedDiffusionLoss(mask_token_id=63, logit_shift=False)
+    cursor = None if not step else list(islice(source.read(None, 0), 4 * step))[-1][1]
+    stream = BatchStream(source, objective, Batching(4, 2), 0, step=step, cursor=cursor)
+    here, there = (
+        [batch["input_ids"] for batch in islice(DataLoader(stream, batch_size=None, num_workers=workers), 14)]
+        for workers in (0, 1)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
 
 
 def test_files_are_read_as_datasets(tmp_path) -> None:
