@@ -345,8 +345,9 @@ def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tens
             scores = recording.arrays["received"][:, :, place].float()
             sums = (scores * recording.expected(layer=layer)[:, :, None]).nan_to_num()
             sums = sums.mean(2) if here.ndim == 3 else sums
-            total = torch.ones_like(sums, dtype=torch.bool)
-            pairs = torch.stack([_per_prompt(sums, here), _per_prompt(sums, total)], -1)
+            # As `Received.shares`: the sums leave out keys without a score, as the last ones of an AR model.
+            given = recording.counted().double().sum(0) * (1 if here.ndim == 3 else here.shape[2])
+            pairs = torch.stack([_per_prompt(sums, here), given], -1)
             e = estimate(pairs, mean_of, bounds=SHARE_BOUNDS, seed=seed)
             line |= e.columns("share")
         lines.append(line)

@@ -143,6 +143,20 @@ def test_the_learned_sink_tokens_are_sinks_too() -> None:
         value_norms(recorded()[1], "learned")
 
 
+@pytest.mark.parametrize("level", ["head", "layer"])
+def test_the_share_of_the_sinks_is_of_all_attention_in_an_ar_model(level: Any) -> None:
+    """The last keys of a causal pass are seen by too few queries for a score, and receive attention too."""
+    prompts = ["w1 w2 w3", "w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14"]
+    rec = dl.record(tiny("causal"), prompts, [dl.ReceivedAttention(), dl.ValueNorm()], gen_length=8, seed=0)
+    every = dl.rerun(tiny("causal"), rec.run, [dl.ReceivedAttention(min_viewers=1)])
+    sinks = dl.find_sinks(rec, dl.AboveStd(1.5), level=level)
+    sums = every.received_sums().nan_to_num()
+    sums = sums if level == "head" else sums.mean(3)
+    for layer, share in enumerate(value_norms(rec, sinks).profile.share):
+        wanted = (sums[:, :, layer] * sinks.is_sink[:, :, layer]).sum() / sums[:, :, layer].sum()
+        assert share == pytest.approx(float(wanted), rel=1e-4)
+
+
 def test_prompts_and_not_sinks_are_drawn_for_an_interval() -> None:
     one = np.array([[3.0, 2.0], [4.0, 2.0], [10.0, 4.0]])
     many = one * 50  # the same prompts with fifty times as many sinks each: no narrower
