@@ -34,7 +34,8 @@ class SinkFields:
         sampler_defaults: settings of `denoise` that are stored in the checkpoint.
 
     Raises:
-        ValueError: a negative number of sinks, an unknown placement, or another softmax beside sinks.
+        ValueError: a negative number of sinks, an unknown placement, or another softmax or sliding windows beside
+            sinks.
     """
 
     is_causal: bool = False
@@ -55,6 +56,11 @@ class SinkFields:
         check_softmax(self.softmax, self.num_sinks)
         super().__post_init__(**without_foreign_fields(kwargs))  # type: ignore[misc]
         self.use_cache = False
+        if self.num_sinks and "sliding_attention" in (getattr(self, "layer_types", None) or ()):
+            raise ValueError(
+                f"num_sinks is {self.num_sinks}, and layers have a sliding window, outside of which no query would "
+                "see a sink token (every one does, 2601.19657, Eq. 6); set use_sliding_window=False, or num_sinks=0"
+            )
 
 
 class SinkEmbedding(nn.Embedding):

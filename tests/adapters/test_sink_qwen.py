@@ -256,3 +256,12 @@ def test_a_layout_that_makes_no_sense_is_refused() -> None:
         SinkQwenConfig(num_sinks=-1)
     with pytest.raises(ValueError, match=r"middle"):
         SinkQwenConfig(num_sinks=1, sink_placement="middle")
+
+
+def test_sinks_beside_sliding_windows_are_refused() -> None:
+    """A query outside the window would not see the sink: in a window of 4, the last 8 of 13 positions did not."""
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    with pytest.raises(ValueError, match=r"num_sinks is 1, and layers have a sliding window"):
+        SinkQwenConfig(num_sinks=1, num_hidden_layers=2, **windows)
+    SinkQwenConfig(num_sinks=0, num_hidden_layers=2, **windows)
+    SinkQwenConfig(num_sinks=1, num_hidden_layers=2, **windows | {"use_sliding_window": False})
