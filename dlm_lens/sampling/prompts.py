@@ -38,8 +38,8 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
         prompt: a text or a list of texts; a list of chat messages ({"role", "content"}) or a list of such lists;
             ids as a tensor or array `[position]` or `[batch, position]`, a list, or lists of unequal length; or
             what a tokenizer returns (a mapping with "input_ids" and perhaps "attention_mask").
-        attention_mask: 1 for content, 0 for padding on the left; only with rectangular ids. It may cover the
-            answer too, which is content, as MMaDA's does.
+        attention_mask: 1 for content, 0 for padding on the left; with rows of unequal length 1 alone. It may cover
+            the answer too, which is content, as MMaDA's does.
 
     Raises:
         ValueError: an empty prompt or one of an unknown kind, ids without an embedding row, padding on the right,
@@ -63,7 +63,11 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
         mask = torch.ones_like(ids) if attention_mask is None else _read_mask(attention_mask)
     else:
         if attention_mask is not None and len({len(row) for row in ids}) > 1:
-            raise ValueError("attention_mask beside prompts of unequal length: leave it out, padding is added here")
+            if not _all_content(attention_mask, ids):
+                raise ValueError(
+                    "attention_mask beside prompts of unequal length: leave it out, padding is added here"
+                )
+            attention_mask = None
         ids = [row or empty or [] for row in ids]
         width = max(len(row) for row in ids)
         pad = padding_id(model)
@@ -77,6 +81,16 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
     _check(ids, mask, rows=rows, may_be_empty=empty == [])
     device = input_device(model)
     return Prompts(ids.to(device), mask.bool().to(device))
+
+
+def _all_content(mask: Any, ids: Sequence[Sequence[int]]) -> bool:
+    """Whether a mask has a 1 for each id of each row, as a tokenizer returns it where it pads nothing."""
+    try:
+        rows = [list(as_list(row)) for row in as_list(mask)]
+    except TypeError:
+        return False
+    same = [len(row) for row in rows] == [len(row) for row in ids]
+    return same and all(each == 1 for row in rows for each in row)
 
 
 def _read_mask(given: Any) -> Tensor:

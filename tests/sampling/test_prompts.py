@@ -37,6 +37,17 @@ def test_unequal_prompts_are_padded_on_the_left(tiny_llada: PreTrainedModel) -> 
     assert explicit.tokens[:, 3:].equal(run.tokens[:, 3:])
 
 
+def test_what_a_tokenizer_returns_for_unequal_texts(tiny_llada: PreTrainedModel) -> None:
+    texts = ["w4 w5 w6", "w7"]
+    expected = first(tiny_llada, texts)
+    for encoded in (tiny_llada.tokenizer(texts), tiny_llada.tokenizer(texts, padding=True, padding_side="left")):
+        assert first(tiny_llada, encoded).canvases.equal(expected.canvases)
+        assert first(tiny_llada, encoded).attention_mask.equal(expected.attention_mask)
+    for mask in ([[1, 1, 1], [0]], [[1, 1, 1], [1, 1]], 1):
+        with pytest.raises(ValueError, match="beside prompts of unequal length"):
+            first(tiny_llada, [[4, 5, 6], [7]], mask)
+
+
 def test_padding_is_never_the_mask() -> None:
     model = tiny("llada", pad_token_id=63)
     model.tokenizer.pad_token = "[MASK]"
