@@ -62,7 +62,7 @@ def convert(
         seed: of the new weights.
 
     Raises:
-        ValueError: not a Qwen2 or Llama checkpoint, or a mask token that is in use.
+        ValueError: not a Qwen2 or Llama checkpoint, one with quantised weights, or a mask token that is in use.
     """
     source = _ar_model(model_name_or_path, dtype)
     name = TARGETS[source.config.model_type]
@@ -91,13 +91,19 @@ def _ar_model(given: str | Path | PreTrainedModel, dtype: str | torch.dtype | No
     """The model to convert.
 
     Raises:
-        ValueError: a model_type that cannot be converted.
+        ValueError: a model_type that cannot be converted, or quantised weights.
     """
     source: Any = load(str(given), dtype=dtype) if isinstance(given, str | Path) else given
     if source.config.model_type not in TARGETS:
         raise ValueError(
             f"{given if isinstance(given, str | Path) else type(source).__name__} is of model_type "
             f"{source.config.model_type!r}; an AR checkpoint of {' or '.join(TARGETS)} can be converted"
+        )
+    if getattr(source.config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{given if isinstance(given, str | Path) else type(source).__name__} has quantised weights, which a "
+            "DLM to be trained cannot take over; load it without quantisation, or convert the checkpoint that it "
+            "was made from"
         )
     return source
 

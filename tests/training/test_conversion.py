@@ -155,3 +155,7 @@ def test_what_cannot_be_converted_is_refused() -> None:
         convert(source(), sinks=1, softmax="off_by_one")
     with pytest.raises(ValueError, match="softmax is 'softmax1'"):
         convert(source(), sinks=0, softmax="softmax1")  # type: ignore[arg-type]
+    quantised = source()
+    quantised.config.quantization_config = {"quant_method": "torchao"}
+    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM has quantised weights, .*; load it without"):
+        convert(quantised)
