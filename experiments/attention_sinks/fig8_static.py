@@ -138,11 +138,8 @@ def _examples(model: Any, prompt_run: PromptRun, paths: Any) -> dict[str, Any]:
     for one in found.values():
         whole = [head_pattern(model, run, step=step, row=row, layer=one["layer"], head=one["head"])
                  for step in one["steps"]]  # fmt: skip
-        decoded = [run.attention_mask[row] & ~run.masked[step, row] for step in one["steps"]]
-        # Without learned sink tokens; of an AR prefix what is decoded.
-        kept = [int(written.sum()) if run.autoregressive else len(pattern)
-                for written, pattern in zip(decoded, whole, strict=True)]  # fmt: skip
-        one["maps"] = [rounded(pattern[:n, :n], 2) for n, pattern in zip(kept, whole, strict=True)]
+        # Without learned sink tokens.
+        one["maps"] = [rounded(pattern[:, : len(pattern)], 2) for pattern in whole]
         names = [name for name in ("positions", "last masks") if name in one]
         one |= {name: [int(place - run.padding[row]) for place in one[name]] for name in names}
     return found

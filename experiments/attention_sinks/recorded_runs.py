@@ -93,7 +93,10 @@ def record_prompts(
 def head_pattern(
     model: Any, run: Any, *, step: int, row: int, layer: int, head: int
 ) -> "Float[Tensor, 'query key']":
-    """One head's attention pattern at a step: canvas queries without padding; canvas keys, then learned sinks."""
+    """One head's attention pattern at a step: canvas queries without padding; canvas keys, then learned sinks.
+
+    Of an AR run the positions that are decoded at the step; the rest of its canvas holds no text yet.
+    """
     import torch
 
     from dlm_lens.attention import SinkLayout, listening
@@ -101,6 +104,8 @@ def head_pattern(
     patterns: list[Any] = []
     point = model.get_decoder().layers[layer].self_attn.hook_pattern
     content = run.attention_mask[row].bool()
+    if run.autoregressive:
+        content = content & ~run.masked[step, row]
     ids = run.canvases[step, row][content]
     with torch.inference_mode(), listening(model):
         handle = point.register_forward_hook(lambda module, args, pattern: patterns.append(pattern[0, head]))

@@ -16,7 +16,7 @@ from dlm_lens.experiments.one_token.page import RESULTS, twins_line
 from dlm_lens.experiments.one_token.recorded_runs import conversion
 from dlm_lens.experiments.rendering import load_results
 from dlm_lens.experiments.results import Record, Results
-from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
+from dlm_lens.recording import AttentionPattern, ResidualNorm, UpdateNorm, rerun
 
 PROMPTS = ["tom has 2 cups . bob has 3 more . how many ? a :", "how many ? a :"]
 SAMPLER = {"gen_length": 8, "steps": 2, "block_length": 8}
@@ -66,6 +66,20 @@ def test_the_learned_sink_per_prompt_is_that_of_the_patterns(recorded: tuple) ->
             norms = torch.stack([values.norm(dim=-1) for _, values, _ in steps])
             assert found["norm_sink"][row, layer] == pytest.approx(float(norms[..., -1].mean()), rel=1e-4)
             assert found["norm_other"][row, layer] == pytest.approx(float(norms[..., :-1].mean()), rel=1e-4)
+
+
+def test_a_map_of_an_ar_model_has_the_positions_that_are_decoded() -> None:
+    model = dl.load("toy-ar")
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(), AttentionPattern()], seed=0, gen_length=8)
+    run = recording.run
+    for step, row in ((0, 0), (0, 1), (5, 1)):
+        written = run.attention_mask[row] & ~run.masked[step, row]
+        found = head_pattern(model, run, step=step, row=row, layer=1, head=2)
+        assert len(found) == int(written.sum()) < int(run.attention_mask[row].sum())
+        wanted = recording.pattern[step, row, 1, 2][written][:, written]
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    maps = figure1._maps(model, run, dl.find_sinks(recording, dl.AboveMean(1.0)).scores, {"late": 3})
+    assert [len(one) for one in maps["patterns"]] == [int((~run.masked[step, 0]).sum()) for step in (0, 3)]
 
 
 def test_an_ar_model_s_norms_are_also_those_of_the_sinks_on_column_sums() -> None:
