@@ -28,6 +28,7 @@ from dlm_lens.training.callbacks import (
     without_progress_bars,
 )
 from dlm_lens.training.checkpoints import (
+    MOMENTS_FILE,
     NonFiniteLossError,
     TrainingDataError,
     check_files,
@@ -263,8 +264,9 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         Raises:
             KeyboardInterrupt: Ctrl-C.
             TrainingStoppedError: SIGTERM.
-            ValueError: the checkpoint is damaged or belongs to a run with other settings or data, a new run would
-                start in a directory that holds checkpoints, or another process trains there.
+            ValueError: the checkpoint is damaged, belongs to a run with other settings or data, or has moments that
+                are sharded where this run's are not (or the other way round); a new run would start in a directory
+                that holds checkpoints, or another process trains there.
             ValueError: a text of a dataset of known size (`CHECKED_TEXTS`) holds the mask token or an id that
                 the model does not embed, or cannot be used.
             TrainingDataError: likewise, of a stream or a larger dataset, at the step that reads it.
@@ -303,6 +305,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
 
     def _resumed(self, found: Path) -> tuple[int, Cursor]:
         record = read_run(found)
+        self._check_engine(found, record["files"])
         if self.args.process_index == 0:
             check_files(found, record)
         record["settings"].get("data", {}).pop("eval_split", None)  # of earlier versions; it may change
@@ -321,6 +324,20 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             )
         self.stopwatch.before = record["seconds"]
         return step_of(found), record["cursor"]
+
+    def _check_engine(self, found: Path, files: Mapping[str, str]) -> None:
+        """Raise unless the moments of a checkpoint are in the form that this run reads.
+
+        Raises:
+            ValueError: they are sharded by FSDP or DeepSpeed and this run has neither, or the other way round.
+        """
+        if files and (MOMENTS_FILE in files) == self._sharded:
+            engine = "FSDP or DeepSpeed"
+            saved, now = (f"without {engine}", "with") if self._sharded else (f"by {engine}", "without")
+            raise ValueError(
+                f"{found} was saved {saved}, and this run is {now} them, which does not read its moments; resume "
+                "it as it was started, or choose another output (model.start takes the weights of a checkpoint)"
+            )
 
     @property
     def last_checkpoint(self) -> Path | None:

@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import dlm_lens
+from dlm_lens.files.sealed_json import CHECKSUM, sealed
 from dlm_lens.testing import tiny
 from dlm_lens.training import (
     CheckpointError,
@@ -430,6 +432,25 @@ def test_a_resume_with_other_data_is_refused(unbroken: MaskedDiffusionTrainer) -
         job(directory, train_dataset=edited).train(resume_from_checkpoint=True)
     same = datasets.Dataset.from_list([{**row, "other": 1} for row in ROWS])  # other columns are not read
     job(directory, train_dataset=same).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_of_moments_that_another_engine_saved_is_refused(
+    unbroken: MaskedDiffusionTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(unbroken.settings.output, directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(MaskedDiffusionTrainer, "_sharded", True)
+        with pytest.raises(ValueError, match=r"saved without FSDP or DeepSpeed, and this run is with them"):
+            job(directory).train(resume_from_checkpoint=True)
+    newest = directory / f"checkpoint-{STEPS}"
+    (newest / "optimizer.safetensors").rename(newest / "optimizer.bin")  # the name of FSDP's file
+    record = json.loads((newest / "run.json").read_text())
+    record["files"]["optimizer.bin"] = record["files"].pop("optimizer.safetensors")
+    del record[CHECKSUM]
+    (newest / "run.json").write_text(json.dumps(sealed(record)))
+    with pytest.raises(ValueError, match=r"saved by FSDP or DeepSpeed, and this run is without them"):
+        job(directory).train(resume_from_checkpoint=True)
 
 
 def test_a_resume_with_another_streamed_file_is_refused(tmp_path: Path) -> None:
