@@ -27,7 +27,8 @@ class AboveMean(Detector):
     `relative=False`) instead of the literal A-bar, on which no score reaches eps = 3. In a full bidirectional
     pass of S queries the mean of all scores is 1, so eps = 3 means score_j > 4 - 3 / S, a share of attention
     above (4 - 3 / S) / S: 6.18% at S = 64, 0.78% at S = 512. Scores range from 0 to S, so that no score reaches an
-    eps of S or more. With one defined key there are no others, and no sink.
+    eps of S or more. With one defined key there are no others, and no sink. At eps = 0 rounding decides between
+    scores that are equal up to rounding.
 
     `literal=True` takes Eq. 3 as it is printed, on A-bar_j = r_j / S of S counted queries, the share of attention
     from 0 to 1: a finite choice is 0 < eps < 1, and eps = 3 finds nothing in any pattern. In a full bidirectional
