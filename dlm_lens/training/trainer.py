@@ -173,7 +173,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         """The micro-batches of a step, and the denominator of its loss over all processes.
 
         Raises:
-            TrainingDataError: a text cannot be used; the steps before it are saved first.
+            TrainingDataError: a text cannot be used, or a `Source` of one's own ended; the steps before it are
+                saved first.
         """
         self._part = 0
         try:
@@ -183,6 +184,10 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             why = str(error).strip().splitlines()[-1]  # of a worker, its traceback is before it
             remedy = "Mend the data, and start from that checkpoint (model.start) or anew"
             raise TrainingDataError(self._stop_message(why, remedy)) from error
+        except StopIteration:
+            self._save_the_steps_done()
+            remedy = "Let its `read` go on with the next epoch (a Source is endless), or train for fewer steps"
+            raise TrainingDataError(self._stop_message("the training source has ended", remedy)) from None
         self.last_cursor = samples[-1].pop("cursor")
         total = torch.stack([batch.pop("count") for batch in samples]).sum().to(device)
         if self.args.world_size > 1:

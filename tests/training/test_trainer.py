@@ -346,6 +346,23 @@ def poison(trainer: MaskedDiffusionTrainer, step: int) -> None:
 
 
 @pytest.mark.long
+class Ended:
+    """A source with 20 sequences and no further epoch, which a `Source` has to have."""
+
+    length, padding = 12, 0
+
+    def read(self, cursor: Any, seed: int) -> Any:
+        for sample in range((cursor or {}).get("sample", 0), 20):
+            yield lambda: Example(torch.arange(12)), {"sample": sample + 1}
+
+
+def test_a_source_that_ends_stops_after_a_checkpoint(tmp_path: Path) -> None:
+    trainer = job(tmp_path, train_dataset=Ended())
+    with pytest.raises(TrainingDataError, match=r"step 3: the training source has ended; .*checkpoint-2\. Let its"):
+        trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+
+
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     trainer = job(tmp_path, save_steps=2)
     poison(trainer, 5)
