@@ -141,6 +141,6 @@ class BridgeRecorder(Recorder):
             )
         super().start(sampler, content, answer)
 
-    def tapped(self, layers: Sequence[int] | None, stream: bool) -> BridgeTap:
+    def tapped(self, layers: Sequence[int] | None) -> BridgeTap:
         """The bridge's hook points."""
         return BridgeTap(self.bridge, layers, self.show)

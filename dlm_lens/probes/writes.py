@@ -228,7 +228,7 @@ class _Reader:
         self.layout, self.step, self.rows = SinkLayout.of(model), 0, sinks.is_sink.shape[1]
         self.canvas = sinks.is_sink.shape[-1] - sinks.sinks
         wanted = sorted({sinks.layers[i] for i in entries[:, 2].unique().tolist()})
-        self.tap = Tap(model, wanted, self._layer, stream=False)
+        self.tap = Tap(model, wanted, self._layer)
 
     def run(self, stored: StoredRun, step: int) -> None:
         """One step of the run."""

@@ -98,7 +98,7 @@ class _Collect(Reducer):
 
     name = "collected"
     dims = ("step", "batch", "layer")
-    reads = ("resid",)
+    reads = ("resid_out",)
 
     def reduce(self, layer: LayerStep) -> Int[Tensor, "batch"]:
         """Keep the chosen positions of every row."""

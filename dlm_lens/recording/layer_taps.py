@@ -1,6 +1,6 @@
 """`Tap`: passes the inputs of every layer to a function while it is open."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from dlm_lens.attention import (
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """The inputs of one layer's attention and, if requested, the residual stream and the output of attention.
+    """The inputs of one layer's attention, and the parts of the residual stream that were requested.
 
     Args:
         inputs: of attention.
@@ -70,13 +70,13 @@ class Tap:
         model: from `dlm_lens.load`.
         layers: indices of the layers, negative from the end; None for all.
         show: called with each layer.
-        stream: whether to pass the residual stream and the output of attention too.
-        leaving: whether to pass the stream that leaves the layer with them. `show` is then called at the end of the
-            layer, which keeps queries, keys and values in memory during its MLP; else right after attention.
+        stream: parts of the residual stream to pass too: "resid", "attn_out", "resid_out". For the last one `show`
+            is called at the end of the layer, which keeps queries, keys and values in memory during its MLP; else
+            right after attention.
 
     Raises:
-        ValueError: a model without hook points, with attention that `layer_windows` refuses, or a layer that does
-            not exist.
+        ValueError: a model without hook points, with attention that `layer_windows` refuses, a layer that does not
+            exist, or one without a part of the stream.
     """
 
     def __init__(
@@ -85,19 +85,18 @@ class Tap:
         layers: Sequence[int] | None,
         show: Callable[[LayerInputs], None],
         *,
-        stream: bool,
-        leaving: bool = True,
+        stream: Collection[str] = (),
     ) -> None:
         blocks = attention_blocks(model)
         layer_windows(model)
         self.layers = chosen_indices("layer", layers, len(blocks))
         self.blocks: dict[int, Any] = {layer: blocks[layer] for layer in self.layers}
-        for block in self.blocks.values() if stream else ():
-            adding_module(block, "resid")  # raises where a layer does not pass on the stream
-        self.model, self.show, self.stream, self.leaving = model, show, stream, leaving
-        self._resid: dict[int, Tensor] = {}
+        for block in self.blocks.values():
+            for site in ("resid", "attn_out") if "attn_out" in stream else ("resid",) if stream else ():
+                adding_module(block, site)  # raises where the layer does not have it
+        self.model, self.show, self.stream = model, show, frozenset(stream)
         self._inputs: dict[int, AttentionInputs] = {}
-        self._added: dict[int, Tensor] = {}
+        self._seen: dict[tuple[int, str], Tensor] = {}
         self._open = ExitStack()
 
     def open(self) -> None:
@@ -108,17 +107,18 @@ class Tap:
             attention = attention_of(block)
             attention.hook_z.readers = (*attention.hook_z.readers, self._read)
             self._open.callback(self._remove_reader, attention)
-            if self.stream:
+            if "resid" in self.stream:
                 self._open.callback(block.register_forward_pre_hook(self._enter(layer), with_kwargs=True).remove)
+            if "attn_out" in self.stream:
                 self._open.callback(adding_module(block, "attn_out").register_forward_hook(self._add(layer)).remove)
-                if self.leaving:
-                    self._open.callback(block.register_forward_hook(self._leave(layer)).remove)
+            if "resid_out" in self.stream:
+                self._open.callback(block.register_forward_hook(self._leave(layer)).remove)
 
     def close(self) -> None:
         """Stop, and remove everything from the model."""
         self._open.close()
-        for held in (self._resid, self._inputs, self._added):
-            held.clear()
+        self._inputs.clear()
+        self._seen.clear()
 
     def weight(self, layer: int) -> Tensor:
         """W_O of every head, [head, d_head, d_model].
@@ -147,34 +147,34 @@ class Tap:
         return self._read in attention_of(self.blocks[layer]).hook_z.readers
 
     def _read(self, inputs: AttentionInputs) -> None:
-        if self.stream:
-            self._inputs[inputs.layer] = inputs
-        else:
-            self.show(LayerInputs(inputs))
+        self._inputs[inputs.layer] = inputs
+        if not self.stream & {"attn_out", "resid_out"}:
+            self._show(inputs.layer)
 
     def _enter(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._listens(layer):
-                self._resid[layer] = args[0] if args else kwargs["hidden_states"]
+                self._seen[layer, "resid"] = args[0] if args else kwargs["hidden_states"]
 
         return hook
 
     def _add(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._listens(layer):
-                self._added[layer] = output if isinstance(output, Tensor) else output[0]
-                if not self.leaving:
-                    self._show(layer, None)
+                self._seen[layer, "attn_out"] = output if isinstance(output, Tensor) else output[0]
+                if "resid_out" not in self.stream:
+                    self._show(layer)
 
         return hook
 
     def _leave(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if layer in self._inputs:
-                self._show(layer, output if isinstance(output, Tensor) else output[0])
+                self._seen[layer, "resid_out"] = output if isinstance(output, Tensor) else output[0]
+                self._show(layer)
 
         return hook
 
-    def _show(self, layer: int, left: Tensor | None) -> None:
-        resid, added = self._resid.pop(layer), self._added.pop(layer)
-        self.show(LayerInputs(self._inputs.pop(layer), resid, added, left))
+    def _show(self, layer: int) -> None:
+        stream = {name: self._seen.pop((layer, name)) for name in self.stream}
+        self.show(LayerInputs(self._inputs.pop(layer), **stream))

@@ -15,7 +15,7 @@ from dlm_lens.recording.layer_reduction import on_all_queries, on_canvas, reduce
 from dlm_lens.recording.layer_taps import AnyTap, LayerInputs, Tap
 from dlm_lens.recording.model_identity import versions
 from dlm_lens.recording.recording import Recording
-from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, checked_reducers
+from dlm_lens.recording.reducers.base import STREAM_PARTS, AnyReducer, LayerStep, checked_reducers
 from dlm_lens.sampling import DenoisingRun, Proposal, Sampler, StepObserver, StepPlan
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 
@@ -60,8 +60,7 @@ class Recorder(StepObserver):
                 raise ValueError(f"{reducer!r} has the name {reducer.name!r}, which a Recording has already")
         if self.causal:
             _no_masks_in_ar(self.reducers)
-        stream = any(read in ("resid", "attn_out") for reducer in self.reducers for read in reducer.reads)
-        self.tap = self.tapped(layers, stream)
+        self.tap = self.tapped(layers)
         for reducer in self.reducers:
             reducer.check(model, self.tap.layers)
         self.windows = layer_windows(model)
@@ -74,10 +73,11 @@ class Recorder(StepObserver):
         self._facts: dict[tuple[torch.device, int | None], CanvasFacts] = {}
         self._regions: dict[torch.device, dict[str, Tensor]] = {}
 
-    def tapped(self, layers: Sequence[int] | None, stream: bool) -> AnyTap:
+    def tapped(self, layers: Sequence[int] | None) -> AnyTap:
         """The tap on the model's layers; the recorder of a bridge has another one."""
-        leaving = any("resid" in reducer.reads for reducer in self.reducers)
-        return Tap(self.model, layers, self.show, stream=stream, leaving=leaving)
+        reads = [read for reducer in self.reducers for read in reducer.reads]
+        parts = {part for read in reads for part in STREAM_PARTS.get(read, ())}
+        return Tap(self.model, layers, self.show, stream=parts)
 
     def start(
         self,

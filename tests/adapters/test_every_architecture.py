@@ -15,6 +15,7 @@ import dlm_lens as dl
 from dlm_lens.adapters.head import final_norm, head_logits
 from dlm_lens.attention import attention_blocks, check_hook_points, decoder_of
 from dlm_lens.hooks import ablate
+from dlm_lens.recording.reducers.norms import ResidualNorm
 from tests.adapters.small_architectures import IDS, MASKED_TYPES, MODEL_TYPES, small_model
 
 REASONS = {
@@ -138,6 +139,20 @@ def check_statistics(model: Any, loaded: Any) -> None:
         compare(ours, eager(IDS[:1], output_attentions=True, use_cache=False).attentions)
 
 
+def check_stream(model: Any, loaded: Any) -> None:
+    """Recorded norms of the stream that enters a layer are those of transformers' hidden states."""
+    ours = dl.record(loaded, [IDS[0].tolist()], [ResidualNorm()], gen_length=1).residual_norm[0, 0]
+    layers = next(
+        list(each)
+        for each in decoder_of(loaded).modules()
+        if isinstance(each, nn.ModuleList) and attention_blocks(loaded)[0] in list(each)
+    )
+    with torch.no_grad():
+        states = model(IDS[:1], output_hidden_states=True, use_cache=False).hidden_states
+    wanted = torch.stack([states[layers.index(block)][0].norm(dim=-1) for block in attention_blocks(loaded)])
+    torch.testing.assert_close(ours[:, : IDS.shape[1]], wanted, rtol=1e-4, atol=1e-5)  # as `check_lens`
+
+
 def compare(ours: Tensor, patterns: Sequence[Tensor | None]) -> None:
     """Recorded e_j against those of patterns, for keys that enough queries see."""
     wanted = received([pattern for pattern in patterns if pattern is not None])
@@ -170,8 +185,11 @@ def test_it_computes_what_transformers_does_or_is_refused(model_type: str, tmp_p
     if model_type in WITHOUT_STATISTICS:
         with pytest.raises(ValueError, match=re.escape(f"has {WITHOUT_STATISTICS[model_type]} layers")):
             dl.record(loaded, [SHORT], [dl.ReceivedAttention()], gen_length=1)
-    elif model_type not in OTHER_PATTERNS:
+        return
+    if model_type not in OTHER_PATTERNS:
         check_statistics(model, loaded)
+    if model_type not in NO_STREAM:
+        check_stream(model, loaded)
 
 
 MASKED_REASONS = {

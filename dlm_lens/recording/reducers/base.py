@@ -21,6 +21,14 @@ ARRAY_AXES = ("step", "batch", "layer", "head", "kv_head", "query", "key")
 KEY_DIMS = ("step", "batch", "layer", "head", "key")
 """The axes of a number per head and key."""
 
+STREAM_PARTS: Mapping[str, tuple[str, ...]] = {
+    "resid_in": ("resid",),
+    "attn_out": ("resid", "attn_out"),
+    "resid_out": ("resid_out",),
+    "resid": ("resid", "attn_out", "resid_out"),
+}
+"""What a reducer may read of the residual stream -> the fields of its `LayerStep`."""
+
 
 @dataclass(frozen=True, eq=False)
 class LayerStep:
@@ -43,9 +51,9 @@ class LayerStep:
             where a query is not computed.
         regions: sets of keys by name: prompt, masked, unmasked, block, sink (the learned sink tokens).
         weight: returns W_O of every head, [head, d_head, d_model].
-        resid: the residual stream that enters the layer, if a reducer reads "resid" or "attn_out".
-        attn_out: the output of attention that is added to it, if a reducer reads "resid" or "attn_out".
-        resid_out: the residual stream that leaves the layer, if a reducer reads "resid".
+        resid: the residual stream that enters the layer, if a reducer reads "resid_in", "attn_out" or "resid".
+        attn_out: the output of attention that is added to it, if a reducer reads "attn_out" or "resid".
+        resid_out: the residual stream that leaves the layer, if a reducer reads "resid_out" or "resid".
         memory: a dict that reducers may keep tensors in, from step to step of one run, for this layer.
         shared: results of `once`.
     """
@@ -140,9 +148,10 @@ class Statistic:
         """What is computed for the reducer beside queries, keys and values; nothing.
 
         "received:CLASS" for the column sums of a class of queries (`LayerStep.sums`), "query:STATISTIC" for a
-        number per query (`LayerStep.per_query`), "attn_out" for the residual stream that enters the layer and the
-        output of attention, "resid" for these and the stream that leaves the layer (more memory: queries, keys and
-        values are kept until then). All that is read of the pattern is computed in one pass.
+        number per query (`LayerStep.per_query`), "resid_in" for the residual stream that enters the layer,
+        "attn_out" for it and the output of attention, "resid_out" for the stream that leaves the layer (more
+        memory: queries, keys and values are kept until then), "resid" for all three. All that is read of the
+        pattern is computed in one pass.
         """
         return ()
 
@@ -253,8 +262,9 @@ def _check(reducer: AnyReducer) -> None:
     for read in reducer.reads:
         kind, _, what = read.partition(":")
         known = {"received": stored_name(what) in QUERY_CLASSES, "query": what in QUERY_STATS}
-        if read not in ("resid", "attn_out") and not known.get(kind):
+        if read not in STREAM_PARTS and not known.get(kind):
             raise ValueError(
-                f"{reducer.name} reads {read!r}; it may read 'resid', 'attn_out', 'received:CLASS' for the classes "
-                f"{', '.join(QUERY_CLASSES)}, and 'query:STATISTIC' for {', '.join(QUERY_STATS)}"
+                f"{reducer.name} reads {read!r}; it may read {', '.join(map(repr, STREAM_PARTS))}, "
+                f"'received:CLASS' for the classes {', '.join(QUERY_CLASSES)}, and 'query:STATISTIC' for "
+                f"{', '.join(QUERY_STATS)}"
             )

@@ -96,7 +96,7 @@ class _FeaturePart(Reducer):
     of: FeatureActivations
     kind: str
 
-    reads = ("resid",)
+    reads = ("resid_out",)
 
     @property
     def name(self) -> str:

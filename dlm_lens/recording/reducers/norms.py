@@ -139,7 +139,7 @@ class ResidualNorm(Reducer):
     dims = ("step", "batch", "layer", "key")
     unit = "norm of the residual stream"
     formula = "||h_j||_2 of the stream that enters the layer"
-    reads = ("attn_out",)
+    reads = ("resid_in",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch key"]:
         """The norm, NaN at padding."""
@@ -167,7 +167,7 @@ class _MaxActivation(Reducer):
     dims = ("step", "batch", "layer", "key")
     unit = "residual stream"
     formula = "max_d |h_jd| of the stream that enters the layer (2402.17762, section 2)"
-    reads = ("attn_out",)
+    reads = ("resid_in",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch key"]:
         return layer.only_keys(_stream(layer).abs().amax(-1).float())
@@ -179,7 +179,7 @@ class _MedianActivation(Reducer):
     dims = ("step", "batch", "layer")
     unit = "residual stream"
     formula = "median of |h| over content positions and features (2402.17762, section 2)"
-    reads = ("attn_out",)
+    reads = ("resid_in",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch"]:
         present = layer.facts.attending
@@ -223,7 +223,7 @@ class _ChannelActivation(Reducer):
 
     dims = ("step", "batch", "layer", "channel")
     unit = "residual stream"
-    reads = ("attn_out",)
+    reads = ("resid_in",)
 
     @property
     def name(self) -> str:
