@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dlm_lens
+from dlm_lens.testing import tiny
 from tests.sampling.checkpoints import loaded
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -49,3 +50,30 @@ def test_reference_quirks_reproduce_the_original(family: str, setting: dict[str,
     # Probabilities of a float32 model; the smallest stored selection margin is 1.1e-3.
     torch.testing.assert_close(got.confidence[finite], golden["confidence"][finite].float(), atol=1e-5, rtol=1e-5)
     assert got.proposals[finite].equal(golden["x0"][finite])
+
+
+@pytest.mark.parametrize("remasking", ["entropy", "confidence_threshold"])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_reference_quirks_draw_for_as_many_positions_as_the_original(
+    remasking: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream: a whole pass draws for every position; others for the masks of the block, or with a threshold and
+    the prefix cache for all masks from the block on (NVlabs/Fast-dLLM, dream/model/generation_utils_block.py)."""
+    drawn, multinomial = list[int](), torch.multinomial
+
+    def counting(weights: Tensor, *given: Any, **named: Any) -> Tensor:
+        drawn.append(len(weights))
+        return multinomial(weights, *given, **named)
+
+    monkeypatch.setattr(torch, "multinomial", counting)
+    run = dlm_lens.denoise(
+        tiny("dream"), [[5, 9, 14]], gen_length=8, block_length=4, steps=8, remasking=remasking, cache=cache,
+        temperature=1.0, reference_quirks=True, **({"threshold": 0.1} if remasking != "entropy" else {}),
+    )  # fmt: skip
+    expected = []
+    for step, ((start, stop), computed) in enumerate(zip(run.spans, run.computed, strict=True)):
+        further = remasking == "confidence_threshold" and cache == "prefix"
+        masks = run.masked[step, 0, start : None if further else stop]
+        expected.append(run.tokens.shape[1] if computed is None else int(masks.sum()))
+    assert drawn == expected
+    assert any(computed is not None for computed in run.computed[: run.steps // 2])

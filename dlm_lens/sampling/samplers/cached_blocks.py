@@ -96,7 +96,7 @@ class SpanNoise(SharedNoise):
     Attributes:
         span: of the numbers that the step draws; None for the whole canvas.
         twice: the numbers of the vocabulary's columns are drawn twice and used the second time.
-        drawn: the positions for which tokens are drawn; None for the evaluated ones.
+        drawn: the positions for which tokens are drawn, evaluated or not; None for the evaluated ones.
     """
 
     def __init__(self, stream: SharedNoise) -> None:
@@ -126,14 +126,19 @@ class SpanNoise(SharedNoise):
         evaluated: Bool[Tensor, "batch position"],
         eligible: Bool[Tensor, "batch position"],
     ) -> Int[Tensor, "evaluated"]:
-        """`torch.multinomial` for all drawn positions, whose stream does not depend on the probabilities."""
+        """`torch.multinomial` for all drawn positions, whose stream does not depend on the probabilities.
+
+        Positions that are evaluated and not drawn, which the step cannot write, keep their most likely token.
+        """
         if self.drawn is None:
             return super().tokens(probabilities, evaluated, eligible)
-        drawn = (self.drawn | evaluated).cpu()
+        drawn, given = self.drawn.cpu(), evaluated.cpu()
         rows = torch.ones(int(drawn.sum()), probabilities.shape[-1], dtype=probabilities.dtype)
-        rows[evaluated.cpu()[drawn]] = probabilities.cpu()
-        found = torch.multinomial(rows, 1, generator=self.generator).squeeze(-1)
-        return found[evaluated.cpu()[drawn]].to(probabilities.device)
+        rows[given[drawn]] = probabilities.cpu()[drawn[given]]
+        sampled = torch.multinomial(rows, 1, generator=self.generator).squeeze(-1)
+        found = probabilities.cpu().argmax(-1)
+        found[drawn[given]] = sampled[given[drawn]]
+        return found.to(probabilities.device)
 
     def draw(
         self,
