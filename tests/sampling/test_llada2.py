@@ -147,6 +147,25 @@ def test_an_early_stop_leaves_the_block() -> None:
     assert early.answers == later.answers
 
 
+@pytest.mark.parametrize(("sampler", "rows"), [("llada2", 2), ("llada2_editing", 1)])
+def test_reference_quirks_draw_for_every_position_of_the_block(sampler: str, rows: int) -> None:
+    """dllm draws a token for all positions of the block, masked or not: which draw a mask gets depends on it."""
+    model, seen = tiny("llada2", sampler=sampler), list[Tensor]()
+    run = dl.denoise(
+        model, [[5, 9, 14, 3, 7], [8, 2, 6, 1, 4]][:rows], gen_length=10, block_length=4, temperature=1.5, seed=3,
+        threshold=0.1, reference_quirks=True, on_logits=lambda _step, _canvas, logits: seen.append(logits.clone()),
+        **({"editing_threshold": 0.1, "max_post_steps": 2} if sampler == "llada2_editing" else {}),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    for step, (logits, (start, stop)) in enumerate(zip(seen, run.spans, strict=True)):
+        block = (logits[:, start:stop].float() / 1.5).softmax(-1)
+        read = run.confidence[step, :, start:stop].isfinite()
+        # Positions that are not read have no logits here; what is drawn elsewhere does not depend on theirs.
+        drawn = torch.multinomial(block.nan_to_num(1.0).flatten(0, 1), 1, generator=generator).view(read.shape)
+        assert run.proposals[step, :, start:stop][read].equal(drawn[read]), step
+    assert run.steps > 6
+
+
 def test_masks_in_the_prompt_are_filled_in() -> None:
     mask = model_of().config.mask_token_id
     prompt = [1, mask, 3, 4, 5, 6, 7, 8, 9]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.sampling.noise import SharedNoise
+from dlm_lens.sampling.samplers.sdar import BlockDraws
 from tests.sampling.checkpoints import loaded
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llada2"
@@ -34,10 +34,10 @@ def run(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **options: Any
     if setting["kind"] == "stochastic_inject":
         samples = iter(golden_of(setting)["x0"])
 
-        def drawn(noise: SharedNoise, probabilities: Tensor, evaluated: Tensor, eligible: Tensor) -> Tensor:
+        def drawn(noise: BlockDraws, probabilities: Tensor, evaluated: Tensor, eligible: Tensor) -> Tensor:
             return next(samples)[evaluated]
 
-        monkeypatch.setattr(SharedNoise, "tokens", drawn)
+        monkeypatch.setattr(BlockDraws, "tokens", drawn)
     return dl.denoise(model, setting["prompts"], seed=setting["seed"] or 0, **given, **options)
 
 

@@ -13,10 +13,10 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
-from dlm_lens.sampling.samplers.sdar import SdarPropose, SelectAbove
+from dlm_lens.sampling.samplers.sdar import BlockDraws, SdarPropose, SelectAbove
 from dlm_lens.sampling.settings import at_least_one, not_negative
 
 
@@ -95,7 +95,8 @@ class BlockwiseSampler(BlockSampler):
     inside it (`eos_early_stop`); its later blocks stay masked, and the run ends with its last row. Masks in the
     prompt are filled in too: decoding begins with the block of the first mask.
 
-    With `reference_quirks` decoding begins after the whole blocks of the prompt, and rows do not end.
+    With `reference_quirks` decoding begins after the whole blocks of the prompt, rows do not end, and tokens are
+    drawn for all positions of a block from one stream.
     """
 
     from_text, adaptive = True, True
@@ -112,6 +113,9 @@ class BlockwiseSampler(BlockSampler):
         self.use_cache = settings.use_cache
         self.mask, self.eos = ids.mask, ids.eos
         self.ends = sorted({one for one in (*ids.ends, ids.eot) if one is not None})
+        self.stream: BlockDraws | None = None
+        if reference_quirks and isinstance(noise, SharedNoise):
+            noise = self.stream = BlockDraws(noise)
         self.propose = SdarPropose(
             noise,
             [] if reference_quirks else [ids.mask],
@@ -177,6 +181,11 @@ class BlockwiseSampler(BlockSampler):
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The masks of the block, in rows that are not done with it."""
         return masked & self.running(masked, plan)
+
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """The block that the random stream draws for."""
+        if self.stream is not None:
+            self.stream.span = plan.span
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row has ended."""
