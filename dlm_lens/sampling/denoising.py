@@ -79,14 +79,15 @@ def denoise(
             model without a mask token it changes tokens, and what is open stays open (the random first canvas is
             planted so, at step 0).
         progress: show a progress bar.
-        reference_quirks: reproduce the authors' code to the number: one random stream for the batch (needs a
-            single seed), [MASK] allowed as a proposal; LLaDA: block budgets fixed when a block starts (masks in
-            the prompt compete for them and as many stay), EOS confidence kept at temperature > 0; MMaDA: those of
-            the blocks, and padding seen as content under guidance; Dream: one budget averaged over the rows;
-            SMDM: one budget and one ranking for the batch, noise drawn at temperature 0; dllm: masks in the prompt
-            compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; MDLM: draws in
-            float32, every step runs; LLaDA2: rows do not end, masks in the prompt's whole blocks stay; Fast-dLLM
-            v2: whole blocks and one token more, a prompt of one block is not seen, a block begins greedily.
+        reference_quirks: reproduce the authors' code to the number: one random stream for the batch (needs a single
+            seed), [MASK] allowed as a proposal, equal confidences ranked by `torch.topk`; LLaDA: block budgets
+            fixed when a block starts (masks in the prompt compete for them and as many stay), EOS confidence kept
+            at temperature > 0; MMaDA: those of the blocks, and padding seen as content under guidance; Dream: one
+            budget averaged over the rows; SMDM: one budget and one ranking for the batch, noise drawn at
+            temperature 0; dllm: masks in the prompt compete as LLaDA's, `begin_suppress_tokens` at every step with
+            confidence 0; MDLM: draws in float32, every step runs; LLaDA2: rows do not end, masks in the prompt's
+            whole blocks stay; Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not seen, a
+            block begins greedily.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.

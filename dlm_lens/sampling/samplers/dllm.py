@@ -196,6 +196,7 @@ class DllmSampler(Sampler):
         self.cfg_scale, self.guidance_keeps = settings.cfg_scale, tuple(settings.cfg_keep_tokens)
         self.propose = DllmPropose(settings, noise, ids, reference_quirks)
         self.select, self.infilling = Select(), settings.gen_length == 0
+        self.select.by_topk = reference_quirks
         self._own_blocks: Tensor | None = None
         self._masks_of_blocks: list[list[int]] = []
         self._steps: list[int] = []
@@ -213,6 +214,7 @@ class DllmSampler(Sampler):
         """The canvas's network; the random stream and the blocks of infilling learn where rows begin."""
         if self.stream is not None:
             self.stream.padding = padding_before(content)
+        self.select.padding = padding_before(content)
         if self.infilling:
             self._cut(content, masked)
         return super().network(model, content, masked, prompt_length, canvas)

@@ -100,6 +100,11 @@ class DllmBlockSampler(BlockSampler, DllmSampler):
         """The masks of the block, in rows that have not ended."""
         return masked & self.reach(masked, plan) if self.reference_quirks else super().eligible(masked, plan)
 
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """What `DllmSampler.prepare` gives, and the block that `torch.topk` is given."""
+        super().prepare(masked, plan)
+        self.select.span = plan.span  # type: ignore[assignment]
+
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row has had an end of the text in a finished block."""
         if self.end is None or plan.remaining > 1:

@@ -212,6 +212,8 @@ class DreamSampler(CachedSampler, TimestepSampler):
         self.propose = DreamPropose(settings, noise, ids, reference_quirks)
         drawn = settings.alg_temp and settings.remasking != "origin" and not self.parallel
         self.select: nn.Module = SelectDrawn(noise, settings.alg_temp or 0.0) if drawn else Select()
+        if isinstance(self.select, Select):
+            self.select.by_topk = reference_quirks and settings.remasking != "origin"
         if self.parallel:
             self.select = SelectConfident(settings.threshold, settings.factor)
 
@@ -244,9 +246,11 @@ class DreamSampler(CachedSampler, TimestepSampler):
         return (masks * self.fraction(plan).to(masks.device)).long()
 
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
-        """With quirks, the step's rule and the positions that the random stream draws for."""
+        """With quirks, the step's rule, and the positions that the random stream and `torch.topk` are given."""
         if not self.fast_quirks:
             return
+        if isinstance(self.select, Select):
+            self.select.span = plan.computed
         whole = plan.computed is None
         rule = "maskgit_plus" if whole or self.parallel else "entropy"
         self.propose.rule = rule  # type: ignore[assignment]

@@ -232,6 +232,7 @@ class LLaDASampler(CachedSampler):
             noise = self.stream = SpanNoise(noise)
         self.propose = LLaDAPropose(settings, noise, ids, reference_quirks)
         self.select = SelectConfident(settings.threshold, settings.factor) if settings.parallel else Select()
+        self.select.by_topk = reference_quirks and not settings.parallel
         self.unpadded = reference_quirks and settings.unpadded_guidance and settings.cfg_scale > 0
         self._block_masks: Tensor | None = None
         self._done: Tensor | None = None
@@ -282,7 +283,8 @@ class LLaDASampler(CachedSampler):
         self._done, self._block_masks = state.get("done"), state.get("block_masks")
 
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
-        """The span that the random stream draws for."""
+        """The span that the random stream draws for and that `torch.topk` is given."""
+        self.select.span = plan.computed  # type: ignore[assignment]
         if self.stream is not None:
             self.stream.span = plan.computed
             self.stream.twice = self.cache == "prefix" and plan.computed is not None

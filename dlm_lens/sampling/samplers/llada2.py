@@ -124,6 +124,7 @@ class BlockwiseSampler(BlockSampler):
             top_p=settings.top_p,
         )
         self.select = SelectAbove(settings.threshold)
+        self.select.by_topk = reference_quirks
 
     @classmethod
     def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
@@ -183,7 +184,8 @@ class BlockwiseSampler(BlockSampler):
         return masked & self.running(masked, plan)
 
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
-        """The block that the random stream draws for."""
+        """The block that the random stream draws for and that `torch.topk` is given."""
+        self.select.span = plan.span  # type: ignore[assignment]
         if self.stream is not None:
             self.stream.span = plan.span
 

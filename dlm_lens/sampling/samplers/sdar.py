@@ -250,6 +250,7 @@ class SdarSampler(BlockSampler):
             "low_confidence_dynamic": SelectAbove(settings.threshold),
             "entropy_bounded": SelectBounded(settings.entropy_bound),
         }[settings.remasking]
+        self.select.by_topk = reference_quirks and settings.remasking != "sequential"
         ends = () if reference_quirks else (*ids.ends, *([] if ids.eot is None else [ids.eot]))
         self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
         self.mask = ids.mask
@@ -298,7 +299,8 @@ class SdarSampler(BlockSampler):
         return bool(self.ended.all())
 
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
-        """The block that the random stream draws for."""
+        """The block that the random stream draws for and that `torch.topk` is given."""
+        self.select.span = plan.span  # type: ignore[assignment]
         if self.stream is not None:
             self.stream.span = plan.span
 

@@ -73,7 +73,10 @@ class SMDMPropose(nn.Module):
 
 
 class SelectAcrossRows(Select):
-    """One ranking for the whole batch, as in the reference; `count` holds the batch's number in every row."""
+    """One ranking for the whole batch by `torch.topk`, as in the reference.
+
+    `count` holds the batch's number in every row.
+    """
 
     def forward(
         self,
@@ -82,8 +85,10 @@ class SelectAcrossRows(Select):
         count: Int[Tensor, "batch"],
     ) -> Bool[Tensor, "batch position"]:
         """Return the positions that this step unmasks."""
-        chosen = super().forward(confidence.reshape(1, -1), eligible.reshape(1, -1), count[:1])
-        return chosen.reshape(eligible.shape)
+        ranked = confidence[eligible]
+        chosen = torch.zeros_like(ranked, dtype=torch.bool)
+        chosen[ranked.topk(int(count[0])).indices] = True
+        return torch.zeros_like(eligible).masked_scatter(eligible, chosen)
 
 
 class SMDMSampler(TimestepSampler):
