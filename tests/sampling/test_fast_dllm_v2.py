@@ -393,6 +393,29 @@ def test_the_steps_of_the_original_have_blocks_of_32(options: dict[str, Any]) ->
         assert run.canvases.equal(dl.denoise(model, [prompt], use_cache=False, **settings).canvases)
 
 
+def test_the_original_draws_for_every_position_of_the_sub_block() -> None:
+    """Its stream has a draw for each of them, masked or not, and none for the first token of a block."""
+    seen = list[Tensor]()
+    found = dl.denoise(
+        tiny("fast_dllm_v2", bd_size=8), [[5, 9, 14, 3, 7]], gen_length=24, sub_block_length=4, threshold=0.1,
+        temperature=1.5, top_p=1.0, seed=3, reference_quirks=True,
+        on_logits=lambda _step, _canvas, logits: seen.append(logits.clone()),
+    )  # fmt: skip
+    generator, drawn = torch.Generator().manual_seed(3), 0
+    for step, logits in enumerate(seen):
+        eligible = found.confidence[step, 0].isfinite()
+        first = int(eligible.int().argmax())
+        if first % 8 == 0 and int(eligible.sum()) == 1:
+            continue  # the block before predicts it
+        span = slice(first - first % 4, first - first % 4 + 4)
+        likely = (logits[0, span].float() / 1.5).softmax(-1).nan_to_num(1.0)
+        tokens = torch.multinomial(likely, 1, generator=generator).squeeze(-1)
+        kept = eligible[span]
+        assert found.proposals[step, 0, span][kept].equal(tokens[kept]), step
+        drawn += 1
+    assert 4 < drawn < found.steps
+
+
 def test_the_batch_of_the_original_drops_a_first_token() -> None:
     """Of a prompt of whole blocks that is neither the shortest nor the longest, as its `batch_sample` does."""
     model = model_of()
