@@ -72,7 +72,8 @@ def graph_of(model: Any, who: str) -> EdgeGraph:
     """The graph of a model whose parts add up to its residual stream.
 
     Raises:
-        ValueError: an encoder of its own, or a norm or a gate between a part and the stream.
+        ValueError: an encoder of its own, a norm or a gate between a part and the stream, or layers with different
+            numbers of heads.
     """
     if len(attention_stacks(model)) > 1:
         raise ValueError(
@@ -86,10 +87,21 @@ def graph_of(model: Any, who: str) -> EdgeGraph:
                 f"{who}: {type(block).__name__} has a norm or a gate between the heads and the residual stream, so "
                 "that their outputs do not add up to it; take activation_patching"
             )
-    attention = attention_of(blocks[0])
+    sizes = [_heads(attention_of(block)) for block in blocks]
+    other = next((layer for layer, size in enumerate(sizes) if size != sizes[0]), None)
+    if other is not None:
+        (heads, keys), (these, those) = sizes[0], sizes[other]
+        raise ValueError(
+            f"{who}: layer 0 has {heads} heads and {keys} of keys, layer {other} {these} and {those}; edges are "
+            "between layers of equal heads: take activation_patching"
+        )
+    return EdgeGraph(len(blocks), *sizes[0])
+
+
+def _heads(attention: Any) -> tuple[int, int]:
+    """How many heads of queries and of keys an attention module has."""
     heads = output_weight(attention).shape[0] // head_width(attention)
-    groups = int(getattr(attention, "num_key_value_groups", 1))
-    return EdgeGraph(len(blocks), heads, heads // groups)
+    return heads, heads // int(getattr(attention, "num_key_value_groups", 1))
 
 
 class Differences:

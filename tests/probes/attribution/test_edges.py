@@ -5,7 +5,9 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.probes import Circuit, LogitDifference, LogProbability, edge_attribution, faithfulness
+from dlm_lens.probes.attribution.streams import graph_of
 from dlm_lens.testing import tiny
+from tests.adapters.small_architectures import small_model
 from tests.probes.attribution.planted import AGAINST, CIRCUIT, OTHER, PROMPT, linear, planted, run_of
 
 TARGET = LogitDifference(AGAINST)
@@ -104,3 +106,10 @@ def test_networks_without_such_edges_are_refused() -> None:
     scaled.model.layers[0].register_forward_hook(lambda block, args, output: output * 1.5)
     with pytest.raises(ValueError, match="do not add up to its residual stream"):
         edge_attribution(scaled, run, [[5, 6, 10]])
+
+
+def test_layers_with_other_numbers_of_key_heads_are_refused() -> None:
+    """MiMo's layers with a window have other key heads; it ended in an error of torch."""
+    model = dl.add_hook_points(small_model("mimo_v2_flash"))
+    with pytest.raises(ValueError, match="layer 0 has 4 heads and 2 of keys, layer 1 4 and 4; edges are between"):
+        graph_of(model, "edge_attribution")
