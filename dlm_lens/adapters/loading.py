@@ -118,7 +118,7 @@ def load(
     width = check_quantisation(str(source), family, own, quantization_config, device_map)
     _check_weights(weights, config, kept, device_map, own, width, options)
     headers = read_headers(_fetched(weights, options))
-    read_as, renames = (model_class, {}) if text is None else text_class(model_class, config, headers)
+    read_as, renames = (model_class, {}) if text is None else text_class(weights, model_class, config, headers)
     check_shapes(weights, what, headers, family, read_as, config, values, renames, packed=own is not None)
     model = _load_weights(
         read_as,

@@ -94,13 +94,14 @@ def _network_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_class(
-    model_class: type[PreTrainedModel], config: Any, names: Iterable[str]
+    source: str, model_class: type[PreTrainedModel], config: Any, names: Iterable[str]
 ) -> tuple[type[PreTrainedModel], dict[str, str]]:
     """The class of the text network that leaves the tensors of other parts out, and what renames its own.
 
     The text network's tensors are those that begin like its embedding; its head's may lie elsewhere.
 
     Args:
+        source: name of the weights in messages.
         model_class: of a text network alone.
         config: of it.
         names: of the checkpoint's tensors.
@@ -115,13 +116,16 @@ def text_class(
         with torch.device("meta"):
             network: Any = model_class(copy.deepcopy(config))
     except REFUSALS as error:
-        raise ValueError(f"its text network cannot be built: {one_line(error)}") from error
+        raise ValueError(f"the text network of {source} cannot be built: {one_line(error)}") from error
     stem, own, stored = f"{network.base_model_prefix}.", set(network.state_dict()), list(names)
     embedding, head = (_weight_name(network, part) for part in ("input", "output"))
     inner = embedding.removeprefix(stem)
     prefixes = {name.removesuffix(inner) for name in stored if name == inner or name.endswith(f".{inner}")}
     if not prefixes:
-        raise ValueError(f"none of the tensors is called {inner}, so that there is no text network among them")
+        raise ValueError(
+            f"none of the tensors in {source} is called {inner}, so that there is no text network among them: "
+            "fetch the files again, or check that config.json is of the same model"
+        )
 
     def fitting(prefix: str) -> int:
         return sum(stem + name.removeprefix(prefix) in own for name in stored if name.startswith(prefix))
@@ -129,9 +133,9 @@ def text_class(
     # An encoder of speech may have an embedding of that name too.
     prefix = max(sorted(prefixes), key=fitting)
     renames = {f"^{re.escape(prefix)}": stem} if prefix != stem else {}
-    for name in stored:
-        if name.endswith(f".{head}"):
-            renames[f"^{re.escape(name)}$"] = head
+    heads = [name for name in stored if name.endswith(f".{head}")]
+    if heads:
+        renames[f"^{re.escape(min(heads, key=len))}$"] = head
     parts = {name.removeprefix(stem).split(".")[0] for name in own}
     ours = f"(?:{re.escape(stem)})?(?:{'|'.join(map(re.escape, sorted(parts)))})"
     others = {"_keys_to_ignore_on_load_unexpected": [rf"^(?!{ours}\.)"], "__module__": model_class.__module__}
