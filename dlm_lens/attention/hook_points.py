@@ -135,7 +135,8 @@ def add_hook_points(model: Model) -> Model:
 
     Parameters, their names and every forward stay as they are. A second call changes nothing. Attention modules are
     found by their code: a forward that looks its function up in transformers' attention interface. A version of
-    transformers that is not one of those declared is named in a warning.
+    transformers that is not one of those declared is named in a warning. Of a language model with networks for
+    images or sound the text network gets them; give another part itself to hook it.
 
     Raises:
         ValueError: the model has no such module, or one whose quantities cannot be hooked exactly: it computes
@@ -170,10 +171,19 @@ def has_hook_points(module: Any) -> bool:
 def attention_stacks(model: Any) -> Mapping[str, nn.Module]:
     """The parts of a model with attention of their own, by name; "" is the one whose outputs are the predictions.
 
-    Most models are one stack. A model with an encoder names its stacks in a property `attention_stacks`.
+    Most models are one stack. A model with an encoder names its stacks in a property `attention_stacks`. Of a
+    language model with networks for images or sound the text network alone is one.
     """
     stacks: Mapping[str, nn.Module] | None = getattr(model, "attention_stacks", None)
-    return {"": model} if stacks is None else stacks
+    return {"": _text_network(model)} if stacks is None else stacks
+
+
+def _text_network(model: Any) -> nn.Module:
+    """The text network of a language model of several parts (`text_config`), below its head; else the model."""
+    if getattr(getattr(model, "config", None), "text_config", None) is None:
+        return model
+    has_head = model.get_output_embeddings() is not None
+    return decoder_of(model) if has_head else model
 
 
 def attention_stack(model: Any, stack: str) -> nn.Module:

@@ -104,7 +104,10 @@ class _ForwardRecorder(Recorder):
         mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
         cache = kwargs.get("past_key_values")
         if not isinstance(ids, Tensor):
-            raise ValueError("record_forward needs the forward pass's input_ids; it was given embeddings")
+            raise ValueError(
+                "record_forward needs the forward pass's input_ids; it was given embeddings: of a model with "
+                "images, record the text network (record_forward(model.get_decoder(), ...)), and call that"
+            )
         if kwargs.get("decoder_input_ids") is not None:
             raise ValueError(
                 "record_forward needs prompt and canvas in one input_ids; say where the canvas begins with "

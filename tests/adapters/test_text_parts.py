@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, Gemma3nForCausalLM
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -19,9 +20,11 @@ from transformers.models.auto.modeling_auto import (
 import dlm_lens as dl
 from dlm_lens.adapters.registry import families
 from dlm_lens.adapters.text_part import SAME_FOR_TEXT, text_values
+from dlm_lens.attention import attach_hooks, attention_blocks, has_hook_points, hooked_attentions
+from dlm_lens.hooks import ablate
 from dlm_lens.sampling.run_plan import plan_run
 from tests.adapters.small_architectures import IDS, small_model
-from tests.adapters.test_every_architecture import LONG, NEW, SHORT
+from tests.adapters.test_every_architecture import LONG, NEW, SHORT, compare
 
 NAMES = {*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 OWN = {name for family in families() for name in family.layouts}
@@ -213,6 +216,42 @@ def test_fields_that_would_replace_what_a_class_keeps_are_left_out(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.no_grad():
         assert torch.equal(dl.load(tmp_path)(IDS).logits, model(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "llava", "qwen2_5_vl"])
+def test_hooks_of_the_whole_model_act_in_the_layers_of_its_text(model_type: str) -> None:
+    """They counted the layers of the image network first, and changed nothing without an image."""
+    model: Any = small_model(model_type, AutoModelForMultimodalLM)
+    text = model.get_decoder()
+    dl.add_hook_points(model)
+    assert attention_blocks(model) == list(text.layers)
+    patterns: list[Tensor] = []
+    with torch.no_grad():
+        plain, states = model(input_ids=IDS).logits, text(IDS).last_hidden_state
+        text.layers[1].self_attn.hook_pattern.register_forward_hook(
+            lambda point, args, output: patterns.append(output)
+        )
+        with attach_hooks(model, ablate("z"), layers=[1]):
+            edited, of_text = model(input_ids=IDS).logits, text(IDS).last_hidden_state
+        with dl.record_forward(text, [dl.ReceivedAttention()]) as seen:
+            text(IDS)
+        with (
+            pytest.raises(ValueError, match="it was given embeddings"),
+            dl.record_forward(model, [dl.ReceivedAttention()]),
+        ):
+            model(input_ids=IDS)
+    assert not torch.allclose(edited, plain, atol=1e-3)
+    torch.testing.assert_close(edited, model.lm_head(of_text))
+    assert not torch.allclose(states, of_text, atol=1e-3)
+    compare(seen.received[0, 0, 1:], [patterns[-1][:1]])
+
+
+def test_another_part_gets_hook_points_by_itself() -> None:
+    model: Any = small_model("llava", AutoModelForMultimodalLM)
+    dl.add_hook_points(model)
+    tower = model.model.vision_tower
+    assert not has_hook_points(tower)
+    assert len(hooked_attentions(dl.add_hook_points(tower))) == 2
 
 
 def test_models_of_text_and_our_own_families_are_left_as_they_are() -> None:
