@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
+from dlm_lens.adapters.registry import families
 from dlm_lens.attention import attach_hooks, hooked_attentions
 from dlm_lens.hooks import (
     Hook,
@@ -312,3 +313,23 @@ def test_a_replay_under_the_runs_hooks_does_not_warn(caplog: pytest.LogCaptureFi
     assert not caplog.messages
     dl.replay(model, run, [mask_positions(-2)])
     assert [message.count("under [mask_positions(-2)]") for message in caplog.messages] == [1]
+
+
+SHORT = {"gen_length": 8, "steps": 4, "steps_per_block": 4, "block_length": 4, "sub_block_length": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "sampler"),
+    [
+        (family.name, name)
+        for family in families()
+        for name in family.samplers
+        if (family.name, name) != ("bd3lm", "mdlm")  # of a checkpoint without blocks
+    ],
+)
+def test_a_run_of_every_sampler_is_run_again(family: str, sampler: str) -> None:
+    """A sampler for reruns has the network of the run, and no rule of its own."""
+    model = tiny(family, sampler=sampler)
+    settings = {name: value for name, value in SHORT.items() if name in model.sampler_defaults}
+    run = check(model, [], LONG, **settings).run
+    assert len(dl.logit_lens(model, run, steps=[run.steps - 1]).position)

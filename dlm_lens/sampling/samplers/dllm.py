@@ -185,6 +185,7 @@ class DllmSampler(Sampler):
     stream: OrderedNoise | None = None
     infilling = False  # as in a rerun, which has no settings
     reference_quirks = False
+    _before: Int[Tensor, "batch"] | None = None
 
     def __init__(
         self, settings: DllmSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
@@ -212,9 +213,9 @@ class DllmSampler(Sampler):
         canvas: Int[Tensor, "batch position"],
     ) -> Network:
         """The canvas's network; the random stream and the blocks of infilling learn where rows begin."""
+        self._before = padding_before(content)
         if self.stream is not None:
-            self.stream.padding = padding_before(content)
-        self.select.padding = padding_before(content)
+            self.stream.padding = self._before
         if self.infilling:
             self._cut(content, masked)
         return super().network(model, content, masked, prompt_length, canvas)
@@ -298,9 +299,10 @@ class DllmSampler(Sampler):
         self._block_masks = state.get("block_masks")
 
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
-        """The block that the random stream draws for, and whether the step is the first."""
+        """The block that the random stream draws for, whether the step is the first, and where rows begin."""
         if self.stream is not None:
             self.stream.span = plan.span
+        self.select.padding = self._before  # type: ignore[assignment]
         self.propose.first = plan.index == 0  # type: ignore[assignment]
 
 
