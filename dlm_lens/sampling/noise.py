@@ -183,6 +183,26 @@ class SharedNoise:
         drawn = torch.multinomial(probabilities.cpu(), 1, generator=self.generator)
         return drawn.squeeze(-1).to(probabilities.device)
 
+    def tokens_among(
+        self,
+        probabilities: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        drawn: Bool[Tensor, "batch position"],
+    ) -> Int[Tensor, "evaluated"]:
+        """`torch.multinomial` for the positions `drawn`, evaluated or not, of code that draws for those.
+
+        How many numbers it takes does not depend on the probabilities. Positions that are evaluated and not drawn,
+        which the step cannot write, keep their most likely token.
+        """
+        among, given, likely = drawn.cpu(), evaluated.cpu(), probabilities.cpu()
+        found = likely.argmax(-1)
+        if bool(among.any()):
+            rows = torch.ones(int(among.sum()), likely.shape[-1], dtype=likely.dtype)
+            rows[given[among]] = likely[among[given]]
+            sampled = torch.multinomial(rows, 1, generator=self.generator).squeeze(-1)
+            found[among[given]] = sampled[given[among]]
+        return found.to(probabilities.device)
+
     def draw(
         self,
         weights: Float[Tensor, "batch position"],

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dlm_lens
-from dlm_lens.sampling.samplers.fast_dllm_v2 import SubBlockDraws
+from dlm_lens.sampling.samplers.sdar import BlockDraws
 from tests.sampling.checkpoints import loaded
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "fast_dllm_v2"
@@ -87,7 +87,7 @@ def test_reference_quirks_reproduce_the_original(
         pytest.skip("the cache within a block needs the one of finished blocks")
     golden, model = golden_of(setting), model_of(setting, monkeypatch)
     if setting["kind"] == "stochastic_inject":
-        monkeypatch.setattr(SubBlockDraws, "tokens", drawn_as([golden["x0"][event] for event in forwards(setting)]))
+        monkeypatch.setattr(BlockDraws, "tokens", drawn_as([golden["x0"][event] for event in forwards(setting)]))
     found = dlm_lens.denoise(
         model, golden["prompt"], seed=setting["seed"] or 0, reference_quirks=True, use_cache=use_cache,
         **settings_of(setting),

@@ -126,19 +126,10 @@ class SpanNoise(SharedNoise):
         evaluated: Bool[Tensor, "batch position"],
         eligible: Bool[Tensor, "batch position"],
     ) -> Int[Tensor, "evaluated"]:
-        """`torch.multinomial` for all drawn positions, whose stream does not depend on the probabilities.
-
-        Positions that are evaluated and not drawn, which the step cannot write, keep their most likely token.
-        """
+        """Tokens of the evaluated positions, drawn for `drawn`."""
         if self.drawn is None:
             return super().tokens(probabilities, evaluated, eligible)
-        drawn, given = self.drawn.cpu(), evaluated.cpu()
-        rows = torch.ones(int(drawn.sum()), probabilities.shape[-1], dtype=probabilities.dtype)
-        rows[given[drawn]] = probabilities.cpu()[drawn[given]]
-        sampled = torch.multinomial(rows, 1, generator=self.generator).squeeze(-1)
-        found = probabilities.cpu().argmax(-1)
-        found[drawn[given]] = sampled[given[drawn]]
-        return found.to(probabilities.device)
+        return self.tokens_among(probabilities, evaluated, self.drawn)
 
     def draw(
         self,

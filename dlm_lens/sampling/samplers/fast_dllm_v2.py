@@ -15,10 +15,9 @@ from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
-from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
-from dlm_lens.sampling.samplers.sdar import SelectAbove
+from dlm_lens.sampling.samplers.sdar import BlockDraws, SelectAbove
 from dlm_lens.sampling.settings import at_least_one, not_negative
 from dlm_lens.sampling.sub_block_network import SubBlockLogits
 
@@ -92,27 +91,6 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     return values
 
 
-class SubBlockDraws(OrderedNoise):
-    """The random stream of code that draws a token for every position of one row's sub-block, masked or not."""
-
-    def tokens(
-        self,
-        probabilities: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        eligible: Bool[Tensor, "batch position"],
-    ) -> Int[Tensor, "evaluated"]:
-        """`torch.multinomial` over the span; masks outside it, which stay, have their likeliest token."""
-        start, stop = self.span
-        found = evaluated.cpu().long().masked_scatter(evaluated.cpu(), probabilities.cpu().argmax(-1))
-        if stop > start:
-            inside = torch.zeros_like(evaluated)
-            inside[:, start:stop] = evaluated[:, start:stop]
-            whole = torch.ones(stop - start, probabilities.shape[-1], dtype=probabilities.dtype)
-            whole[inside[0, start:stop].cpu()] = probabilities[inside[evaluated]].cpu()
-            found[0, start:stop] = torch.multinomial(whole, 1, generator=self.generator).squeeze(-1)
-        return found[evaluated.cpu()].to(probabilities.device)
-
-
 class FastDllmV2Propose(nn.Module):
     """x0 from softmax(logits / temperature) within its nucleus; the confidence is the probability of x0 there.
 
@@ -176,9 +154,9 @@ class FastDllmV2Sampler(BlockSampler):
         super().__init__()
         self.settings, self.reference_quirks, self.ends = settings, reference_quirks, ids.ends
         self.block_length, self.use_cache = settings.block_length, settings.use_cache
-        self.stream: SubBlockDraws | None = None
+        self.stream: BlockDraws | None = None
         if reference_quirks and isinstance(noise, SharedNoise):
-            noise = self.stream = SubBlockDraws(noise)
+            noise = self.stream = BlockDraws(noise)
         self.propose = FastDllmV2Propose(settings, noise, ids, reference_quirks)
         self.select = SelectAbove(settings.threshold)
         self.mask, self._seen_until = ids.mask, 0

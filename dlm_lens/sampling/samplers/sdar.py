@@ -97,12 +97,10 @@ class BlockDraws(OrderedNoise):
         evaluated: Bool[Tensor, "batch position"],
         eligible: Bool[Tensor, "batch position"],
     ) -> Int[Tensor, "evaluated"]:
-        """`torch.multinomial` over the block; the numbers do not depend on the probabilities elsewhere."""
-        inside = evaluated[:, slice(*self.span)].cpu()
-        whole = torch.ones(*inside.shape, probabilities.shape[-1], dtype=probabilities.dtype)
-        whole[inside] = probabilities.cpu()
-        drawn = torch.multinomial(whole.flatten(0, 1), 1, generator=self.generator)
-        return drawn.view(inside.shape)[inside].to(probabilities.device)
+        """Tokens of the evaluated positions, drawn for the whole `span` of every row."""
+        drawn = torch.zeros_like(evaluated)
+        drawn[:, slice(*self.span)] = True
+        return self.tokens_among(probabilities, evaluated, drawn)
 
 
 class SdarPropose(nn.Module):
