@@ -151,9 +151,7 @@ def _at_step(source: Received, step: int) -> Received:
 
 def _numbers(source: MeasuredSinks) -> tuple[int, ...]:
     """The number of each step of a source in its run; none for a source without steps."""
-    if "step" not in source.dims:
-        return ()
-    return source.steps or tuple(range(len(source.is_sink if isinstance(source, Sinks) else source.values)))
+    return source.step_numbers if "step" in source.dims else ()
 
 
 def _step_place(source: MeasuredSinks, step: int, who: Any) -> int:

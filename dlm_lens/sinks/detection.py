@@ -83,6 +83,11 @@ class Sinks(ShowsItself):
             if numbers and len(numbers) != dict(zip(self.dims, shape, strict=True)).get(axis, 1):
                 raise ValueError(f"{len(numbers)} {axis} numbers for is_sink of shape {list(shape)} {self.dims}")
 
+    @property
+    def step_numbers(self) -> tuple[int, ...]:
+        """The number of each step in its run."""
+        return self.steps or tuple(range(len(self.is_sink) if "step" in self.dims else 1))
+
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.dims, self.is_sink.shape, strict=True))
         defined = int((~self.scores.isnan()).sum())
