@@ -92,7 +92,8 @@ def check_decoding(model: Any, loaded: Any) -> None:
     """Greedy decoding is transformers', alone and in a batch of two lengths."""
     both = dl.denoise(loaded, [SHORT, LONG], gen_length=NEW).canvases[-1]
     for row, prompt in enumerate((SHORT, LONG)):
-        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :]
+        ids = torch.tensor([prompt])
+        theirs = model.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :]
         alone = dl.denoise(loaded, [prompt], gen_length=NEW).canvases[-1][0, len(prompt) :]
         written = len(theirs)
         assert torch.equal(alone[:written], theirs)

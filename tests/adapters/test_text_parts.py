@@ -24,7 +24,7 @@ from dlm_lens.attention import attach_hooks, attention_blocks, has_hook_points, 
 from dlm_lens.hooks import ablate
 from dlm_lens.sampling.run_plan import plan_run
 from tests.adapters.small_architectures import IDS, small_model
-from tests.adapters.test_every_architecture import LONG, NEW, SHORT, compare
+from tests.adapters.test_every_architecture import check_decoding, compare
 
 NAMES = {*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 OWN = {name for family in families() for name in family.layouts}
@@ -79,12 +79,7 @@ def test_the_text_network_computes_what_the_whole_model_does(model_type: str, tm
     scale = loaded.config.logit_scale if model_type in SCALED else 1.0
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, model(input_ids=IDS).logits * scale)
-    both = dl.denoise(loaded, [SHORT, LONG], gen_length=NEW).canvases[-1]
-    for row, prompt in enumerate((SHORT, LONG)):
-        theirs = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0]
-        written = theirs[len(prompt) :]
-        assert len(written)
-        assert torch.equal(both[row, len(LONG) :][: len(written)], written)
+    check_decoding(model, loaded)
     loaded.save_pretrained(tmp_path / "text")
     again = dl.load(tmp_path / "text")
     assert type(again) is type(loaded)

@@ -182,6 +182,7 @@ class _MedianActivation(Reducer):
     reads = ("resid_in",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch"]:
+        """Over the present positions and all features; NaN where a row has none, or one of them is NaN."""
         present = layer.facts.attending
         stream = _stream(layer)[:, : present.shape[1]]
         if stream.device.type == "cpu":
