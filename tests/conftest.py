@@ -6,10 +6,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test downloads anything. Without this, each unknown name waits 23 seconds for a hub that cannot be reached.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import random
+
+import numpy
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed every test, before its fixtures of any scope: no result depends on the tests that ran before it."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
