@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
+
+import dlm_lens
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 # Several times the float32 noise of the references themselves (1.7e-5 on logits of up to 13).
@@ -56,3 +59,35 @@ def collect(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> dict[str, Ten
         elif name.startswith("z") and "gated" not in name:
             seen[name] = seen[name].flatten(-2)
     return seen
+
+
+@torch.no_grad()
+def compare_with_the_original(path: Path, case: str) -> None:
+    """Every stored intermediate of a case without padding, and logits in bfloat16 where they are stored."""
+    model = dlm_lens.load(path)
+    stored = {
+        key.removeprefix(f"{case}."): value
+        for key, value in load_file(path / "forward.safetensors").items()
+        if key.startswith(f"{case}.")
+    }
+    ids, half = stored.pop("input_ids"), stored.pop("logits_bfloat16", None)
+    seen = collect(model, ids)
+    for key, expected in stored.items():
+        torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
+    # Embedding, final norm, logits; per layer block, q, k, v, pattern, z, attention and MLP outputs.
+    assert len(stored) == 3 + 8 * model.config.num_hidden_layers
+    if half is not None:
+        logits = dlm_lens.load(path, dtype="bfloat16")(input_ids=ids).logits
+        difference = (logits.float() - half.float()).abs()
+        # Another order of sums differs by a few ulps of logits of up to 8.
+        assert difference.max() <= 0.25
+        assert difference.mean() < 0.02
+
+
+def check_saved_names(path: Path, saved: Path) -> PreTrainedModel:
+    """A loaded checkpoint that is saved has the names and the numbers of the original; the saved one, loaded."""
+    dlm_lens.load(path).save_pretrained(saved)
+    original, written = load_file(path / "model.safetensors"), load_file(saved / "model.safetensors")
+    assert original.keys() == written.keys()
+    assert all(original[name].equal(written[name]) for name in original)
+    return dlm_lens.load(saved)

@@ -1,4 +1,4 @@
-"""Every stored trajectory of Dream's sampler, token for token."""
+"""Every stored trajectory of Dream's sampler, token for token, also of CoDA, whose code has it too."""
 
 import json
 from pathlib import Path
@@ -13,16 +13,22 @@ import dlm_lens
 from dlm_lens.testing import tiny
 from tests.sampling.checkpoints import loaded
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "dream"
-SAMPLING = json.loads((GOLDEN / "sampling.json").read_text())
-SETTINGS = SAMPLING["settings"]
-MASK = SAMPLING["mask_token_id"]
+GOLDEN = Path(__file__).parent.parent / "golden"
+SAMPLING = {family: json.loads((GOLDEN / family / "sampling.json").read_text()) for family in ("dream", "coda")}
+SETTINGS = [setting | {"family": family} for family, stored in SAMPLING.items() for setting in stored["settings"]]
+MASK = SAMPLING["dream"]["mask_token_id"]
+assert SAMPLING["coda"]["mask_token_id"] == MASK
+
+
+def name_of(setting: dict[str, Any]) -> str:
+    return f"{setting['family']}-{setting['name']}"
 
 
 def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun, dict[str, Tensor]]:
-    model = loaded(GOLDEN)
+    path = GOLDEN / setting["family"]
+    model = loaded(path)
     prefix = setting["name"] + "."
-    stored = load_file(GOLDEN / "sampling.safetensors")
+    stored = load_file(path / "sampling.safetensors")
     golden = {key.removeprefix(prefix): value for key, value in stored.items() if key.startswith(prefix)}
     arguments = dict(setting["args"])
     arguments |= {"remasking": arguments.pop("alg"), "gen_length": arguments.pop("max_new_tokens")}
@@ -39,7 +45,7 @@ def run(setting: dict[str, Any], **options: Any) -> tuple[dlm_lens.DenoisingRun,
     return dlm_lens.denoise(model, golden["prompt"], mask, seed=seed, **arguments, **options), golden
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["name"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=name_of)
 def test_reference_quirks_reproduce_the_original(setting: dict[str, Any]) -> None:
     if setting["kind"] == "stochastic_inject" and not torch.__version__.startswith("2.13"):
         pytest.skip("torch.multinomial's stream belongs to a torch build; the golden's is 2.13")
@@ -58,13 +64,13 @@ PLAIN = [
 ]  # there the original writes [MASK] itself
 
 
-@pytest.mark.parametrize("setting", PLAIN, ids=lambda setting: setting["name"])
+@pytest.mark.parametrize("setting", PLAIN, ids=name_of)
 def test_without_noise_the_default_is_the_original(setting: dict[str, Any]) -> None:
     got, golden = run(setting)
     assert got.canvases.equal(golden["trajectory"])
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["name"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=name_of)
 def test_the_default_leaves_no_mask_and_touches_nothing_else(setting: dict[str, Any]) -> None:
     got, golden = run(setting)
     assert not (got.tokens == MASK).any()
