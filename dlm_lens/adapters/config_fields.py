@@ -197,6 +197,8 @@ def _requirement(name: str, value: Any) -> str | None:
 
 def _rope_requirement(value: Any) -> str | None:
     """What settings of rotary positions must be, where they do not fit; None where they do."""
+    if value is False:  # none, in RND1's config.json; transformers reads it so too
+        return None
     if not isinstance(value, dict):
         return "an object with settings"
     kind = value.get("rope_type", value.get("type", "default"))

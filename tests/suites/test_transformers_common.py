@@ -19,6 +19,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "a2d": ("a2d_qwen3", {"head_dim": 10}),
     "a2d, qwen2": ("a2d_qwen3", {"model_type": "a2d-qwen2"}),
     "a2d, llama": ("a2d_qwen3", {"model_type": "a2d-llama"}),
+    "coda": ("coda", {"head_dim": 10}),
     "bd3lm": ("bd3lm", {"block_size": 4, "adaln": False}),
     "mdlm": ("mdlm", {}),
     "mdlm, given the noise": ("mdlm", {"time_conditioning": True}),
@@ -26,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sdar": ("sdar", {}),
     "llada2": ("llada2", {}),
     "llada-moe": ("llada_moe", {}),
+    "rnd1": ("rnd1", {}),
     "modernbert": ("modernbert", {}),
     "diffusion_gemma": (
         "diffusion_gemma",

@@ -1,0 +1,221 @@
+"""RND1's sampler: the positions of highest entropy stay masked, or an entropy bound says what is written."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
+from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
+from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.samplers.llada import without
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative
+
+
+@dataclass(frozen=True)
+class RND1Settings:
+    """Settings of RND1's `diffusion_sample` (RadicalNumerics/RND1, rnd/sampling.py).
+
+    Args:
+        steps: denoising steps, at most; their `num_diffusion_steps`.
+        gen_length: tokens of the answer.
+        temperature: of the distributions whose entropies rank, and from which tokens are drawn. 0: the most likely
+            token, ranked by the entropy at temperature 1.
+        greedy: take the most likely token at every temperature.
+        top_k: keep the k most likely tokens.
+        top_p: then those whose probabilities sum to this, with the one that crosses it.
+        entropy_bound: write the most confident positions that it admits, instead of a number of positions; their
+            `eb_gamma`, in nats. See `SelectConfidentBound`.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps: int
+    gen_length: int
+    temperature: float = 0.1
+    greedy: bool = False
+    top_k: int | None = None
+    top_p: float | None = None
+    entropy_bound: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps", "top_k")
+        not_negative(self, "temperature", zero="the most likely token")
+        not_negative(self, "entropy_bound", zero="write the most confident position alone")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+
+
+class RND1Propose(nn.Module):
+    """x0 from softmax(filtered(logits / temperature)); confidence = minus its entropy in nats.
+
+    H = -sum p ln p, with 0 ln 0 = 0. [MASK] is never an x0, and its probability counts in the entropy. With an
+    entropy bound the confidence is ln p of x0, and `entropy` has H.
+
+    Attributes:
+        entropy: of every position at the last step; 0 where none was evaluated.
+    """
+
+    entropy: Float[Tensor, "batch position"]
+
+    def __init__(self, settings: RND1Settings, noise: Noise, ids: SpecialIds) -> None:
+        super().__init__()
+        self.settings, self.noise, self.never = settings, noise, [ids.mask]
+        self.greedy = settings.greedy or settings.temperature == 0
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        settings = self.settings
+        logits = logits / (settings.temperature or 1.0)
+        if settings.top_k is not None or settings.top_p is not None:
+            # [MASK] leaves before the filter, which may keep nothing else.
+            logits = filtered(filtered(without(logits, self.never), None, settings.top_k), settings.top_p, None)
+        known, choice = logits.log_softmax(-1), without(logits, self.never)
+        chosen = choice.argmax(-1) if self.greedy else self._drawn(choice.softmax(-1), evaluated, eligible)
+        terms = known.exp() * known.clamp(min=torch.finfo(known.dtype).min)
+        entropy = -terms.sum(-1)
+        self.entropy = entropy.new_zeros(canvas.shape).masked_scatter(evaluated, entropy)
+        ranked = -entropy
+        if settings.entropy_bound is not None:
+            ranked = known.gather(-1, chosen[:, None]).squeeze(-1)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
+        confidence = confidence.masked_scatter(evaluated, ranked.float()).masked_fill(~eligible, -torch.inf)
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence)
+
+    def _drawn(
+        self,
+        probabilities: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Int[Tensor, "evaluated"]:
+        """Tokens, drawn; the authors' code draws for every output, and the one at i - 1 is position i's."""
+        if isinstance(self.noise, SharedNoise):
+            outputs = evaluated.roll(-1, dims=-1)
+            return self.noise.tokens_among(probabilities, outputs, torch.ones_like(outputs))
+        return self.noise.tokens(probabilities, evaluated, eligible)
+
+
+class SelectAllButUncertain(Select):
+    """`Select` by -H, where `torch.topk` chooses the positions that stay masked, as in the reference.
+
+    Of equal entropies, common at low temperatures, it may keep other positions than those that it would write.
+    """
+
+    by_topk = True
+
+    def _of_topk(
+        self, confidence: Float[Tensor, "batch position"], count: Int[Tensor, "batch"]
+    ) -> Bool[Tensor, "batch position"]:
+        """All positions but the uncertain ones of every row."""
+        lowest = torch.finfo(confidence.dtype).min
+        uncertain = (-confidence).masked_fill(confidence == -torch.inf, lowest)
+        kept = (confidence > -torch.inf).sum(-1) - count
+        chosen = torch.ones_like(confidence, dtype=torch.bool)
+        for row, number in enumerate(kept.tolist()):
+            chosen[row, uncertain[row].topk(number).indices] = False
+        return chosen
+
+
+class SelectConfidentBound(nn.Module):
+    """Write the k most confident positions, for the largest k with H_1 + ... + H_k - max(H_1, ..., H_k) <= bound.
+
+    The order is that of falling confidence; the left side bounds the mutual information of the written tokens,
+    which are drawn independently (2505.24857, with the error proxy "confidence"). The first is always written.
+
+    Args:
+        bound: in nats.
+        propose: whose `entropy` is H.
+    """
+
+    def __init__(self, bound: float, propose: RND1Propose) -> None:
+        super().__init__()
+        self.bound = bound
+        self._entropies = lambda: propose.entropy
+
+    def forward(
+        self,
+        confidence: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the positions that this step unmasks; `count` says of which rows all are."""
+        # Eligible positions first, whatever their confidence: -inf among them must not tie with the others.
+        order = confidence.argsort(dim=-1, descending=True, stable=True)
+        first = eligible.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True)
+        order = order.gather(-1, first)
+        entropy = self._entropies().gather(-1, order)
+        admitted = entropy.cumsum(-1) - entropy.cummax(-1).values <= self.bound
+        chosen = torch.zeros_like(eligible).scatter(-1, order, admitted)
+        return (chosen | (count == eligible.sum(-1))[:, None]) & eligible
+
+
+class RND1Sampler(Sampler):
+    """Step j of n leaves the floor(m (n - 1 - j) / n) positions of highest entropy masked, of m at the start.
+
+    The product is computed in float32, as in the reference. With an entropy bound a step writes what
+    `SelectConfidentBound` admits, and the last one all that is left. A step at which nothing is masked is left out.
+    A row counts its own masks. With `reference_quirks` the answer's last position holds the padding token from the
+    start: the authors' code keeps it free for the end of the text.
+    """
+
+    adaptive = True
+
+    def __init__(
+        self, settings: RND1Settings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__()
+        self.settings, self.reference_quirks = settings, reference_quirks
+        self.propose: RND1Propose = RND1Propose(settings, noise, ids)
+        bound = settings.entropy_bound
+        if bound is not None:
+            self.select: nn.Module = SelectConfidentBound(bound, self.propose)
+        else:
+            self.select = SelectAllButUncertain() if reference_quirks else Select()
+        self.begun_with = torch.zeros(0, dtype=torch.long)
+
+    def begin(
+        self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """The prompts and an answer of mask tokens, which are counted."""
+        canvas = super().begin(model, prompts, fillable)
+        if self.reference_quirks and self.settings.gen_length > 1:
+            canvas[:, -1] = int(model.config.pad_token_id or 0)
+        self.begun_with = self.open_positions(canvas, 0).sum(-1)
+        return canvas
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step; there are no blocks."""
+        total = self.settings.steps
+        span = (prompt_length if self.settings.gen_length else 0, positions)
+        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """Every masked position."""
+        return masked
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """How many positions of each row this step unmasks; with a bound all at the last step, and else unknown."""
+        left = eligible.sum(-1)
+        if plan.remaining == 1:
+            return left
+        if self.settings.entropy_bound is not None:
+            return torch.full_like(left, -1)
+        kept = (self.begun_with.to(left.device) * ((plan.remaining - 1) / plan.total)).long()
+        return (left - kept).clamp(min=0)
+
+
+ALGORITHM = Algorithm("rnd1", RND1Settings, RND1Sampler, answer_settings, corruption=CountCorruption())
