@@ -117,7 +117,9 @@ class MaskedDiffusionFields:
     def __post_init__(self, **kwargs: Any) -> None:
         """Switch off the cache, which the sampler's network handles, and windows, which the authors' code drops."""
         host: Any = self
-        host.use_sliding_window, host.layer_types = False, None
+        host.use_sliding_window = False
+        if hasattr(host, "layer_types"):
+            host.layer_types = None
         super().__post_init__(**without_foreign_fields(kwargs))  # type: ignore[misc]
         host.use_cache = False
 
