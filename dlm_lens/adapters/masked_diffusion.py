@@ -53,6 +53,9 @@ LLADA2_EDITING_SAMPLER = {
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 
+P2_SAMPLER = {"steps": 128, "gen_length": 128, "temperature": 0.0}
+"""Of Open-dLLM's rule "p2"; 128 steps and tokens as in its sample.py, and the temperature of its class."""
+
 RND1_SAMPLER = {"steps": 256, "gen_length": 256, "temperature": 0.1, "greedy": False}
 """The defaults of RadicalNumerics/RND1's RND1GenerationConfig; gen_length is that of its demo."""
 

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -9,6 +10,6 @@ import dlm_lens
 
 
 @cache
-def loaded(path: Path, **ids: int) -> PreTrainedModel:
+def loaded(path: Path, **options: Any) -> PreTrainedModel:
     """`dlm_lens.load`, once in a process."""
-    return dlm_lens.load(path, **ids)
+    return dlm_lens.load(path, **options)

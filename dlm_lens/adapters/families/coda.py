@@ -4,7 +4,12 @@ from typing import ClassVar
 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, MaskedDiffusionFields, MaskedDiffusionMixin
+from dlm_lens.adapters.masked_diffusion import (
+    DREAM_SAMPLER,
+    P2_SAMPLER,
+    MaskedDiffusionFields,
+    MaskedDiffusionMixin,
+)
 from dlm_lens.adapters.registry import Family
 
 
@@ -31,7 +36,7 @@ class CoDAModel(MaskedDiffusionMixin, Qwen3ForCausalLM):
 FAMILY = Family(
     name="coda",
     layouts={"CoDA": (CoDAConfig, CoDAModel)},
-    samplers={"dream": DREAM_SAMPLER},
+    samplers={"dream": DREAM_SAMPLER, "p2": P2_SAMPLER},
     hub_names=("Salesforce/CoDA-v0-Base", "Salesforce/CoDA-v0-Instruct"),
     special_ids={151936: {"mask": 151669, "eos": 151645}},
 )
