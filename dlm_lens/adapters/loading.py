@@ -22,7 +22,7 @@ from dlm_lens.adapters.hub import config_values, needed_file, optional_file
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
 from dlm_lens.adapters.model_names import check_model_name, embedded_models, embedded_path
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
-from dlm_lens.adapters.registry import Family, family_of, model_type_of
+from dlm_lens.adapters.registry import Family, families, family_of, model_type_of
 from dlm_lens.adapters.text_part import text_class, text_values
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, read_headers
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
     attn_implementation=instance(str, 'the name of an attention function, such as "sdpa"'),
     revision=instance(str, "a branch, tag or commit, or None"),
     size=instance(str, "a size's name, or None"),
+    family=instance(str, "the name of one of dlm_lens.families(), or None"),
     check=flag(),
     **dict.fromkeys(("mask_token_id", "eos_token_id", "eot_token_id"), whole(least=0)),
 )
@@ -60,6 +61,7 @@ def load(
     eos_token_id: int | None = None,
     eot_token_id: int | None = None,
     sampler: str | None = None,
+    family: str | None = None,
     check: bool = True,
 ) -> PreTrainedModel:
     """Load a masked DLM or an AR baseline (a causal LM of transformers), ready to denoise, in eval mode.
@@ -87,6 +89,8 @@ def load(
         eot_token_id: likewise for the end of a turn.
         sampler: the sampling algorithm of the family, where config.json names none or a wrong one ("dllm_blocks"
             for block diffusion checkpoints of A2D-Qwen3); released ones are known by their hub names.
+        family: name of the checkpoint's family, where its config.json is that of the AR model that it was made from
+            ("diffugpt" for DiffuLLaMA in a directory); released ones are known by their hub names.
         check: run a few tokens and check that hook points change nothing and show what attention does
             (`dlm_lens.attention.check_hook_points`), and that the logits are the
             output embedding of the decoder's states.
@@ -102,24 +106,24 @@ def load(
     kept = floating_dtype(dtype)
     source = _resolve(path_or_hub_name, options)
     values, weights = _describe(source, size, options)
-    values["model_type"] = model_type_of(values, source)
+    values["model_type"] = model_type_of(values, source, family, _tensors(values, weights, family, options))
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
     text = text_values(values, what)
     values = values if text is None else text
-    family = family_of(values["model_type"])
-    config_class, model_class = family.layouts[values["model_type"]]
+    owner = family_of(values["model_type"])
+    config_class, model_class = owner.layouts[values["model_type"]]
     given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
-    values |= known_values(family, str(path_or_hub_name), values, given | {"sampler": sampler})
+    values |= known_values(owner, str(path_or_hub_name), values, given | {"sampler": sampler})
     config = built_config(config_class, values, what)
-    tokenizer = _tokenizer(source, options, config, family)
-    prepare_config(config, family, tokenizer)
+    tokenizer = _tokenizer(source, options, config, owner)
+    prepare_config(config, owner, tokenizer)
     quantised = {} if quantization_config is None else {"quantization_config": quantization_config}
     own = values.get("quantization_config")
-    width = check_quantisation(str(source), family, own, quantization_config, device_map)
+    width = check_quantisation(str(source), owner, own, quantization_config, device_map)
     _check_weights(weights, config, kept, device_map, own, width, options)
     headers = read_headers(_fetched(weights, options))
     read_as, renames = (model_class, {}) if text is None else text_class(weights, model_class, config, headers)
-    check_shapes(weights, what, headers, family, read_as, config, values, renames, packed=own is not None)
+    check_shapes(weights, what, headers, owner, read_as, config, values, renames, packed=own is not None)
     model = _load_weights(
         read_as,
         weights,
@@ -136,7 +140,7 @@ def load(
         extras.__class__, extras._weight_conversions = model_class, None  # saved as a text network is
     if eos_token_id is not None:
         model.generation_config.eos_token_id = eos_token_id
-    finish_model(model, family, tokenizer)
+    finish_model(model, owner, tokenizer)
     if quantised or own:
         check_quantised(model, source)
     if check:
@@ -249,6 +253,9 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     family.sampler_of(config)
     if family.causal:
         return
+    if config.model_type in family.rows_of_tokenizer and tokenizer is not None:
+        tokens = len(tokenizer)
+        config.vocab_size = config.vocab_size if tokens <= config.vocab_size else tokens + tokens % 2
     for name, value in family.ids_of(config, tokenizer).items():
         if getattr(config, f"{name}_token_id", None) is None:
             setattr(config, f"{name}_token_id", value)
@@ -323,6 +330,18 @@ def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[d
             "from; give a checkpoint's directory, or add the model_type"
         )
     return config_of_weights(weights, size), str(weights)
+
+
+def _tensors(values: Mapping[str, Any], source: str, family: str | None, options: dict[str, Any]) -> list[str]:
+    """Names of a directory's tensors, where they tell a checkpoint from the AR model whose config.json it has."""
+    asked = any(values["model_type"] in each.adapted and each.adapted_tensors for each in families())
+    if family is not None or not asked or not Path(source).is_dir():
+        return []
+    try:
+        files = weight_files(source, options)
+        return list(read_headers(files)) if isinstance(files, list) else []
+    except (ValueError, OSError):  # the checks of the weights tell what is wrong
+        return []
 
 
 def _check_weights(

@@ -69,6 +69,9 @@ SMDM_SAMPLER = {
 }
 """The defaults of ML-GSAI/SMDM's diff_sample; gen_length is ours (its context_length counts the prompt)."""
 
+DIFFUGPT_SAMPLER = {"steps": 64, "gen_length": 128, "temperature": 0.95, "top_p": 0.9}
+"""The defaults of HKUNLP/DiffuLLaMA's inf_diffugpt.py; gen_length is ours (theirs counts the prompt)."""
+
 MDLM_SAMPLER = {
     "steps": 128,
     "gen_length": 128,

@@ -1,7 +1,8 @@
 """Model families: `Family`, and the registry of the files in `families/`, each of which defines `FAMILY`."""
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from dlm_lens.declarations import defined_in
+from dlm_lens.printable import shown
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,10 @@ class Family:
             `trained_block_length`, where config.json does not say it.
         architectures: class that a checkpoint's config.json names in `architectures` -> model type in `layouts`,
             where the config.json has that of another class.
+        adapted: model type of an AR model -> model type in `layouts`, for checkpoints that have the config.json of
+            the AR model that they were made from: those in `hub_names` and `architectures`, those with
+            `adapted_tensors`, and those that the caller says are the family's.
+        adapted_tensors: pattern of the tensors' names in such checkpoints, where the AR model has others.
         refused: model type or architecture of a config.json -> what such a checkpoint is, and the remedy.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
@@ -73,6 +79,8 @@ class Family:
             type with as large a vocabulary.
         mask_token: text of [MASK], added to tokenizers without one whose next free id it is; the authors' code adds
             it when it loads them.
+        rows_of_tokenizer: model types whose embedding has a row for each token of the tokenizer, and an even number
+            of rows where the tokenizer has more than config.json says, as the authors' code resizes it.
         tokenizers: vocabulary size of a released checkpoint -> hub name and model type of its tokenizer, for
             checkpoints without one.
         tokenizer_classes: tokenizer class that only a checkpoint's own Python defines -> class of transformers that
@@ -96,10 +104,13 @@ class Family:
     hub_samplers: Mapping[str, str] = field(default_factory=dict)
     hub_block_lengths: Mapping[str, int] = field(default_factory=dict)
     architectures: Mapping[str, str] = field(default_factory=dict)
+    adapted: Mapping[str, str] = field(default_factory=dict)
+    adapted_tensors: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     special_ids_of_types: Mapping[str, Mapping[int, Mapping[str, int]]] = field(default_factory=dict)
     mask_token: str | None = None
+    rows_of_tokenizer: tuple[str, ...] = ()
     tokenizers: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     tokenizer_classes: Mapping[str, str] = field(default_factory=dict)
     chat_options: Mapping[str, Any] = field(default_factory=dict)
@@ -188,20 +199,37 @@ def families() -> tuple[Family, ...]:
     return found
 
 
-def model_type_of(values: Mapping[str, Any], source: str) -> str:
+def model_type_of(
+    values: Mapping[str, Any], source: str, family: str | None = None, tensors: Iterable[str] = ()
+) -> str:
     """The model type of a config.json, by its class where another class's checkpoints have the same `model_type`.
 
+    Args:
+        values: of the config.json.
+        source: name of the checkpoint.
+        family: of the checkpoint, where the caller says it.
+        tensors: names of the checkpoint's tensors, as far as they are known.
+
     Raises:
-        ValueError: a class that a family does not load, though model type or name are like its own.
+        ValueError: a class that a family does not load, though model type or name are like its own; or a `family`
+            that is none, or does not load this model type.
     """
     own, architectures = str(values.get("model_type")), values.get("architectures")
     classes = [one for one in (architectures if isinstance(architectures, list) else []) if isinstance(one, str)]
-    for family in families():
+    for each in families():
         for name in (own, *classes):
-            if name in family.refused:
-                raise ValueError(f"the config.json of {source} says {name}: it is {family.refused[name]}")
+            if name in each.refused:
+                raise ValueError(f"the config.json of {source} says {name}: it is {each.refused[name]}")
+    if family is not None:
+        return _type_in(family, own, source)
+    for each in families():
+        if own in each.adapted and _is_adapted(each, source, tensors):
+            return each.adapted[own]
     types = [
-        family.architectures[name] for family in families() for name in classes if name in family.architectures
+        each.adapted.get(own, each.architectures[name])
+        for each in families()
+        for name in classes
+        if name in each.architectures
     ]
     if types:
         return types[0]
@@ -217,6 +245,32 @@ def model_type_of(values: Mapping[str, Any], source: str) -> str:
             own,
         )
     return own
+
+
+def _type_in(name: str, model_type: str, source: str) -> str:
+    """The model type of a checkpoint that is of the family with this name.
+
+    Raises:
+        ValueError: there is no such family, or it does not load the model type.
+    """
+    known = {family.name: family for family in families()}
+    if name not in known:
+        raise ValueError(f"family is {shown(name)}; there are {', '.join(known)}")
+    if model_type in known[name].layouts or (known[name].causal and _autoregressive_layout(model_type)):
+        return model_type
+    if model_type not in known[name].adapted:
+        types = sorted({*known[name].layouts, *known[name].adapted})
+        raise ValueError(
+            f"the config.json of {source} says model_type {shown(model_type)}, and {name} has "
+            f"{', '.join(types)}: leave family out, or name that of the checkpoint"
+        )
+    return known[name].adapted[model_type]
+
+
+def _is_adapted(family: Family, source: str, tensors: Iterable[str]) -> bool:
+    """Whether a checkpoint with the config.json of an AR model is the family's, by its name or its tensors'."""
+    pattern = family.adapted_tensors
+    return source in family.hub_names or any(pattern is not None and re.match(pattern, name) for name in tensors)
 
 
 def _types_of(name: str) -> tuple[str, ...]:

@@ -15,9 +15,11 @@ ELSEWHERE = {
     "block_size": "block_length",
     "confidence_threshold": "threshold",
     "denoising_steps": "steps_per_block",
+    "diffusion_steps": "steps",
     "eb_gamma": "entropy_bound",
     "eb_threshold": "entropy_bound",
     "guidance_scale": "cfg_scale",
+    "logits_temp": "temperature",
     "max_new_tokens": "gen_length",
     "num_diffusion_steps": "steps",
     "num_steps": "steps",
@@ -25,6 +27,7 @@ ELSEWHERE = {
     "small_block_size": "sub_block_length",
     "stopping_criteria_idx": "stop_tokens",
     "timesteps": "steps",
+    "topp_temp": "top_p",
 }
 """The name of a setting in the authors' samplers and in transformers -> its name here."""
 

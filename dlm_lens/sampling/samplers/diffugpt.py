@@ -1,0 +1,172 @@
+"""DiffuGPT's sampler: a step decides every masked position with one probability, with a token of the nucleus."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import RateCorruption
+from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.samplers.base import Select, SpecialIds
+from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.samplers.llada import without
+from dlm_lens.sampling.samplers.timesteps import TimestepSampler
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative
+
+PLACEHOLDER = 0
+"""The id that the authors' scripts have where text is to be written; it stays at the first position of a row."""
+
+
+@dataclass(frozen=True)
+class DiffuGPTSettings:
+    """Settings of DiffuGPT's `generate_samples`: its diffusion_steps, logits_temp and topp_temp.
+
+    Args:
+        top_p: a token is one of the most likely ones that together have at least this probability; None for any.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps: int
+    gen_length: int
+    temperature: float = 0.95
+    top_p: float | None = 0.9
+    remasking: ClassVar[str] = "origin"
+    eps: ClassVar[float] = 0.0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps")
+        not_negative(self, "temperature", zero="greedy")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+
+
+class DiffuGPTPropose(torch.nn.Module):
+    """x0 from softmax(nucleus(logits / temperature)), greedy at temperature 0; the confidence is not used.
+
+    [MASK] is never an x0 unless `reference_quirks`, with which a token is drawn for every output of the batch, used
+    or not: that of position i by the numbers of output i - 1. The first position has no output before it, and gets
+    `PLACEHOLDER`.
+    """
+
+    def __init__(self, settings: DiffuGPTSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+        super().__init__()
+        self.settings, self.noise, self.reference_quirks = settings, noise, reference_quirks
+        self.never = [] if reference_quirks else [ids.mask]
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position, and a confidence of -inf."""
+        settings = self.settings
+        scaled = without(logits / settings.temperature if settings.temperature > 0 else logits, self.never)
+        likely = filtered(scaled, settings.top_p, None).softmax(-1)
+        if settings.temperature == 0:
+            chosen = likely.argmax(-1)
+        elif self.reference_quirks and isinstance(self.noise, SharedNoise):
+            chosen = self._drawn_by_output(likely, evaluated, self.noise)
+        else:
+            chosen = self.noise.tokens(likely, evaluated, eligible)
+        if self.reference_quirks:
+            chosen = chosen.masked_fill(self._position(evaluated) == 0, PLACEHOLDER)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence)
+
+    def _position(self, evaluated: Bool[Tensor, "batch position"]) -> Int[Tensor, "evaluated"]:
+        return evaluated.nonzero()[:, 1]
+
+    def _drawn_by_output(
+        self,
+        likely: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        noise: SharedNoise,
+    ) -> Int[Tensor, "evaluated"]:
+        """Tokens of the evaluated positions, by the random numbers of the outputs that predict them."""
+        outputs = torch.zeros_like(evaluated)
+        outputs[:, :-1] = evaluated[:, 1:]
+        later = self._position(evaluated) > 0
+        drawn = noise.tokens_among(likely[later], outputs, torch.ones_like(evaluated))
+        return torch.zeros_like(likely[:, 0], dtype=torch.long).masked_scatter(later, drawn)
+
+
+class DiffuGPTSampler(TimestepSampler):
+    """Step k of T decides every masked position with probability 1 / (T - k), the last one what is left.
+
+    So a position is decided at each step with probability 1 / T, independently of the others: Dream's and SMDM's
+    "origin" with a last time of 0.
+
+    With `reference_quirks` a position is decided also where its token is [MASK], which then stays, and the tokens
+    of a step are drawn before its positions.
+    """
+
+    decided: Bool[Tensor, "batch position"] | None = None
+
+    def __init__(
+        self, settings: DiffuGPTSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__(settings, noise)
+        self.settings, self.reference_quirks = settings, reference_quirks
+        self.propose = DiffuGPTPropose(settings, noise, ids, reference_quirks)
+        self.select = Select()
+
+    def fraction(self, plan: StepPlan) -> Float[Tensor, ""]:
+        """The probability with which the step decides a position."""
+        return torch.tensor(1 / plan.remaining, dtype=torch.float64)
+
+    def begin(
+        self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """The prompts and an answer of mask tokens."""
+        if self.reference_quirks and isinstance(self.noise, SharedNoise):
+            self.decided = torch.zeros_like(fillable)
+            # Theirs draws the attention mask, of nothing but ones, from the stream of the tokens.
+            torch.bernoulli(torch.ones(fillable.shape[1], fillable.shape[1]), generator=self.noise.generator)
+        return super().begin(model, prompts, fillable)
+
+    def open_positions(self, canvas: Int[Tensor, "batch position"], step: int) -> Bool[Tensor, "batch position"]:
+        """Positions that hold [MASK] and were not decided to hold it."""
+        found = super().open_positions(canvas, step)
+        return found if self.decided is None else found & ~self.decided
+
+    def state(self) -> dict[str, Tensor]:
+        """The positions that are decided, where [MASK] may be among their tokens."""
+        return {} if self.decided is None else {"decided": self.decided}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        self.decided = state.get("decided", self.decided)
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step; with `reference_quirks` tokens are drawn for all positions, and then the positions."""
+        if self.decided is None:
+            return super().forward(canvas, logits, evaluated, masked, plan)
+        eligible = self.eligible(masked, plan)
+        proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
+        if plan.remaining > 1:
+            drawn = self.noise.positions(eligible).to(canvas.device) < float(self.fraction(plan))
+            eligible = eligible & drawn
+        unmasked = self.select(proposal.confidence, eligible, eligible.sum(-1))
+        self.decided = self.decided | unmasked
+        return self.canvas_after(canvas, proposal, unmasked), proposal, unmasked
+
+
+ALGORITHM = Algorithm(
+    "diffugpt", DiffuGPTSettings, DiffuGPTSampler, answer_settings, corruption=RateCorruption(eps=1e-3)
+)
