@@ -143,8 +143,10 @@ def forward64(
     positions: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Every intermediate of a Llama, Qwen2, Qwen3, LLaDA2 or LLaDA-MoE by its hook point's name, and the logits."""
+    """Every intermediate of a Llama, Qwen2, Qwen3, LLaDA2, LLaDA-MoE or GPT-2 by hook point's name; the logits."""
     config = model.config
+    if hasattr(config, "n_inner"):
+        return gpt64(model, ids, mask, causal=causal, edits=edits, positions=positions, visible=visible)
     weights = {name: value.double() for name, value in model.state_dict().items()}
     kept: dict[str, Tensor] = {}
     batch, length = ids.shape
@@ -212,4 +214,62 @@ def forward64(
         hidden = edit("resid", hidden + edit("mlp_out", mlp))
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     kept["logits"] = (normed(hidden, weights["model.norm.weight"], config.rms_norm_eps) @ head.T)[:, ~at_sink]
+    return kept
+
+
+def layer_normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + eps) * weight + bias
+
+
+def gpt64(
+    model: torch.nn.Module,
+    ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    edits: Mapping[tuple[int, str], Edit] | None = None,
+    positions: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The same of a GPT-2: learned positions, layer norms, one projection for q, k and v, gelu with tanh."""
+    config = model.config
+    weights = {name: value.double() for name, value in model.state_dict().items()}
+    kept: dict[str, Tensor] = {}
+    batch, length = ids.shape
+    if visible is None:
+        visible = torch.ones(batch, 1, length, length, dtype=torch.bool)
+    if mask is not None:
+        visible = visible & mask.bool()[:, None, None, :]
+    if causal:
+        visible = visible & torch.ones(length, length, dtype=torch.bool).tril()
+    places = torch.arange(length)[None] if positions is None else positions
+    hidden = weights["transformer.wte.weight"][ids] + weights["transformer.wpe.weight"][places]
+    kept["resid-1"] = hidden
+    for layer in range(config.num_hidden_layers):
+        prefix = f"transformer.h.{layer}."
+
+        def edit(name: str, value: Tensor, layer: int = layer) -> Tensor:
+            value = (edits or {}).get((layer, name), lambda same: same)(value)
+            kept[f"{name}{layer}"] = value
+            return value
+
+        def linear(name: str, x: Tensor, prefix: str = prefix) -> Tensor:
+            return x @ weights[f"{prefix}{name}.weight"] + weights[f"{prefix}{name}.bias"]
+
+        def norm(name: str, x: Tensor, prefix: str = prefix) -> Tensor:
+            return layer_normed(
+                x, weights[f"{prefix}{name}.weight"], weights[f"{prefix}{name}.bias"], config.layer_norm_epsilon
+            )
+
+        fused = linear("attn.c_attn", norm("ln_1", hidden)).view(batch, length, 3, config.num_attention_heads, -1)
+        q, k, v = (edit(name, fused[:, :, index]) for index, name in enumerate("qkv"))
+        q, k = edit("rot_q", q), edit("rot_k", k)
+        z = edit("z", attention64(q, k, v, visible, edit))
+        hidden = hidden + edit("attn_out", linear("attn.c_proj", z.reshape(batch, length, -1)))
+        inner = linear("mlp.c_fc", norm("ln_2", hidden))
+        inner = 0.5 * inner * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (inner + 0.044715 * inner**3)))
+        hidden = edit("resid", hidden + edit("mlp_out", linear("mlp.c_proj", inner)))
+    final = [weights[f"transformer.ln_f.{name}"] for name in ("weight", "bias")]
+    kept["logits"] = layer_normed(hidden, *final, config.layer_norm_epsilon) @ weights["lm_head.weight"].T
     return kept

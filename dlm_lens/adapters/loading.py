@@ -334,8 +334,9 @@ def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[d
 
 def _tensors(values: Mapping[str, Any], source: str, family: str | None, options: dict[str, Any]) -> list[str]:
     """Names of a directory's tensors, where they tell a checkpoint from the AR model whose config.json it has."""
-    asked = any(values["model_type"] in each.adapted and each.adapted_tensors for each in families())
-    if family is not None or not asked or not Path(source).is_dir():
+    own = str(values["model_type"])
+    adapted = any(own in each.adapted and each.adapted_tensors for each in families())
+    if family is not None or not adapted or not Path(source).is_dir():
         return []
     try:
         files = weight_files(source, options)

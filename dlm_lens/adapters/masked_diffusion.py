@@ -157,7 +157,7 @@ class MaskedDiffusionMixin(nn.Module):
         if self.decoder_class is not None:
             if checkpointing:  # the replaced decoder has removed the field from the config
                 config.gradient_checkpointing = checkpointing
-            model.model = self.decoder_class(config)
+            setattr(model, model.base_model_prefix, self.decoder_class(config))
             model.tie_weights()  # the head was tied to the embedding of the replaced decoder
         if getattr(config, "float32_rotation", False):
             model.model.rotary_emb = Float32RotaryEmbedding(config)

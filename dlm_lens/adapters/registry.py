@@ -89,6 +89,7 @@ class Family:
         text_options: arguments of the tokenizer for plain texts.
         renames: (pattern, replacement) from checkpoint keys to the host's parameter names, in every checkpoint.
         renames_of_options: likewise, of parameters that not every checkpoint has.
+        renames_of_types: model type -> likewise, in its checkpoints alone.
         conversions: of tensors that the host holds split or joined.
         weights_only: for checkpoints without transformers' config.json.
         tiny: config fields of the random model that `dlm_lens.testing.tiny` builds, where the class's defaults are
@@ -117,6 +118,7 @@ class Family:
     text_options: Mapping[str, Any] = field(default_factory=dict)
     renames: tuple[tuple[str, str], ...] = ()
     renames_of_options: tuple[tuple[str, str], ...] = ()
+    renames_of_types: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     conversions: tuple[WeightConverter, ...] = ()
     weights_only: WeightsOnly | None = None
     tiny: Mapping[str, Any] = field(default_factory=dict)
@@ -161,6 +163,7 @@ class Family:
             mapping = [
                 *(WeightRenaming(pattern, name) for pattern, name in self.renames),
                 *(_optional(pattern, name) for pattern, name in self.renames_of_options),
+                *(_optional(pattern, name) for pattern, name in self.renames_of_types.get(model_type, ())),
                 *self.conversions,
             ]
             if mapping:

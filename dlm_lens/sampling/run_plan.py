@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.hub import config_values
@@ -12,7 +13,7 @@ from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.adapters.registry import family_of, model_type_of
 from dlm_lens.adapters.text_part import text_values
 from dlm_lens.arguments import check_values
-from dlm_lens.attention import decoder_of, hooked_attentions
+from dlm_lens.attention import decoder_of, head_width, hooked_attentions
 from dlm_lens.printable import counted
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising import prepared_run
@@ -116,14 +117,16 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
     experts = _field(text, "num_experts", "n_routed_experts")
     chosen = _field(text, "top_k_experts", "num_experts_per_tok")
     total = sum(each.numel() for each in model.parameters())
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    # GPT-2 has a table of positions too.
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends += [each for each in model.modules() if isinstance(each, nn.Embedding)]
     tables = {id(part.weight): part.weight.numel() for part in ends}
     matrices = {id(each): (name, each.numel()) for name, each in model.named_parameters() if each.ndim > 1}
     # An encoder's vision tower does not see text.
     used = {key: pair for key, pair in matrices.items() if key not in tables and "vision" not in pair[0]}
     share = chosen / experts if experts and chosen else 1.0
     active = int(sum(count * (share if ".experts." in name else 1) for name, count in used.values()))
-    layers = [(int(each.q_proj.out_features), int(each.k_proj.out_features)) for each in hooked_attentions(model)]
+    layers = [_widths(each) for each in hooked_attentions(model)]
     encoder = "encoder" in getattr(model, "attention_stacks", {})
     plans = sampler.plans(run["history"].prompt_length, length)
     passes = [(_queries(plan, length, sampler), plan.seen or length) for plan in plans]
@@ -151,6 +154,14 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
         rows * logits * text.vocab_size * LOGIT_BYTES,
         rows,
     )
+
+
+def _widths(attention: Any) -> tuple[int, int]:
+    """The widths of all queries and of all keys of a layer; where one projection makes both there are as many."""
+    if hasattr(attention, "q_proj"):
+        return int(attention.q_proj.out_features), int(attention.k_proj.out_features)
+    width = attention.config.num_attention_heads * head_width(attention)
+    return width, width
 
 
 def _queries(plan: StepPlan, length: int, sampler: Sampler) -> int:

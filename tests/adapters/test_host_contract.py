@@ -10,6 +10,7 @@ from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 import dlm_lens
+from dlm_lens.attention import decoder_of
 from dlm_lens.testing import tiny
 
 IDS = torch.arange(12).view(2, 6)
@@ -20,17 +21,21 @@ SINKS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen", "sink_llama"])
+@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen", "sink_llama", "diffugpt"])
 def test_gradient_checkpointing_of_the_config_is_heeded(family: str):
-    plain = tiny(family)
+    # GPT-2 drops out, at random, while it is trained.
+    dropout = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if family == "diffugpt" else ()
+    plain = tiny(family, **dict.fromkeys(dropout, 0.0))
     config = copy.deepcopy(plain.config)
     config.gradient_checkpointing = True
     model = type(plain)(config).train()
     model.load_state_dict(plain.state_dict())
-    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    layers = decoder_of(model).h if family == "diffugpt" else model.model.layers
+    assert all(layer.gradient_checkpointing for layer in layers)
     assert "gradient_checkpointing" not in model.config.to_dict()
     calls: list[int] = []
-    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(0))
+    norm = layers[0].ln_1 if family == "diffugpt" else layers[0].input_layernorm
+    norm.register_forward_hook(lambda *_: calls.append(0))
     for each in (plain.train(), model):
         each(input_ids=IDS, labels=IDS).loss.backward()
     assert len(calls) == 2  # once more in the backward pass

@@ -373,7 +373,7 @@ def test_nothing_hangs_on_a_model_while_nothing_listens() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen"])
+@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen", "diffugpt"])
 def test_family_models_keep_the_classes_and_forwards_of_transformers(family: str) -> None:
     attention = attention_of(attention_blocks(tiny(family))[0])
     assert type(attention).__module__.startswith("transformers.models.")

@@ -60,7 +60,7 @@ def test_texts_end_before_the_whole_block_that_the_canvas_ends_with(sampler: str
 
 @pytest.mark.long
 @pytest.mark.parametrize("batch", [1, 3, None])
-@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "causal", "mmada"])
+@pytest.mark.parametrize("family", ["llada", "dream", "diffugpt", "smdm", "causal", "mmada"])
 def test_every_text_is_what_its_prompt_gives_alone(family: str, batch: int | None) -> None:
     model = tiny(family)
     length = {"gen_length": 12} if family == "causal" else {"gen_length": 12, "steps": 6}

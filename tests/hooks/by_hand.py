@@ -16,6 +16,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llada": ("llada", {}),
     "mmada": ("mmada", {}),
     "dream": ("dream", {}),
+    "diffugpt": ("diffugpt", {}),
     "smdm": ("smdm", {}),
     "a2d": ("a2d_qwen3", {"head_dim": 10}),
     "front": ("sink_qwen", {"num_sinks": 2, "sink_placement": "front"}),

@@ -97,7 +97,7 @@ def test_guidance_masks_both_halves_alike(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llada", "dream", "front", "end", "llama"])
+@pytest.mark.parametrize("name", ["llada", "dream", "diffugpt", "front", "end", "llama"])
 def test_a_padded_row_is_what_it_is_alone(name: str) -> None:
     model, options = model_of(name), settings_of(name)
     keys = [key for key in HOOKS if key != "positions"]  # positions are the canvas's, which padding shifts

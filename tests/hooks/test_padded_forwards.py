@@ -31,7 +31,7 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
-@pytest.mark.parametrize("family", ["llada", "dream", "front", "end"])
+@pytest.mark.parametrize("family", ["llada", "dream", "diffugpt", "front", "end"])
 @pytest.mark.parametrize("looked", [False, True], ids=["in stream", "materialised"])
 def test_a_padded_row_is_what_it_is_alone(family: str, hook: Any, looked: bool) -> None:
     model = model_of(family)

@@ -80,7 +80,9 @@ def test_every_row_is_as_alone(name: str) -> None:
     assert not plain.confidence.equal(run.confidence)
 
 
-@pytest.mark.parametrize("family", ["mmada", "dream", "smdm", "sink front", "sink end", "llama", "sdar"])
+@pytest.mark.parametrize(
+    "family", ["mmada", "dream", "diffugpt", "smdm", "sink front", "sink end", "llama", "sdar"]
+)
 @pytest.mark.parametrize("name", ["mask_positions", "ablate"])
 def test_in_other_families(family: str, name: str) -> None:
     model, hook = build(tiny, family), HOOKS[name]

@@ -89,7 +89,7 @@ def test_commitments_that_are_known() -> None:
     assert found.mean_lead.value == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("name", ["causal", "dream", "llada2"])
+@pytest.mark.parametrize("name", ["causal", "dream", "diffugpt", "llada2"])
 def test_calibration_without_confidences_has_accuracies_alone(name: str) -> None:
     run = denoise(tiny(name), [[5, 6, 7], [8, 9, 10, 11]], gen_length=4, temperature=0.0)
     found = proposed_commitment(run)

@@ -48,7 +48,7 @@ def decisions_of(
     return found
 
 
-CASES: list[Any] = [("dream", {"steps": 4}), ("causal", {})]
+CASES: list[Any] = [("dream", {"steps": 4}), ("diffugpt", {"steps": 4}), ("causal", {})]
 MORE = [("llada", {"steps": 4}), ("sdar", {"block_length": 4, "steps": 8})]
 
 

@@ -18,7 +18,7 @@ from dlm_lens.recording import (
 )
 from tests.reference import forward64
 
-FAMILIES = ["llada", "mmada", "dream", "smdm", "a2d_qwen3", "sink front", "sink end", "llama", "qwen2"]
+FAMILIES = ["llada", "mmada", "dream", "diffugpt", "smdm", "a2d_qwen3", "sink front", "sink end", "llama", "qwen2"]
 PROMPTS = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 2, 40]]
 
 
@@ -50,6 +50,14 @@ def alone(model, run, step, row):
     canvas = list(range(count, count + length)) if front and count else list(range(length))
     sinks = list(range(count)) if front else list(range(length, length + count))
     return keep, masked, kept, canvas, canvas + sinks, causal
+
+
+def output_matrix(model, layer):
+    """W_O of a layer as [d_model, head x d_head]."""
+    weights = model.state_dict()
+    if "transformer.wte.weight" in weights:  # GPT-2's is stored the other way around
+        return weights[f"transformer.h.{layer}.attn.c_proj.weight"].double().T
+    return weights[f"model.layers.{layer}.self_attn.o_proj.weight"].double()
 
 
 def received(pattern, queries, causal, min_viewers=8):

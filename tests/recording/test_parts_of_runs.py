@@ -27,7 +27,7 @@ def same(found: Recording, wanted: Recording) -> None:
 
 
 @pytest.mark.parametrize("steps", [[5], [4, 2], slice(1, None, 2)])
-@pytest.mark.parametrize("family", ["llada", "dream", "mdlm", "mdlm, given the noise"])
+@pytest.mark.parametrize("family", ["llada", "dream", "diffugpt", "mdlm", "mdlm, given the noise"])
 def test_the_steps_of_a_part_are_computed_as_in_the_run(family: str, steps: Any) -> None:
     name, _, conditioned = family.partition(", ")
     model = tiny(name, time_conditioning=True) if conditioned else tiny(name)

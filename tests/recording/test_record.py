@@ -319,7 +319,7 @@ def test_recorder_is_an_observer_of_denoise_and_of_a_trace():
     assert untouched(model)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "llama", "sink front"])
+@pytest.mark.parametrize("family", ["llada", "dream", "diffugpt", "llama", "sink front"])
 def test_a_recorder_does_not_give_the_numbers_of_its_last_run_to_another_run(family):
     model = build(tiny, family)
     recorder = dlm_lens.Recorder(model, [ReceivedAttention(min_viewers=1)])

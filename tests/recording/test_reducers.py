@@ -24,7 +24,7 @@ from dlm_lens.recording import (
 )
 from dlm_lens.sinks import AboveMean
 from dlm_lens.testing import tiny
-from tests.recording.reference import FAMILIES, PROMPTS, alone, build, classes, received, settings
+from tests.recording.reference import FAMILIES, PROMPTS, alone, build, classes, output_matrix, received, settings
 
 # float32 forward passes against float64 ones of networks whose activations reach the hundreds.
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
@@ -80,7 +80,7 @@ def test_received_attention_and_what_follows_from_it(recorded):
         where = placed(rec, keep)
         queries = classes(rec.run, step, row, keep, masked)
         for layer in range(2):
-            w_o = model.state_dict()[f"model.layers.{layer}.self_attn.o_proj.weight"].double()
+            w_o = output_matrix(model, layer)
             for head in range(4):
                 pattern = kept[f"pattern{layer}"][0, head][canvas][:, order].tolist()
                 for name in names:
@@ -91,7 +91,7 @@ def test_received_attention_and_what_follows_from_it(recorded):
                     wanted = sums.masked_fill(scores.isnan(), math.nan)
                     torch.testing.assert_close(raw.double(), wanted, equal_nan=True, **CLOSE)
                 scores, sums = received(pattern, queries["all"], causal)
-                values = kept[f"v{layer}"][0, order, head // 2]
+                values = kept[f"v{layer}"][0, order, head // (4 // kept[f"v{layer}"].shape[2])]
                 written = (values @ w_o[:, head * 8 : head * 8 + 8].T).norm(dim=-1)
                 same(rec.weighted_value[step, row, layer, head], sums * written, where)
                 best = scores.nan_to_num(nan=-1).argsort(descending=True, stable=True)[:3].tolist()
@@ -151,7 +151,7 @@ def test_norms(recorded):
                 norms = tensor.norm(dim=-1).T
                 same(getattr(rec, f"{name}_norm")[step, row, layer], norms, where)
                 # Eq. 16 is a mean over the M query heads, of which each reads its group's value.
-                mean = torch.stack([norms[m // 2] for m in range(4)]).mean(0)
+                mean = torch.stack([norms[m // (4 // len(norms))] for m in range(4)]).mean(0)
                 same(getattr(rec, f"{name}_norm_mean")[step, row, layer], mean, where)
             stream = kept[f"resid{layer - 1}"][0]
             same(rec.residual_norm[step, row, layer], stream[order].norm(dim=-1), where)
@@ -160,7 +160,7 @@ def test_norms(recorded):
             torch.testing.assert_close(rec.median_activation[step, row, layer].double(), median, **CLOSE)
             z = kept[f"z{layer}"][0, canvas]
             same(rec.mixed_norm[step, row, layer], z.norm(dim=-1).T, rows)
-            w_o = model.state_dict()[f"model.layers.{layer}.self_attn.o_proj.weight"].double()
+            w_o = output_matrix(model, layer)
             added = z.flatten(-2) @ w_o.T
             same(rec.update_norm[step, row, layer], added.norm(dim=-1), rows)
             same(rec.updated_norm[step, row, layer], (stream[canvas] + added).norm(dim=-1), rows)

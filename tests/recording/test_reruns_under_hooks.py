@@ -97,7 +97,7 @@ def test_under_the_runs_hooks_it_is_what_was_recorded_under_them(name: str) -> N
     assert HOOKS[name].remembers == (name in REMEMBERS)
 
 
-@pytest.mark.parametrize("family", ["mmada", "dream", "smdm", "sink front", "llama"])
+@pytest.mark.parametrize("family", ["mmada", "dream", "diffugpt", "smdm", "sink front", "llama"])
 @pytest.mark.parametrize("name", ["current sinks", "frozen sinks", "sinks of a clean pass"])
 def test_in_other_families(family: str, name: str) -> None:
     model, hooks = build(tiny, family), [HOOKS[name]]

@@ -131,6 +131,7 @@ def test_the_first_step_is_what_the_formulas_say(model: PreTrainedModel) -> None
         ("llada", {"remasking": "random"}),
         ("fast_dllm_v2", {"block_length": 4, "sub_block_length": 1}),
         ("mdlm", {}),
+        ("diffugpt", {}),
         ("smdm", {}),
     ],
 )

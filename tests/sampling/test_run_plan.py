@@ -16,6 +16,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "diffusion_gemma": {"steps_per_block": 5, "stability_threshold": None},
     "llada": {"steps": 16},
     "llada_moe": {"steps": 16},
+    "diffugpt": {"steps": 16},
+    "modernbert": {"steps": 16},
     "a2d_qwen3": {"steps": 16},
 }
 

@@ -28,6 +28,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llada2": ("llada2", {}),
     "llada-moe": ("llada_moe", {}),
     "rnd1": ("rnd1", {}),
+    "diffugpt": ("diffugpt", {}),
+    "diffullama": ("diffugpt", {"model_type": "diffullama"}),
     "modernbert": ("modernbert", {}),
     "diffusion_gemma": (
         "diffusion_gemma",

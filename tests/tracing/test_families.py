@@ -18,6 +18,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mmada": ("mmada", {}, {"block_length": 4}),
     "dream": ("dream", {}, {"remasking": "entropy", "temperature": 0.4}),
     "dream-origin": ("dream", {}, {"remasking": "origin"}),
+    "diffugpt": ("diffugpt", {}, {}),
     "smdm": ("smdm", {}, {"remasking": "greedy"}),
     "smdm-origin": ("smdm", {}, {"cfg_scale": 0.0}),
     "a2d": ("a2d_qwen3", {"head_dim": 10}, {"block_length": 4, "temperature": 0.6}),
@@ -56,7 +57,7 @@ def test_a_traced_run_is_the_run(name: str) -> None:
     assert untraced.canvases.equal(plain.canvases)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen"])
+@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen", "diffugpt"])
 def test_left_padded_rows_are_what_they_are_alone(family: str) -> None:
     lm: Any = dl.DiffusionLM(tiny(family))
     prompts = [[5, 9, 14, 3, 8], [7, 2]]
@@ -114,7 +115,7 @@ def test_an_ar_baseline_has_no_sampler_to_read() -> None:
             lm.sampler.unmasked.sum()
 
 
-@pytest.mark.parametrize("name", ["mmada", "dream", "dream-origin", "smdm", "smdm-origin", "sink_qwen"])
+@pytest.mark.parametrize("name", ["mmada", "diffugpt", "dream", "dream-origin", "smdm", "smdm-origin", "sink_qwen"])
 def test_an_order_can_be_forced_on_every_family(name: str) -> None:
     family, config, settings = FAMILIES[name]
     model = tiny(family, **config)

@@ -238,7 +238,7 @@ def test_shapes_without_computing(lm: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen", "causal"])
+@pytest.mark.parametrize("family", ["llada", "dream", "smdm", "sink_qwen", "causal", "diffugpt"])
 def test_shapes_of_a_run(family: str) -> None:
     lm: Any = dl.DiffusionLM(tiny(family, **({"num_sinks": 1} if family == "sink_qwen" else {})))
     settings = {"gen_length": 8} if family == "causal" else {"gen_length": 8, "steps": 8}
@@ -254,7 +254,7 @@ def test_shapes_of_a_run(family: str) -> None:
         length = 5 + index if family == "causal" else 13
         sinks = pattern[-1] - length
         assert canvas == (1, 13)
-        assert left <= 8 if family in ("dream", "smdm") else left == int(plain.masked[index].sum())
+        assert left <= 8 if family in ("dream", "diffugpt", "smdm") else left == int(plain.masked[index].sum())
         assert pattern[0] == rows
         assert logits[-1] == 64
         assert sinks == (1 if family == "sink_qwen" else 0)

@@ -17,7 +17,18 @@ from dlm_lens.viz.exploring.exploration import Selection
 from dlm_lens.viz.exploring.messages import split
 
 PROMPT = [[5, 6, 7]]
-FAMILIES = ["llada", "dream", "smdm", "sink_qwen", "bd3lm", "llada2", "causal", "uniform_qwen", "diffusion_gemma"]
+FAMILIES = [
+    "llada",
+    "dream",
+    "smdm",
+    "sink_qwen",
+    "bd3lm",
+    "llada2",
+    "diffugpt",
+    "causal",
+    "uniform_qwen",
+    "diffusion_gemma",
+]
 HEAD = at_heads(at_layers(ablate("z"), [1]), [2])
 
 

@@ -2,7 +2,8 @@
 
 from typing import Any, ClassVar
 
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dlm_lens.adapters.masked_diffusion import DIFFUGPT_SAMPLER, MaskedDiffusionFields, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
@@ -39,20 +40,43 @@ class DiffuGPTConfig(MaskedDiffusionFields, GPT2Config):
         return None if self.bos_token_id is None else [self.bos_token_id]
 
 
-class _FusedProjections(GPT2LMHeadModel):
-    """GPT-2, whose attention modules say where queries and keys are in the output of `c_attn`."""
+class _OwnInitialisation:
+    """Mixin before a class of transformers."""
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        for layer in self.transformer.h:
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: transformers leaves out GPT-2's own initialisation of whole modules in classes of others."""
+        return False
+
+
+class DiffuGPTDecoder(_OwnInitialisation, GPT2Model):
+    """GPT-2's layers, whose attention modules say where queries and keys are in the output of `c_attn`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.h:
             # Its columns are those of all queries, then of all keys, then of all values.
             layer.attn.fused_projections = {"q": ("c_attn", 0), "k": ("c_attn", config.hidden_size)}
 
+    def warn_if_padding_and_no_attention_mask(self, input_ids: Any, attention_mask: Any) -> None:
+        """No look at the ids: a canvas may hold the padding's token as content, and padding comes with a mask."""
 
-class DiffuGPTModel(MaskedDiffusionMixin, _FusedProjections):
+
+class _CausalSignature(_OwnInitialisation, GPT2LMHeadModel):
+    """GPT-2 with the output of a causal LM, which the mixin takes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        """The host's output without the fields of cross attention, which the network has not."""
+        output = super().forward(*args, **kwargs)
+        names = ("logits", "past_key_values", "hidden_states", "attentions")
+        return CausalLMOutputWithPast(**{name: getattr(output, name) for name in names})
+
+
+class DiffuGPTModel(MaskedDiffusionMixin, _CausalSignature):
     """DiffuGPT; parity: tests/adapters/test_diffugpt.py. Its logits are not shifted, its loss is."""
 
     config_class = DiffuGPTConfig
+    decoder_class = DiffuGPTDecoder
 
 
 class DiffuLlamaConfig(MaskedDiffusionFields, LlamaConfig):
@@ -92,5 +116,7 @@ FAMILY = Family(
     # model/loader.py in HKUNLP/DiffuLLaMA).
     special_ids={50257: {"mask": 10541}, 50258: {"mask": 50257}, 32000: {"mask": 811}},
     rows_of_tokenizer=("diffugpt",),
-    renames_of_options=((r"^denoise_model\.", "transformer."), (r"^embed_tokens\.", "transformer.wte.")),
+    renames_of_types={
+        "diffugpt": ((r"^denoise_model\.", "transformer."), (r"^embed_tokens\.", "transformer.wte.")),
+    },
 )
