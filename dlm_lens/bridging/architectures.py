@@ -1,9 +1,9 @@
-"""TransformerLens's architecture adapters for the layouts of Llama, Qwen2 and Qwen3, and their registration."""
+"""TransformerLens's architecture adapters for the layouts of Llama, Qwen2, Qwen3 and GPT-2; their registration."""
 
 from functools import wraps
 from importlib.metadata import entry_points
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformer_lens.factories import architecture_adapter_factory as factory
@@ -12,6 +12,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.generalized_components import LinearBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.supported_architectures.gpt2 import GPT2ArchitectureAdapter
 from transformer_lens.model_bridge.supported_architectures.llama import LlamaArchitectureAdapter
 from transformer_lens.model_bridge.supported_architectures.qwen2 import Qwen2ArchitectureAdapter
 from transformer_lens.model_bridge.supported_architectures.qwen3 import Qwen3ArchitectureAdapter
@@ -20,7 +21,17 @@ from dlm_lens.adapters import family_of
 from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.attention import SinkLayout
-from dlm_lens.bridging.components import DiffusionAttentionBridge, LazyNorm, NativeMLP, StreamBlock, ZeroSinkValue
+from dlm_lens.bridging.components import (
+    DiffusionAttentionBridge,
+    FusedProjection,
+    JointAttentionBridge,
+    LazyLayerNorm,
+    LazyRMSNorm,
+    NativeGatedMLP,
+    NativePlainMLP,
+    StreamBlock,
+    ZeroSinkValue,
+)
 from dlm_lens.bridging.diffusion_bridge import DiffusionBridge
 
 
@@ -31,6 +42,8 @@ class FamilyArchitecture(ArchitectureAdapter):
     """
 
     _attention_bridge_cls = DiffusionAttentionBridge
+    mlp_class: ClassVar[type[Any]] = NativeGatedMLP
+    norm_class: ClassVar[type[Any]] = LazyRMSNorm
     # The bridge computes patterns itself.
     supports_hf_output_attentions = False
     native_sampler = None
@@ -40,8 +53,9 @@ class FamilyArchitecture(ArchitectureAdapter):
         self.cfg.attn_implementation = "hooked"
         self.cfg.default_padding_side = "left"
         _remove_point(self.components["blocks"].submodules["attn"], "hook_hidden_states")
-        # The rotary module returns two tables, at hook_cos and hook_sin; hook_out is also hook_pos_embed.
-        _remove_point(self.components["rotary_emb"], "hook_out")
+        if "rotary_emb" in self.components:
+            # The rotary module returns two tables, at hook_cos and hook_sin; hook_out is also hook_pos_embed.
+            _remove_point(self.components["rotary_emb"], "hook_out")
 
     def prepare_loading(self, model_name: str, model_kwargs: dict[str, Any]) -> None:
         """Refuse pickled weights when TransformerLens loads the model."""
@@ -62,19 +76,20 @@ class FamilyArchitecture(ArchitectureAdapter):
         config._attn_implementation = "hooked"
         self.supports_generation = self.supports_causal_loss = family.causal
         self.cfg.attention_dir = "causal" if family.causal else "bidirectional"
-        self.cfg.rotary_base = int(config.rope_parameters["rope_theta"])
+        if "rotary_emb" in self.components:
+            self.cfg.rotary_base = int(config.rope_parameters["rope_theta"])
         self.cfg.mask_token_id = getattr(config, "mask_token_id", None)
         self._set_components(config, causal=family.causal)
 
     def _set_components(self, config: Any, *, causal: bool) -> None:
         self.components["blocks"].__class__ = StreamBlock
         parts = self.components["blocks"].submodules
-        parts["mlp"].__class__ = NativeMLP
+        parts["mlp"].__class__ = self.mlp_class
         attention, layout = parts["attn"], SinkLayout.of(SimpleNamespace(config=config))
         attention.is_causal = causal
         for name in ("ln1", "ln2"):
-            parts[name] = LazyNorm(name=parts[name].name, config=self.cfg)
-        self.components["ln_final"] = LazyNorm(name="model.norm", config=self.cfg)
+            parts[name] = self.norm_class(name=parts[name].name, config=self.cfg)
+        self.components["ln_final"] = self.norm_class(name=self.components["ln_final"].name, config=self.cfg)
         if layout.count and getattr(config, "zero_sink_value", False):
             attention.submodules["v"] = ZeroSinkValue(name="v_proj")
             attention.submodules["v"].layout = layout
@@ -114,7 +129,29 @@ class Qwen3Family(FamilyArchitecture, Qwen3ArchitectureAdapter):
     """A2D-Qwen3 and Qwen3 itself, whose heads have norms of q and k."""
 
 
-ARCHITECTURES = {"DlmLensLlama": LlamaFamily, "DlmLensQwen2": Qwen2Family, "DlmLensQwen3": Qwen3Family}
+class GPT2Family(FamilyArchitecture, GPT2ArchitectureAdapter):
+    """DiffuGPT: positions are embedded, and one projection makes q, k and v."""
+
+    mlp_class = NativePlainMLP
+    norm_class = LazyLayerNorm
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        attention = self.components["blocks"].submodules["attn"]
+        attention.__class__ = JointAttentionBridge
+        attention.hook_rot_q, attention.hook_rot_k = HookPoint(), HookPoint()
+        fused = attention.submodules["qkv"]
+        fused.__class__ = FusedProjection
+        for name in ("hook_in", "hook_out"):
+            _remove_point(fused, name)
+
+
+ARCHITECTURES = {
+    "DlmLensLlama": LlamaFamily,
+    "DlmLensQwen2": Qwen2Family,
+    "DlmLensQwen3": Qwen3Family,
+    "DlmLensGPT2": GPT2Family,
+}
 """Values of a config's `original_architecture` -> adapters; also entry points of the package."""
 
 AUTOREGRESSIVE = {"llama": "DlmLensLlama", "qwen2": "DlmLensQwen2", "qwen3": "DlmLensQwen3"}
@@ -130,7 +167,7 @@ def architecture_of(config: Any) -> str:
     found = AUTOREGRESSIVE.get(config.model_type) or getattr(config, "original_architecture", None)
     if found not in ARCHITECTURES:
         raise ValueError(
-            "dlm_lens.bridge takes the layouts of Llama, Qwen2 and Qwen3, not a model of type "
+            "dlm_lens.bridge takes the layouts of Llama, Qwen2, Qwen3 and DiffuGPT, not a model of type "
             f"{config.model_type!r}; use TransformerLens's own TransformerBridge.boot_transformers, or "
             "dlm_lens.DiffusionLM and dlm_lens.denoise(hooks=...), which take any causal model of transformers"
         )

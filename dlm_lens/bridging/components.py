@@ -11,7 +11,10 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import (
     BlockBridge,
     GatedMLPBridge,
+    JointQKVAttentionBridge,
     LinearBridge,
+    MLPBridge,
+    NormalizationBridge,
     PositionEmbeddingsAttentionBridge,
     RMSNormalizationBridge,
 )
@@ -39,8 +42,8 @@ class ZeroSinkValue(LinearBridge):
         return hooked
 
 
-class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
-    """TransformerLens's rotary attention with the masks of this library's families.
+class NativeAttention:
+    """Mixin before TransformerLens's attention: the numbers and the masks of this library's families.
 
     Attention is bidirectional or causal. With learned sink tokens, a sink attends to itself only and every other
     query attends to all sinks. Gated attention is supported, and a float32 rotation is cast back to the model's
@@ -51,28 +54,34 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
     sigmoid.
     """
 
+    original_component: Any
+    config: Any
+    layout = SinkLayout()
+
     def set_original_component(self, component: nn.Module) -> None:
         """Wrap the native attention module."""
-        super().set_original_component(component)
+        super().set_original_component(component)  # type: ignore[misc]
         self.layout = SinkLayout.of(component)
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The attention's output to the residual stream [batch, position, d_model], and the pattern."""
         lock: ModelLock | None = self.original_component.lock
         if lock is not None and not torch.compiler.is_compiling():
             lock.check_thread()
         hidden_states = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
-        mask, tables = kwargs.pop("attention_mask", None), kwargs.pop("position_embeddings")
+        mask, tables = kwargs.pop("attention_mask", None), kwargs.pop("position_embeddings", None)
         hidden_states = self.hook_in(hidden_states)
         q, k, v = (heads.transpose(1, 2) for heads in self._normed(*self._project(hidden_states)))
-        cos, sin = self._apply_position_embedding_hooks(tables)
-        q, k = apply_rotary_pos_emb(q, k, cos, sin)
-        q, k = self.hook_rot_q(q.to(v.dtype)), self.hook_rot_k(k.to(v.dtype))
+        q, k = self._rotated(q, k, tables, v.dtype)
         k, v = self._update_kv_cache(k, v, **kwargs)
         z, pattern = self._attend(q, k, v, mask)
         return self._output(z, hidden_states), pattern
 
-    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(self, q: Tensor, k: Tensor, tables: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Q and k at their positions, through the hook points after rotation."""
+        raise NotImplementedError
+
+    def _project(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each [batch, position, head, d_head]."""
         width = self.original_component.head_dim
         split, forked = self.config.use_split_qkv_input, self.config.use_attn_in
@@ -92,7 +101,7 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
         q, k, v = (self._project_per_head_qkv(*part, width) for part in parts)
         return q, k, v
 
-    def _normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normed(self: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q and k after the norm of each head, in models that have one (Qwen3)."""
         if "q_norm" in self._modules:
             q, k = self.hook_q_normed(self.q_norm(q)), self.hook_k_normed(self.k_norm(k))
@@ -105,10 +114,10 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
             linear_bridge = SimpleNamespace(
                 original_component=values.original_component, hook_out=values.through_hook_v
             )
-        projected: Tensor = super()._project_per_head_qkv(linear_bridge, *args)
+        projected: Tensor = super()._project_per_head_qkv(linear_bridge, *args)  # type: ignore[misc]
         return projected
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _attend(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Z [batch, position, head, d_head] and the pattern; both hook points run inside."""
         native = self.original_component
         if self.layout.count:
@@ -116,11 +125,15 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
         points = _PatternPoints(
             self.hook_attn_scores, self.hook_pattern, causal=self.is_causal, training=self.training
         )
-        dropout = native.attention_dropout if self.training else 0.0
+        dropout = self._dropout() if self.training else 0.0
         options = {"scaling": native.scaling, "dropout": dropout, "spare_logits": spare_logits(native)}
         return hooked_attention(points, q, k, v, mask, **options)  # type: ignore[arg-type]
 
-    def _output(self, z: Float[Tensor, "batch position head d_head"], hidden_states: Tensor) -> Tensor:
+    def _dropout(self) -> float:
+        """The rate at which attention drops out in training."""
+        return float(self.original_component.attention_dropout)
+
+    def _output(self: Any, z: Float[Tensor, "batch position head d_head"], hidden_states: Tensor) -> Tensor:
         heads, width = z.shape[-2:]
         flat = z.flatten(-2)
         if "gate" in self._modules:
@@ -132,6 +145,43 @@ class DiffusionAttentionBridge(PositionEmbeddingsAttentionBridge):
         return self.hook_out(self.o(flat))
 
 
+class DiffusionAttentionBridge(NativeAttention, PositionEmbeddingsAttentionBridge):
+    """TransformerLens's rotary attention with the masks of this library's families."""
+
+    def _rotated(self, q: Tensor, k: Tensor, tables: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Q and k, rotated, in the model's dtype."""
+        cos, sin = self._apply_position_embedding_hooks(tables)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return self.hook_rot_q(q.to(dtype)), self.hook_rot_k(k.to(dtype))
+
+
+class FusedProjection(LinearBridge):
+    """The projection of q, k and v in one, without hook points: its parts run in its place."""
+
+    def forward(self, input: Float[Tensor, "batch position d_model"], *args: Any, **kwargs: Any) -> Tensor:
+        """What the native module computes."""
+        fused: Tensor = self.original_component(input, *args, **kwargs)
+        return fused
+
+
+class JointAttentionBridge(NativeAttention, JointQKVAttentionBridge):
+    """TransformerLens's attention with one projection for q, k and v (GPT-2), with our families' masks.
+
+    The parts of the projection are views of its weight. Nothing is rotated: `hook_rot_q` and `hook_rot_k` have what
+    `hook_q` and `hook_k` have, as in the native model.
+    """
+
+    def _rotated(self, q: Tensor, k: Tensor, tables: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.hook_rot_q(q), self.hook_rot_k(k)
+
+    def _dropout(self) -> float:
+        """The rate at which attention drops out in training."""
+        return float(self.original_component.attn_dropout.p)
+
+    def _output(self, z: Float[Tensor, "batch position head d_head"], hidden_states: Tensor) -> Tensor:
+        return self.original_component.resid_dropout(super()._output(z, hidden_states))
+
+
 class _PatternPoints:
     """The attention bridge's scores and pattern points under the names that `hooked_attention` reads."""
 
@@ -140,15 +190,15 @@ class _PatternPoints:
         self.is_causal, self.training = causal, training
 
 
-class LazyNorm(RMSNormalizationBridge):
-    """TransformerLens's RMSNorm bridge; the second norm, for its hook points, runs only when one has a hook.
+class LazyNorm:
+    """Mixin before TransformerLens's norms; the second norm, for its hook points, runs only when one has a hook.
 
     `on_input`, if it is set, is called with the input before and after `hook_in`.
     """
 
     on_input: Callable[[Tensor, Tensor], object] | None = None
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Normalised states, computed by the native module."""
         hooked = self.hook_in(hidden_states)
         if self.on_input is not None:
@@ -157,6 +207,14 @@ class LazyNorm(RMSNormalizationBridge):
         states = self._hf_autograd_forward_with_hooks(hooked) if needed else self.original_component(hooked)
         output: Tensor = self.hook_out(states)
         return output
+
+
+class LazyRMSNorm(LazyNorm, RMSNormalizationBridge):
+    """An RMSNorm."""
+
+
+class LazyLayerNorm(LazyNorm, NormalizationBridge):
+    """A layer norm."""
 
 
 def has_hooks(point: Any) -> bool:
@@ -207,16 +265,24 @@ class StreamBlock(BlockBridge):
         return super()._apply_output_hook(output, *args, **kwargs)
 
 
-class NativeMLP(GatedMLPBridge):
-    """TransformerLens's gated MLP, computed by the native module in compatibility mode too.
+class NativeMLP:
+    """Mixin before TransformerLens's MLPs: computed by the native module in compatibility mode too.
 
     TransformerLens computes folded weights by a function of its own that leaves `gate.hook_in` and `in.hook_in`
     out. The folded weights are in the projections, which the native module calls.
     """
 
     def forward(
-        self, hidden_states: Float[Tensor, "batch position d_model"]
+        self: Any, hidden_states: Float[Tensor, "batch position d_model"]
     ) -> Float[Tensor, "batch position d_model"]:
         """The MLP's output to the residual stream."""
         added: Tensor = self.hook_out(self.original_component(self.hook_in(hidden_states)))
         return added
+
+
+class NativeGatedMLP(NativeMLP, GatedMLPBridge):
+    """The MLP of Llama and its relatives."""
+
+
+class NativePlainMLP(NativeMLP, MLPBridge):
+    """The MLP of GPT-2."""

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "coda": ("coda", {"head_dim": 10}),
     "sdar": ("sdar", {"head_dim": 10}),
     "fast-dllm v2": ("fast_dllm_v2", {}),
+    "diffugpt": ("diffugpt", {}),
     "diffullama": ("diffugpt", {"model_type": "diffullama"}),
     "qwen2": ("causal", {"model_type": "qwen2"}),
     "qwen3": ("causal", {"model_type": "qwen3", "head_dim": 10}),

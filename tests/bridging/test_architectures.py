@@ -57,7 +57,7 @@ from transformer_lens.factories.architecture_adapter_factory import Architecture
 Factory.discover_entry_points()
 print(sorted(name for name in Factory._adapters if name.startswith("DlmLens")))
 """
-    assert python(code).splitlines()[-1] == "['DlmLensLlama', 'DlmLensQwen2', 'DlmLensQwen3']"
+    assert python(code).splitlines()[-1] == "['DlmLensGPT2', 'DlmLensLlama', 'DlmLensQwen2', 'DlmLensQwen3']"
 
 
 @pytest.mark.parametrize("case", ["llada", "mmada", "dream", "smdm-sink", "zero-sinks"])

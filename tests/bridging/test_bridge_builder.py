@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.attention import hooked_attentions
 from tests.attention.test_hook_points import build
 from tests.bridging.cases import CASES, model_of, padded, some_ids
 from tests.reference import forward64
@@ -19,7 +20,7 @@ def native(model: Any, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     before = model.config._attn_implementation
     model.set_attn_implementation("hooked")
     # A listener makes a sink model materialise the sinks' own rows too, whose number shows in the last bits.
-    points = [layer.self_attn.hook_pattern for layer in model.model.layers]
+    points = [attention.hook_pattern for attention in hooked_attentions(model)]
     handles = [point.register_forward_hook(lambda *_: None) for point in points]
     logits = model(input_ids=ids, use_cache=False, **inputs).logits
     for handle in handles:

@@ -90,22 +90,27 @@ def best(result: BenchmarkResult) -> None:
     assert "Skipped" not in result.message, str(result)
 
 
-def hooked_transformer_names(layers: int) -> set[str]:
-    """Every hook name of HookedTransformer's gated, rotary RMSNorm model, restated: its class is gone in 4."""
+def hooked_transformer_names(layers: int, *, gated: bool = True) -> set[str]:
+    """Every hook name of HookedTransformer's gated, rotary RMSNorm model, restated: its class is gone in 4.
+
+    Its model with embedded positions, a plain MLP and layer norms (GPT-2) has `hook_pos_embed` and no `pre_linear`;
+    ours has the points after rotation too.
+    """
     attention = ("q", "k", "v", "z", "attn_scores", "pattern", "result", "rot_q", "rot_k")
     inputs, outputs = ("attn_in", "q_input", "k_input", "v_input", "mlp_in"), ("attn_out", "mlp_out")
     stream = ("resid_pre", "resid_mid", "resid_post")
     inside = [f"hook_{name}" for name in inputs + outputs + stream] + [f"attn.hook_{name}" for name in attention]
-    inside += [f"mlp.hook_{name}" for name in ("pre", "pre_linear", "post")]
+    inside += [f"mlp.hook_{name}" for name in (("pre", "pre_linear", "post") if gated else ("pre", "post"))]
     inside += [f"{norm}.hook_{name}" for norm in ("ln1", "ln2") for name in ("scale", "normalized")]
     names = {"hook_embed", "ln_final.hook_scale", "ln_final.hook_normalized"}
+    names |= set() if gated else {"hook_pos_embed"}
     return names | {f"blocks.{layer}.{name}" for layer in range(layers) for name in inside}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_hook_registration(case: str) -> None:
     tl = scene(case).tl
-    names = hooked_transformer_names(tl.cfg.n_layers)
+    names = hooked_transformer_names(tl.cfg.n_layers, gated=case != "diffugpt")
     best(suite.benchmark_hook_registry(tl))
     best(suite.benchmark_hook_registry(tl, names))
     assert names <= tl.hook_dict.keys()  # the benchmark forgives 16 kinds of names
@@ -212,9 +217,10 @@ def test_masked_objective_and_ablation_of_diffusion_models(case: str) -> None:
     torch.testing.assert_close(loss(got), loss(edited), atol=ATOL, rtol=0)
     tl = dl.bridge(model_of(case))
     weight = tl.blocks[0].attn.v.weight
-    weight[: weight.shape[0] // 2] = 0  # the first of two key/value heads
+    first = weight.shape[0] // getattr(at.model.config, "num_key_value_heads", 4)  # rows of the first of its heads
+    weight[:first] = 0
     if tl.blocks[0].attn.v.bias is not None:
-        tl.blocks[0].attn.v.bias[: weight.shape[0] // 2] = 0
+        tl.blocks[0].attn.v.bias[:first] = 0
     torch.testing.assert_close(loss(tl(ids)), loss(edited), atol=ATOL, rtol=0)
 
 
