@@ -27,6 +27,9 @@ SAMPLERS = {
     "mmada ending": ("mmada", {"temperature": 0.7, **MMADA}),
     "dream origin": ("dream", {"temperature": 0.7, "remasking": "origin"}),
     "dream entropy": ("dream", {"temperature": 0.7, "remasking": "entropy", "alg_temp": 0.5}),
+    "diffugpt": ("diffugpt", {"temperature": 0.7}),
+    # Its third step decides a position to hold the mask token.
+    "diffugpt quirks": ("diffugpt", {"temperature": 9.0, "top_p": 1.0, "reference_quirks": True, "seed": 1}),
     "smdm origin": ("smdm", {"temperature": 0.7, "cfg_scale": 1.0}),
     "smdm greedy": ("smdm", {"temperature": 0.7, "remasking": "greedy"}),
     "sink": ("sink_qwen", {"temperature": 0.7}),

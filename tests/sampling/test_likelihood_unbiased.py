@@ -104,6 +104,8 @@ def test_the_mean_is_the_exact_bound_on_toy_and_the_authors_is_not(n: int) -> No
         ("sink_qwen", {"num_sinks": 2}, {}),
         ("sink_llama", {"num_sinks": 1}, {}),
         ("smdm", {}, {}),
+        ("diffugpt", {}, {"eps": 0.0}),
+        ("diffugpt", {"model_type": "diffullama"}, {"eps": 0.0}),
         ("dream", {}, {"eps": 0.0, "protect_ends": False}),
         ("sink_qwen", {"sampler": "dream", "logit_shift": True}, {"eps": 0.0, "protect_ends": False}),
     ],
