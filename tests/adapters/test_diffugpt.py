@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import dlm_lens
 from dlm_lens.adapters.families.diffugpt import DiffuGPTConfig, DiffuGPTModel, DiffuLlamaConfig, DiffuLlamaModel
@@ -225,6 +227,23 @@ def test_the_embedding_has_the_tokenizers_rows(
     config = DiffuGPTConfig(**values)
     prepare_config(config, family_of("diffugpt"), None if tokens is None else Tokenizer())
     assert (config.vocab_size, config.mask_token_id, config.eos_token_id) == (rows, found, 50256)
+
+
+def test_a_config_with_fewer_rows_than_the_tokenizer_loads(tmp_path: Path) -> None:
+    """As the released medium model's, if its config.json still has GPT-2's vocabulary."""
+    shutil.copytree(PATHS["diffugpt"], tmp_path / "model")
+    values = json.loads((PATHS["diffugpt"] / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(values | {"vocab_size": 151}))
+    mask = FACTS["diffugpt"]["mask_token_id"]
+    words = {"[MASK]" if index == mask else f"w{index}": index for index in range(159)}  # 160 rows: an even number
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), unk_token="w0", mask_token="[MASK]"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = dlm_lens.load(tmp_path / "model")
+    assert (model.config.vocab_size, model.config.mask_token_id) == (160, mask)
+    ids = torch.arange(3, 12)[None]
+    assert model(input_ids=ids).logits.equal(loaded("diffugpt")(input_ids=ids).logits)
 
 
 def test_diffullama_has_a_token_of_llama_for_its_mask(caplog: pytest.LogCaptureFixture) -> None:
