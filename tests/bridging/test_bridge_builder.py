@@ -121,7 +121,7 @@ def test_a_model_of_another_layout_is_refused_by_type(model_type: str, tmp_path:
     build(model_type).save_pretrained(tmp_path)
     model = dl.load(tmp_path)
     with pytest.raises(
-        ValueError, match=f"layouts of Llama, Qwen2 and Qwen3, not a model of type '{model_type}'"
+        ValueError, match=f"layouts of Llama, Qwen2, Qwen3 and DiffuGPT, not a model of type '{model_type}'"
     ) as error:
         dl.bridge(model)
     assert "use TransformerLens's own" in str(error.value)
