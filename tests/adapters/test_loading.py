@@ -274,7 +274,7 @@ def test_families_tell_what_they_load() -> None:
     families = {family.name: family for family in dlm_lens.families()}
     blocks = {"a2d_qwen3", "fast_dllm_v2", "sdar", "llada2", "bd3lm"}
     masked = {*blocks, "llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "mdlm", "llada_moe"}
-    masked |= {"coda", "diffugpt", "rnd1"}
+    masked |= {"coda", "diffugpt", "open_dcoder", "rnd1"}
     assert families.keys() == {*masked, "modernbert", "uniform_qwen", "diffusion_gemma", "causal"}
     without = {family.name for family in families.values() if not family.has_mask_token}
     assert without == {"uniform_qwen", "diffusion_gemma"}

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a2d": ("a2d_qwen3", {"head_dim": 10}),
     "a2d, qwen2": ("a2d_qwen3", {"model_type": "a2d-qwen2"}),
     "a2d, llama": ("a2d_qwen3", {"model_type": "a2d-llama"}),
+    "open-dcoder": ("open_dcoder", {}),
     "coda": ("coda", {"head_dim": 10}),
     "sdar": ("sdar", {"head_dim": 10}),
     "fast-dllm v2": ("fast_dllm_v2", {}),

@@ -18,7 +18,7 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "open_dcoder"
 SAMPLING = json.loads((GOLDEN / "sampling.json").read_text())
 STORED = load_file(GOLDEN / "sampling.safetensors")
 MASK = SAMPLING["mask_token_id"]
-FAMILIES = ["dream", "coda", "llada"]
+FAMILIES = ["open_dcoder", "dream", "coda", "llada"]
 
 
 def run_of(setting: dict[str, Any], **options: Any) -> dl.DenoisingRun:

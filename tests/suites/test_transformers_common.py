@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llada2": ("llada2", {}),
     "llada-moe": ("llada_moe", {}),
     "rnd1": ("rnd1", {}),
+    "open-dcoder": ("open_dcoder", {}),
     "diffugpt": ("diffugpt", {}),
     "diffullama": ("diffugpt", {"model_type": "diffullama"}),
     "modernbert": ("modernbert", {}),

@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "smdm": ("smdm", {}, {"remasking": "greedy"}),
     "smdm-origin": ("smdm", {}, {"cfg_scale": 0.0}),
     "a2d": ("a2d_qwen3", {"head_dim": 10}, {"block_length": 4, "temperature": 0.6}),
+    "open-dcoder": ("open_dcoder", {}, {"temperature": 0.5}),
     "coda": ("coda", {"head_dim": 10}, {"remasking": "topk_margin"}),
     "sink_qwen": ("sink_qwen", {"num_sinks": 1}, {}),
     "sink_qwen-end": ("sink_qwen", {"num_sinks": 2, "sink_placement": "end"}, {}),
