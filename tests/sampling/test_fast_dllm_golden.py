@@ -77,3 +77,29 @@ def test_reference_quirks_draw_for_as_many_positions_as_the_original(
         expected.append(run.tokens.shape[1] if computed is None else int(masks.sum()))
     assert drawn == expected
     assert any(computed is not None for computed in run.computed[: run.steps // 2])
+
+
+# Of NVlabs/Fast-dLLM at cb3a757, llada/generate.py, the first version with a factor, on golden/llada.
+FACTORS = [
+    (None, 1.8, 0.0, 0, [50, 97, 97, 97, 158, 155, 226, 71, 42, 71, 71, 226], [1, 1, 1, 1, 2, 2, 1, 1, 2]),
+    (None, 1.3, 0.5, 3, [50, 158, 97, 42, 174, 155, 9, 196, 196, 196, 71, 223], [1, 1, 1, 1, 2, 1, 1, 1, 1, 2]),
+    ("prefix", 1.9, 0.0, 0, [50, 97, 97, 79, 97, 155, 79, 79, 79, 71, 32, 13], [1, 1, 1, 1, 2, 2, 1, 1, 2]),
+    ("prefix", 1.3, 0.5, 3, [97, 97, 97, 196, 79, 155, 50, 71, 79, 47, 196, 124], [1, 1, 1, 1, 2, 1, 1, 1, 1, 2]),
+    ("dual", 1.8, 0.0, 0, [50, 97, 97, 79, 97, 155, 79, 79, 71, 71, 32, 158], [1, 1, 1, 1, 2, 1, 1, 1, 1, 2]),
+    ("dual", 1.3, 0.5, 3, [50, 97, 97, 79, 158, 155, 226, 79, 215, 71, 187, 158], [1, 1, 1, 1, 2, 1, 1, 1, 1, 2]),
+]
+
+
+@pytest.mark.parametrize(("cache", "factor", "temperature", "seed", "tokens", "counts"), FACTORS)
+def test_a_factor_with_reference_quirks_is_the_original(
+    cache: str | None, factor: float, temperature: float, seed: int, tokens: list[int], counts: list[int]
+) -> None:
+    """The original writes the last of several masks with the others, and computes no step after the last mask."""
+    prompt = [[44, 39, 133, 160, 163, 179, 27]]
+    given: dict[str, Any] = {"gen_length": 12, "block_length": 6, "factor": factor, "cache": cache}
+    given |= {"temperature": temperature, "seed": seed}
+    run = dlm_lens.denoise(loaded(GOLDEN / "llada"), prompt, reference_quirks=True, **given)
+    assert run.tokens[0, 7:].tolist() == tokens
+    assert run.counts.flatten().tolist() == counts
+    default = dlm_lens.denoise(loaded(GOLDEN / "llada"), prompt, **given)
+    assert default.steps > run.steps

@@ -66,11 +66,15 @@ class SelectConfident(Select):
 
     With a threshold t those with p >= t. With a factor f the n best, for the largest n with p_n >= 1 - f / (n + 1):
     the more positions are written at once, the surer each must be (2505.22618, section 3.3).
+
+    Attributes:
+        completes: where all but one of a row's positions are confident enough, take that one too, as the authors'
+            code does with a factor (NVlabs/Fast-dLLM, llada/generate.py, get_transfer_index_dynamic).
     """
 
-    def __init__(self, threshold: float | None, factor: float | None) -> None:
+    def __init__(self, threshold: float | None, factor: float | None, *, completes: bool = False) -> None:
         super().__init__()
-        self.threshold, self.factor = threshold, factor
+        self.threshold, self.factor, self.completes = threshold, factor, completes
 
     def forward(
         self,
@@ -87,6 +91,10 @@ class SelectConfident(Select):
             )
         # Confidences fall and bounds do not, so that the accepted ranks are the first ones.
         accepted = ((ranked >= least) & (ranked > -torch.inf)).sum(-1)
+        if self.completes:
+            # One position is always written, so that of two masks both are.
+            accepted = torch.maximum(accepted, eligible.any(-1).long().to(accepted.device))
+            accepted = accepted + (accepted + 1 == eligible.sum(-1))
         return super().forward(confidence, eligible, torch.maximum(count.to(accepted.device), accepted))
 
 
@@ -161,11 +169,14 @@ class CachedSampler(Sampler):
         cache: "prefix", "dual", or None.
         shift: whether the output at i - 1 predicts position i.
         reference_quirks: whether the authors' code is reproduced.
+        computes_second: whether that code computes the second step of a block that has no mask left, as its first
+            version does; that with a `factor` does not.
         each: most steps of a block.
     """
 
     shift: bool = False
     reference_quirks: bool = False
+    computes_second: bool = True
     each: int = 1
 
     @classmethod
@@ -232,5 +243,5 @@ class CachedSampler(Sampler):
         """Whether nothing is left to decide in the block; the reference computes its second step nevertheless."""
         if not self.reference_quirks:
             return super().leaves_out(masked, plan)
-        second = self.cache is not None and plan.remaining == self.each - 1
+        second = self.computes_second and self.cache is not None and plan.remaining == self.each - 1
         return self.adaptive and not second and not bool(masked[:, slice(*plan.span)].any())

@@ -231,7 +231,11 @@ class LLaDASampler(CachedSampler):
         if isinstance(noise, SharedNoise) and self.cache is not None:
             noise = self.stream = SpanNoise(noise)
         self.propose = LLaDAPropose(settings, noise, ids, reference_quirks)
-        self.select = SelectConfident(settings.threshold, settings.factor) if settings.parallel else Select()
+        self.select = Select()
+        if settings.parallel:
+            completes = reference_quirks and settings.factor is not None
+            self.select = SelectConfident(settings.threshold, settings.factor, completes=completes)
+        self.computes_second = settings.factor is None
         self.select.by_topk = reference_quirks and not settings.parallel
         self.unpadded = reference_quirks and settings.unpadded_guidance and settings.cfg_scale > 0
         self._block_masks: Tensor | None = None
@@ -243,7 +247,8 @@ class LLaDASampler(CachedSampler):
         if settings.parallel:
             # The reference computes a step more than it needs.
             needed = settings.block_length if settings.gen_length else positions
-            self.each = needed + int(self.reference_quirks and self.cache is not None)
+            second = self.computes_second and self.cache is not None
+            self.each = needed + int(self.reference_quirks and second)
         each, found = self.each, list[StepPlan]()
         for index in range(each * settings.blocks):
             block = index // each
