@@ -112,6 +112,61 @@ def test_reference_quirks_reproduce_the_batch(setting: dict[str, Any], monkeypat
             assert (ours[length:] == MASK).all()
 
 
+# Of NVlabs/Fast-dLLM, v2/generation_functions.py, `batch_sample`, on golden/fast_dllm_v2: blocks of 8, sub-blocks
+# of 4, threshold 0.3; the lengths of the prompts, max_new_tokens, and each row from its last prompt token on.
+TEXTS = [
+    [71, 54, 107, 45, 6, 50, 92, 73, 68, 4, 119, 90, 11, 72, 38, 128, 123],
+    [40, 27, 89, 129, 127, 112, 39, 64, 77, 71, 129, 83, 26, 24, 54, 5, 94],
+    [30, 5, 117, 54, 25, 49, 86, 113, 114, 27, 100, 102, 69, 82, 36, 0, 132],
+]
+UNEQUAL_PROMPTS: list[tuple[list[int], int, list[list[int]]]] = [
+    (
+        [17, 3],
+        16,
+        [
+            [157, 37, 57, 122, 102, 67, 125, 71, 67, 130, 71, 71, 71, 71, 71, 67, 36],
+            [
+                *[89, 71, 112, 59, 109, 120, 38, 41, 130, 79, 69, 68, 127, 52, 130, 37],
+                *[79, 27, 67, 52, 27, 72, 134, 118, 41, 27, 29, 65, 27, 158, 74],
+            ],
+        ],
+    ),
+    (
+        [3, 16, 17],
+        16,
+        [
+            [107, 71, 27, 120, 27, 120, 6, 124, *[83] * 23],
+            [5, 67, 37, 129, 90, 128, 67, 65, 55, 102, 61, 153, 67, 124, 124, 65, 80, 122],
+            [102, 11, 66, 11, 122, 42, 37, 72, 27, 117, 72, 37, 72, 27, 28, 42, 159],
+        ],
+    ),
+    ([17, 3], 4, [[157], [89, 71, 112, 59, 109, 120, 38, 41, 130, 79, 69, 68, 127, 52, 130]]),
+    ([12, 8, 2], 4, [[90], [64, 62], [5, 97, 67, 156, 156, 109, 42, 37]]),
+]
+
+
+@pytest.mark.parametrize(("lengths", "more", "rows"), UNEQUAL_PROMPTS)
+def test_reference_quirks_of_unequal_prompts_are_the_original(
+    lengths: list[int], more: int, rows: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest prompt's last token is written over where it is the first of its block, so that a prompt of one
+    token less gets its first token; and rows of short prompts are decoded though no whole block is requested."""
+    model = model_of({"args": {"stop_token": 142}}, monkeypatch)
+    prompts = [text[:length] for text, length in zip(TEXTS, lengths, strict=False)]
+    settings: dict[str, Any] = {"gen_length": more, "block_length": 8, "sub_block_length": 4, "threshold": 0.3}
+    run = dlm_lens.denoise(model, prompts, reference_quirks=True, **settings)
+    for row, (prompt, theirs) in enumerate(zip(prompts, rows, strict=True)):
+        ours = run.tokens[row, int(run.padding[row]) :].tolist()
+        assert ours[: len(prompt) - 1] == prompt[:-1]
+        assert ours[len(prompt) - 1 :][: len(theirs)] == theirs
+        assert set(ours[len(prompt) - 1 + len(theirs) :]) <= {MASK}
+    default = dlm_lens.denoise(model, prompts, **settings)
+    assert all(
+        default.tokens[row, int(default.padding[row]) :][: len(prompt)].tolist() == prompt
+        for row, prompt in enumerate(prompts)
+    )
+
+
 def comparable(setting: dict[str, Any]) -> bool:
     """Whether the original has no defect there: everything but the prompt that it drops."""
     return setting["kind"] == "deterministic" and setting["name"] != "prompt_equals_block"

@@ -142,8 +142,9 @@ class FastDllmV2Sampler(BlockSampler):
     `reference_quirks`: whole blocks are decoded, gen_length // block_length of them with the one that holds the end
     of the (longest) prompt, and one token more; the first token of a block is greedy; a prompt of exactly one block
     is not seen; with several rows (`batch_sample`) the answer of a prompt that ends with its block, and is neither
-    the shortest nor the longest, begins as a mask among others; the block that is decoded does not see keys after
-    the next multiple of 32 positions.
+    the shortest nor the longest, begins as a mask among others, and the last token of the longest prompts is
+    predicted where it is the first of its block and a shorter prompt has an earlier block to decode; the block that
+    is decoded does not see keys after the next multiple of 32 positions.
     """
 
     from_text, adaptive = True, True
@@ -165,16 +166,36 @@ class FastDllmV2Sampler(BlockSampler):
         """gen_length, so that the last block may be short; with `reference_quirks` whole blocks and a token."""
         if not self.reference_quirks:
             return gen_length
+        self._rewritten = self._rewritten_rows(prompts)
         lengths, total = prompts.sum(-1), self._quirky_length(prompts)
         return 0 if total is None else max(0, total - int(lengths.min()))
 
     def _quirky_length(self, content: Bool[Tensor, "batch prompt"]) -> int | None:
         """How long every text becomes in the original; None where it returns the prompt."""
         lengths, length = content.sum(-1), self.block_length
-        wanted = self.settings.gen_length // length
-        if not wanted and int(lengths.min()) <= length:
+        wanted, shortest, longest = self.settings.gen_length // length, int(lengths.min()), int(lengths.max())
+        if not wanted and shortest <= length and shortest // length == longest // length:
             return None
-        return (int(lengths.max()) // length + wanted) * length + 1
+        return (longest // length + wanted) * length + 1
+
+    def _rewritten_rows(self, content: Bool[Tensor, "batch prompt"]) -> Bool[Tensor, "batch"]:
+        """The rows whose last prompt token the original writes over with the first token of its block.
+
+        Those are the longest, where they begin a block and a shorter prompt has an earlier block to decode.
+        """
+        lengths, length = content.sum(-1), self.block_length
+        earlier = lengths.min() // length < lengths.max() // length
+        return (lengths == lengths.max()) & (lengths % length == 1) & earlier
+
+    def begin(
+        self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """The first canvas; in the original some rows predict their last prompt token."""
+        canvas = super().begin(model, prompts, fillable)
+        if self.reference_quirks:
+            last = prompts.shape[1] - 1
+            canvas[:, last] = canvas[:, last].masked_fill(self._rewritten, int(self.mask or 0))
+        return canvas
 
     def network(
         self,
@@ -205,10 +226,13 @@ class FastDllmV2Sampler(BlockSampler):
             lengths = prompts.sum(-1)
             between = (lengths > lengths.min()) & (lengths < lengths.max())
             alone = between & (lengths % self.block_length == 0)
-            self._begins = torch.where(alone, prompt_length, self._begins)
+            # The write over the longest prompts gives the other rows the first token of that block too.
+            alone &= ~(self._rewritten.any() & (lengths + 1 == lengths.max()))
             total = self._quirky_length(prompts)
             if total is not None:
                 self._limits = padding_before(content) + total
+                alone &= lengths + 1 < total  # the token after the last block is the result's
+            self._begins = torch.where(alone, prompt_length, self._begins)
         network = SubBlockLogits(
             model,
             seen,
