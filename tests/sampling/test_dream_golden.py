@@ -10,6 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dlm_lens
+from dlm_lens.sampling.noise import SharedNoise
+from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.dream import DreamPropose, DreamSettings
 from dlm_lens.testing import tiny
 from tests.sampling.checkpoints import loaded
 
@@ -173,3 +176,21 @@ def test_a_filter_that_would_keep_the_mask_alone_keeps_other_tokens(
         )
     theirs = dlm_lens.denoise(model, [[1, 2]], reference_quirks=True, **options)
     assert (theirs.tokens[:, 2:] == MASK_OF_TINY).any()
+
+
+def test_reference_quirks_take_the_likeliest_tokens_where_torch_refuses_the_probabilities() -> None:
+    """As the authors' `sample_tokens`, which catches the exception of Categorical and goes on with the maximum."""
+    settings = DreamSettings(steps=1, gen_length=12, temperature=0.5, remasking="maskgit_plus")
+    canvas, everywhere = torch.zeros(1, 12, dtype=torch.long), torch.ones(1, 12, dtype=torch.bool)
+    refused = 0
+    for seed in range(400):
+        logits = 3 * torch.randn(12, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        likely = (logits / 0.5).softmax(-1)
+        torch.manual_seed(seed)
+        try:
+            expected = torch.distributions.Categorical(probs=likely, validate_args=True).sample()
+        except ValueError:
+            refused, expected = refused + 1, likely.argmax(-1)
+        propose = DreamPropose(settings, SharedNoise(seed), SpecialIds(63), reference_quirks=True)
+        assert propose(canvas, logits, everywhere, everywhere).tokens[0].equal(expected)
+    assert 10 < refused < 390

@@ -109,6 +109,15 @@ def filtered(
     return logits
 
 
+def sums_to_one(probabilities: Float[Tensor, "n d_vocab"]) -> bool:
+    """Whether `torch.distributions.Categorical` takes these probabilities.
+
+    Divided by its sum, each row sums to 1 within 1e-6.
+    """
+    divided = probabilities / probabilities.sum(-1, keepdim=True)
+    return bool(((divided.sum(-1) - 1).abs() < 1e-6).all())
+
+
 class DreamPropose(nn.Module):
     """x0 from softmax(filtered(logits / temperature)), and the confidence of the rule.
 
@@ -116,12 +125,17 @@ class DreamPropose(nn.Module):
     probability; entropy: sum p ln(p + 1e-10). With `origin` the confidence is not used. [MASK] is never an x0
     unless `reference_quirks`: the filter is one of the other tokens, and without a filter the probabilities are
     those of all tokens.
+
+    The authors' code draws with `torch.distributions.Categorical`, which refuses probabilities that do not sum to 1
+    within 1e-6, as can happen in bfloat16; it then catches the exception and takes the most likely token of every
+    position. So does `reference_quirks`.
     """
 
     def __init__(self, settings: DreamSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
         self.settings, self.noise, self.rule = settings, noise, settings.remasking
         self.never = [] if reference_quirks else [ids.mask]
+        self.reference_quirks = reference_quirks
 
     def forward(
         self,
@@ -140,7 +154,8 @@ class DreamPropose(nn.Module):
         kept = filtered(logits, settings.top_p, settings.top_k)
         # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
         likely, choice = kept.softmax(-1), without(kept, self.never).softmax(-1)
-        chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
+        greedy = settings.temperature == 0 or (self.reference_quirks and not sums_to_one(choice))
+        chosen = choice.argmax(-1) if greedy else self.noise.tokens(choice, evaluated, eligible)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
         if self.rule != "origin":
             confidence = confidence.masked_scatter(evaluated, self._confidence(likely, chosen).float())
