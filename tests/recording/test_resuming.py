@@ -30,6 +30,11 @@ SAMPLERS = {
     "diffugpt": ("diffugpt", {"temperature": 0.7}),
     # Its third step decides a position to hold the mask token.
     "diffugpt quirks": ("diffugpt", {"temperature": 9.0, "top_p": 1.0, "reference_quirks": True, "seed": 1}),
+    "p2": ("open_dcoder", {"temperature": 0.7}),
+    "p2 quirks": ("open_dcoder", {"temperature": 0.7, "reference_quirks": True, "seed": 5}),
+    "rnd1": ("rnd1", {"temperature": 0.7}),
+    "rnd1 bound": ("rnd1", {"temperature": 0.7, "entropy_bound": 3.0}),
+    "rnd1 quirks": ("rnd1", {"temperature": 0.7, "reference_quirks": True, "seed": 5}),
     "smdm origin": ("smdm", {"temperature": 0.7, "cfg_scale": 1.0}),
     "smdm greedy": ("smdm", {"temperature": 0.7, "remasking": "greedy"}),
     "sink": ("sink_qwen", {"temperature": 0.7}),

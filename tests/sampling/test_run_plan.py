@@ -17,6 +17,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llada": {"steps": 16},
     "llada_moe": {"steps": 16},
     "diffugpt": {"steps": 16},
+    "rnd1": {"steps": 16},
     "modernbert": {"steps": 16},
     "a2d_qwen3": {"steps": 16},
 }
