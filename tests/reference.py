@@ -64,7 +64,10 @@ def experts64(config: Any, weights: Mapping[str, Tensor], prefix: str, x: Tensor
             best = sorted(range(len(likely)), key=lambda expert: -float(likely[expert]))[
                 : config.num_experts_per_tok
             ]
-            chosen = best, [likely[expert] for expert in best]
+            kept = (
+                likely[best].sum() if getattr(config, "norm_topk_prob", False) else 1.0
+            )  # RND1 divides by their sum
+            chosen = best, [likely[expert] / kept for expert in best]
         value = torch.zeros_like(token) if shared[0] is None else gated64(token, *shared)
         for expert, weight in zip(*chosen, strict=True):
             gate, up = stacks[0][expert].chunk(2)
