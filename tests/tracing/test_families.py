@@ -24,6 +24,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a2d": ("a2d_qwen3", {"head_dim": 10}, {"block_length": 4, "temperature": 0.6}),
     "open-dcoder": ("open_dcoder", {}, {"temperature": 0.5}),
     "coda": ("coda", {"head_dim": 10}, {"remasking": "topk_margin"}),
+    "rnd1": ("rnd1", {}, {"temperature": 0.7}),
     "sink_qwen": ("sink_qwen", {"num_sinks": 1}, {}),
     "sink_qwen-end": ("sink_qwen", {"num_sinks": 2, "sink_placement": "end"}, {}),
     "gated": ("sink_qwen", {"num_sinks": 0, "gated_attention": True}, {}),
