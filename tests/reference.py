@@ -51,7 +51,7 @@ def routed64(config: Any, logits: Tensor, bias: Tensor) -> tuple[list[int], list
 
 
 def experts64(config: Any, weights: Mapping[str, Tensor], prefix: str, x: Tensor) -> Tensor:
-    """The mixture of experts of LLaDA2 or LLaDA-MoE, token by token."""
+    """The mixture of experts of LLaDA2, LLaDA-MoE or RND1, token by token."""
     shared = [weights.get(f"{prefix}shared_experts.{name}_proj.weight") for name in ("gate", "up", "down")]
     stacks = weights[f"{prefix}experts.gate_up_proj"], weights[f"{prefix}experts.down_proj"]
     found = []
@@ -59,14 +59,12 @@ def experts64(config: Any, weights: Mapping[str, Tensor], prefix: str, x: Tensor
         logits = weights[f"{prefix}gate.weight"] @ token
         if f"{prefix}gate.e_score_correction_bias" in weights:
             chosen = routed64(config, logits, weights[f"{prefix}gate.e_score_correction_bias"])
-        else:  # LLaDA-MoE: the k largest of a softmax, as they are
+        else:  # the k largest of a softmax: of LLaDA-MoE as they are, of RND1 divided by their sum
             likely = torch.exp(logits - logits.max()) / torch.exp(logits - logits.max()).sum()
             best = sorted(range(len(likely)), key=lambda expert: -float(likely[expert]))[
                 : config.num_experts_per_tok
             ]
-            kept = (
-                likely[best].sum() if getattr(config, "norm_topk_prob", False) else 1.0
-            )  # RND1 divides by their sum
+            kept = likely[best].sum() if getattr(config, "norm_topk_prob", False) else 1.0
             chosen = best, [likely[expert] / kept for expert in best]
         value = torch.zeros_like(token) if shared[0] is None else gated64(token, *shared)
         for expert, weight in zip(*chosen, strict=True):
