@@ -390,7 +390,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "probes.pattern_stability": GROWS,
         "probes.edge_attribution": NO_EDGES, "probes.input_norms": NOT_WHOLE,
         "probes.sink_anatomy position": KEYS,
-        "bridge": "takes the layouts of Llama, Qwen2, Qwen3 and DiffuGPT",
+        "bridge": "takes the layouts of Llama, Qwen2, Qwen3 and GPT-2",
         "training.UniformDiffusionLoss": NOT_TRAINED, "training.NextToken": NOT_TRAINED,
         "training.evaluation_loss": NOT_TRAINED, "training.sink_statistics": NOT_TRAINED,
         "training.MaskedDiffusionTrainer": NOT_TRAINED, "training.masked_loss": NOT_TRAINED,

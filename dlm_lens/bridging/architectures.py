@@ -130,7 +130,7 @@ class Qwen3Family(FamilyArchitecture, Qwen3ArchitectureAdapter):
 
 
 class GPT2Family(FamilyArchitecture, GPT2ArchitectureAdapter):
-    """DiffuGPT: positions are embedded, and one projection makes q, k and v."""
+    """DiffuGPT and GPT-2 itself: positions are embedded, and one projection makes q, k and v."""
 
     mlp_class = NativePlainMLP
     norm_class = LazyLayerNorm
@@ -154,7 +154,12 @@ ARCHITECTURES = {
 }
 """Values of a config's `original_architecture` -> adapters; also entry points of the package."""
 
-AUTOREGRESSIVE = {"llama": "DlmLensLlama", "qwen2": "DlmLensQwen2", "qwen3": "DlmLensQwen3"}
+AUTOREGRESSIVE = {
+    "gpt2": "DlmLensGPT2",
+    "llama": "DlmLensLlama",
+    "qwen2": "DlmLensQwen2",
+    "qwen3": "DlmLensQwen3",
+}
 """Model types of transformers whose own configs lead to TransformerLens's stock adapters -> our adapter."""
 
 
@@ -167,7 +172,7 @@ def architecture_of(config: Any) -> str:
     found = AUTOREGRESSIVE.get(config.model_type) or getattr(config, "original_architecture", None)
     if found not in ARCHITECTURES:
         raise ValueError(
-            "dlm_lens.bridge takes the layouts of Llama, Qwen2, Qwen3 and DiffuGPT, not a model of type "
+            "dlm_lens.bridge takes the layouts of Llama, Qwen2, Qwen3 and GPT-2, not a model of type "
             f"{config.model_type!r}; use TransformerLens's own TransformerBridge.boot_transformers, or "
             "dlm_lens.DiffusionLM and dlm_lens.denoise(hooks=...), which take any causal model of transformers"
         )

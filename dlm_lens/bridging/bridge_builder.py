@@ -32,7 +32,7 @@ def bridge(model_or_name: Any, **load_options: Any) -> DiffusionBridge:
 
     Raises:
         ValueError: options beside a loaded model, a model that dlm_lens did not load, one of another layout than
-            Llama's, Qwen2's, Qwen3's and DiffuGPT's, or one with unmerged PEFT adapters.
+            Llama's, Qwen2's, Qwen3's and GPT-2's, or one with unmerged PEFT adapters.
     """
     model = model_or_name
     if isinstance(model_or_name, str | Path):

@@ -115,13 +115,13 @@ def test_a_bridge_is_not_bridged_again_and_strangers_are_refused() -> None:
         dl.bridge(model_of("llada"), dtype="bfloat16")
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "mixtral", "olmo2", "olmoe"])
+@pytest.mark.parametrize("model_type", ["gpt_neox", "gemma3_text", "mixtral", "olmo2", "olmoe"])
 def test_a_model_of_another_layout_is_refused_by_type(model_type: str, tmp_path: Path) -> None:
     """In one sentence, without a line break, that names the type and what to use."""
     build(model_type).save_pretrained(tmp_path)
     model = dl.load(tmp_path)
     with pytest.raises(
-        ValueError, match=f"layouts of Llama, Qwen2, Qwen3 and DiffuGPT, not a model of type '{model_type}'"
+        ValueError, match=f"layouts of Llama, Qwen2, Qwen3 and GPT-2, not a model of type '{model_type}'"
     ) as error:
         dl.bridge(model)
     assert "use TransformerLens's own" in str(error.value)

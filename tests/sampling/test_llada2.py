@@ -401,5 +401,5 @@ def test_what_cannot_be() -> None:
         dl.denoise(model, [[1, 2]], editing_threshold=-1)
     with pytest.raises(ValueError, match="llada2 sampler has no setting 'cfg_scale'"):
         dl.denoise(model_of(), [[1, 2]], cfg_scale=1.0)
-    with pytest.raises(ValueError, match="takes the layouts of Llama, Qwen2, Qwen3 and DiffuGPT"):
+    with pytest.raises(ValueError, match="takes the layouts of Llama, Qwen2, Qwen3 and GPT-2"):
         dl.bridge(model)
