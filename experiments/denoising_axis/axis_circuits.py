@@ -85,25 +85,25 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     from dlm_lens.probes import edge_attribution, faithfulness
 
     model = network(item, settings, bench)
-    asked = questions(item["task"], settings["prompts"])
+    pairs = questions(item["task"], settings["prompts"])
     autoregressive = item["converted"] < 0 and item["model"].endswith("-ar")
     sampling = {"gen_length": 1} if autoregressive else {"gen_length": settings["gen_length"], "steps": 1}
-    done = dl.denoise(model, [one.prompt for one in asked], **sampling)
+    done = dl.denoise(model, [one.prompt for one in pairs], **sampling)
 
     def ids(words: Sequence[str]) -> Any:
         return torch.tensor([model.tokenizer(word)["input_ids"][-1] for word in words])
 
-    right, wrong = ids([one.right for one in asked]), ids([one.wrong for one in asked])
+    right, wrong = ids([one.right for one in pairs]), ids([one.wrong for one in pairs])
 
     def difference(decisions: Any) -> Any:
         """The logit of the right token minus that of the one that is right after the corrupted prompt."""
-        rows = decisions.row.cpu() % len(asked)
+        rows = decisions.row.cpu() % len(pairs)
         both = torch.stack([right[rows], wrong[rows]], -1).to(decisions.logits.device)
         found = decisions.logits.gather(-1, both)
         return found[:, 0] - found[:, 1]
 
     given: dict[str, Any] = {"target": difference, "steps": [0], "explain": [done.prompt_length]}
-    corrupted = [one.corrupted for one in asked]
+    corrupted = [one.corrupted for one in pairs]
     scores = edge_attribution(model, done, corrupted, integration=settings["integration"], **given)
     kept = {}
     for edges in settings["edges"]:

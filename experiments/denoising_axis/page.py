@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "results_axis.md"
 
 HEAD = """# Results along the denoising axis
 
-Questions that papers of 2026 ask of diffusion language models, asked of the embedded models: networks of 0.8
+Questions of papers of 2026 about diffusion language models, answered for the embedded models: networks of 0.8
 million parameters, canvases of about 55 positions, the shipped word problems. [What you can ask of a denoising
 run](questions.md) explains each tool. These numbers neither confirm nor refute what the papers measure on models of
 billions of parameters; they show what the tools find, and how sure one can be. Each verdict has a null, an interval

@@ -205,7 +205,7 @@ class Explorer(anywidget.AnyWidget):
         """Take all changes back."""
         self._working("going back", lambda: self._exploration.take_changes(()))
 
-    # What can be asked
+    # Lenses and patterns
 
     def lens(self, *, top: int = 5, twin: bool = False) -> LogitLens:
         """The logit lens of the selected position at the selected step, in every layer.
@@ -227,7 +227,7 @@ class Explorer(anywidget.AnyWidget):
         chosen = self._selected
         return self._exploration.pattern("twin" if twin else "run", chosen.step, chosen.layer, chosen.head)
 
-    # Work, and what the page is told of it
+    # Work, and messages to the page about it
 
     def _change(self, change: Change) -> None:
         changes = self._exploration.with_change(change)
