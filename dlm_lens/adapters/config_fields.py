@@ -25,10 +25,10 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "vocab_size": ("embedding_size", "padded_vocab_size"),
     "max_position_embeddings": ("max_sequence_length", "block_size", "model_length"),
     "rms_norm_eps": ("norm_eps",),
-    "hidden_act": ("activation_type",),
+    "hidden_act": ("activation_type", "activation_function"),
     "tie_word_embeddings": ("weight_tying",),
 }
-"""Names in Llama's config -> the names of the same fields in the configs of LLaDA, SMDM and MDLM."""
+"""Names in Llama's config -> the names of the same fields in the configs of LLaDA, SMDM, MDLM and DiffuGPT."""
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size",
           "vocab_size", "max_position_embeddings", "head_dim", "mlp_ratio", "padding_multiple", "cond_dim",

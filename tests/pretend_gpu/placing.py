@@ -24,16 +24,18 @@ def placed(model: Any, where: Placement, folder: Path) -> Any:
 
 def device_map(model: Any, other: int | str) -> dict[str, int | str]:
     """The second half of the layers, the norm and the head (unless tied) on `other`, the rest on cuda:0."""
-    half = len(model.get_decoder().layers) / 2
-    last = ["model.norm", "model.decoder.norm", "model.encoder.language_model.norm"]
+    decoder = model.get_decoder()
+    stack = "layers" if hasattr(decoder, "layers") else "h"  # GPT-2's name
+    half = len(getattr(decoder, stack)) / 2
+    last = ["model.norm", "model.decoder.norm", "model.encoder.language_model.norm", "transformer.ln_f"]
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         last.append("lm_head")  # tied weights lie on one device
     found: dict[str, int | str] = {}
     for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
-        stem, _, rest = name.partition(".layers.")
+        stem, _, rest = name.partition(f".{stack}.")
         if rest:
             number = rest.split(".")[0]
-            found[f"{stem}.layers.{number}"] = other if int(number) >= half else 0
+            found[f"{stem}.{stack}.{number}"] = other if int(number) >= half else 0
         else:
             module = name.rpartition(".")[0]
             # A parameter of the network itself, such as learned sink tokens, has no module of its own.
