@@ -142,7 +142,7 @@ class SelectConfidentBound(nn.Module):
     def __init__(self, bound: float, propose: RND1Propose) -> None:
         super().__init__()
         self.bound = bound
-        self._entropies = lambda: propose.entropy
+        self._entropies = lambda: propose.entropy  # `propose` is the sampler's child, and no child of this module
 
     def forward(
         self,
