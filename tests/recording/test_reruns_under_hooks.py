@@ -238,7 +238,12 @@ def test_a_view_under_hooks_is_the_recorded_pattern() -> None:
 
 def test_addresses_in_the_texts_of_hooks_do_not_part_recordings() -> None:
     model, given = tiny("llada"), settings("llada", seed=3)
-    one, two = (dl.record(model, prompt, REDUCERS, hooks=[Doubling()], **given) for prompt in ([5, 9, 11], [6, 2]))
+    hooks = Doubling(), Doubling()  # both are kept, or the second could lie at the address of the first
+    prompts = [5, 9, 11], [6, 2]
+    one, two = (
+        dl.record(model, prompt, REDUCERS, hooks=[hook], **given)
+        for prompt, hook in zip(prompts, hooks, strict=True)
+    )
     assert one.hooks != two.hooks
     assert dl.recording.concatenation.joined([one, two]).rows == (0, 0)
 
