@@ -203,6 +203,20 @@ class SharedNoise:
             found[among[given]] = sampled[given[among]]
         return found.to(probabilities.device)
 
+    def tokens_by_output(
+        self, probabilities: Float[Tensor, "evaluated d_vocab"], evaluated: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "evaluated"]:
+        """`torch.multinomial` for every output, of code in which that at i - 1 predicts position i.
+
+        Position i takes what is drawn for the output at i - 1. The first position of a row has no output before it
+        and takes its most likely token.
+        """
+        outputs = torch.zeros_like(evaluated)
+        outputs[:, :-1] = evaluated[:, 1:]
+        later = evaluated.nonzero()[:, 1] > 0
+        drawn = self.tokens_among(probabilities[later], outputs, torch.ones_like(evaluated))
+        return probabilities.argmax(-1).masked_scatter(later, drawn)
+
     def draw(
         self,
         weights: Float[Tensor, "batch position"],

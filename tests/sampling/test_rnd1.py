@@ -179,3 +179,18 @@ def test_masks_that_are_put_back_are_written_again() -> None:
 def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dl.denoise(tiny("rnd1"), [[1, 2]], gen_length=4, **options)
+
+
+def test_numbers_belong_to_outputs_also_where_the_first_position_is_masked() -> None:
+    """With quirks position i takes what is drawn for the output at i - 1, the first its likeliest token."""
+    model, seed = tiny("rnd1"), 4
+    mask = model.config.mask_token_id
+    prompt = torch.tensor([[mask, 2, mask, 3]])
+    run = dl.denoise(model, prompt, gen_length=5, steps=1, temperature=1.3, seed=seed, reference_quirks=True)
+    with torch.no_grad():
+        logits = model(input_ids=run.canvases[0]).logits[0].index_fill(-1, torch.tensor([mask]), -torch.inf) / 1.3
+    drawn = torch.multinomial(logits.softmax(-1), 1, generator=torch.Generator().manual_seed(seed)).squeeze(-1)
+    written = run.unmasked[0, 0].nonzero().flatten()
+    assert written.tolist() == [0, 2, 4, 5, 6, 7]
+    assert run.tokens[0, written[1:]].equal(drawn[written[1:] - 1])
+    assert run.tokens[0, 0] == logits[0].argmax()

@@ -74,29 +74,13 @@ class DiffuGPTPropose(torch.nn.Module):
         if settings.temperature == 0:
             chosen = likely.argmax(-1)
         elif self.reference_quirks and isinstance(self.noise, SharedNoise):
-            chosen = self._drawn_by_output(likely, evaluated, self.noise)
+            chosen = self.noise.tokens_by_output(likely, evaluated)
         else:
             chosen = self.noise.tokens(likely, evaluated, eligible)
         if self.reference_quirks:
-            chosen = chosen.masked_fill(self._position(evaluated) == 0, PLACEHOLDER)
+            chosen = chosen.masked_fill(evaluated.nonzero()[:, 1] == 0, PLACEHOLDER)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence)
-
-    def _position(self, evaluated: Bool[Tensor, "batch position"]) -> Int[Tensor, "evaluated"]:
-        return evaluated.nonzero()[:, 1]
-
-    def _drawn_by_output(
-        self,
-        likely: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        noise: SharedNoise,
-    ) -> Int[Tensor, "evaluated"]:
-        """Tokens of the evaluated positions, by the random numbers of the outputs that predict them."""
-        outputs = torch.zeros_like(evaluated)
-        outputs[:, :-1] = evaluated[:, 1:]
-        later = self._position(evaluated) > 0
-        drawn = noise.tokens_among(likely[later], outputs, torch.ones_like(evaluated))
-        return torch.zeros_like(likely[:, 0], dtype=torch.long).masked_scatter(later, drawn)
 
 
 class DiffuGPTSampler(TimestepSampler):

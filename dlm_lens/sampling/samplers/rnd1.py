@@ -100,10 +100,9 @@ class RND1Propose(nn.Module):
         evaluated: Bool[Tensor, "batch position"],
         eligible: Bool[Tensor, "batch position"],
     ) -> Int[Tensor, "evaluated"]:
-        """Tokens, drawn; the authors' code draws for every output, and the one at i - 1 is position i's."""
+        """Tokens, drawn; the authors' code draws for every output."""
         if isinstance(self.noise, SharedNoise):
-            outputs = evaluated.roll(-1, dims=-1)
-            return self.noise.tokens_among(probabilities, outputs, torch.ones_like(outputs))
+            return self.noise.tokens_by_output(probabilities, evaluated)
         return self.noise.tokens(probabilities, evaluated, eligible)
 
 
