@@ -22,6 +22,22 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
 
 
+def by_confidence(
+    confidence: Float[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"]
+) -> Int[Tensor, "batch position"]:
+    """The positions of every row in the order of falling confidence; of equals the earlier, eligible ones first."""
+    order = confidence.argsort(dim=-1, descending=True, stable=True)
+    # Eligible positions first, whatever their confidence: -inf among them must not tie with the others.
+    first = eligible.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True)
+    return order.gather(-1, first)
+
+
+def one_block(steps: int, prompt_length: int, positions: int, gen_length: int) -> list[StepPlan]:
+    """The plans of samplers without blocks: the answer, or with `gen_length` 0 the canvas, is one."""
+    span = (prompt_length if gen_length else 0, positions)
+    return [StepPlan(index, steps, 0, span, steps - index) for index in range(steps)]
+
+
 class Select(nn.Module):
     """Choose the `count` most confident eligible positions of every row; of equals, the earlier one.
 
@@ -46,10 +62,7 @@ class Select(nn.Module):
         """Return the positions that this step unmasks."""
         if self.by_topk:
             return self._of_topk(confidence.masked_fill(~eligible, -torch.inf), count) & eligible
-        order = confidence.argsort(dim=-1, descending=True, stable=True)
-        # Eligible positions first, whatever their confidence: -inf among them must not tie with the others.
-        first = eligible.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True)
-        order = order.gather(-1, first)
+        order = by_confidence(confidence, eligible)
         rank = torch.empty_like(order).scatter_(
             -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import Revise, Sampler, SpecialIds
+from dlm_lens.sampling.samplers.base import Revise, Sampler, SpecialIds, one_block
 from dlm_lens.sampling.settings import at_least_one, not_negative
 
 
@@ -195,8 +195,7 @@ class EntropyBoundSampler(Sampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step; there are no blocks."""
-        total, span = self.settings.steps, (prompt_length, positions)
-        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
+        return one_block(self.settings.steps, prompt_length, positions, self.settings.gen_length)
 
     def running(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The positions that the step may decide: the answer, in rows that have not ended."""

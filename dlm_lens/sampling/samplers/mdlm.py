@@ -15,7 +15,7 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
 from dlm_lens.sampling.network import CanvasLogits, EditLogits
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, SpecialIds
+from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, not_negative
 
@@ -303,8 +303,7 @@ class MDLMSampler(NoiseConditionedSampler):
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step, and the removal of noise; there are no blocks."""
         total = self.settings.steps + self.settings.noise_removal
-        span = (0 if self.settings.gen_length == 0 else prompt_length, positions)
-        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
+        return one_block(total, prompt_length, positions, self.settings.gen_length)
 
     def at(self, plan: StepPlan) -> None:
         """Take the step's noise level for the passes until the next step."""

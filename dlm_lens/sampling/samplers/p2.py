@@ -11,7 +11,7 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
+from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds, one_block
 from dlm_lens.sampling.samplers.cached_blocks import SpanNoise
 from dlm_lens.sampling.samplers.dream import DreamPropose, DreamSettings
 from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative
@@ -105,9 +105,7 @@ class P2Sampler(Sampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step; there are no blocks."""
-        total = self.settings.steps
-        span = (prompt_length if self.settings.gen_length else 0, positions)
-        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
+        return one_block(self.settings.steps, prompt_length, positions, self.settings.gen_length)
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Every masked position."""

@@ -11,7 +11,7 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
+from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds, by_confidence, one_block
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative
@@ -150,10 +150,7 @@ class SelectConfidentBound(nn.Module):
         count: Int[Tensor, "batch"],
     ) -> Bool[Tensor, "batch position"]:
         """Return the positions that this step unmasks; `count` says of which rows all are."""
-        # Eligible positions first, whatever their confidence: -inf among them must not tie with the others.
-        order = confidence.argsort(dim=-1, descending=True, stable=True)
-        first = eligible.gather(-1, order).byte().argsort(dim=-1, descending=True, stable=True)
-        order = order.gather(-1, first)
+        order = by_confidence(confidence, eligible)
         entropy = self._entropies().gather(-1, order)
         admitted = entropy.cumsum(-1) - entropy.cummax(-1).values <= self.bound
         chosen = torch.zeros_like(eligible).scatter(-1, order, admitted)
@@ -196,9 +193,7 @@ class RND1Sampler(Sampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step; there are no blocks."""
-        total = self.settings.steps
-        span = (prompt_length if self.settings.gen_length else 0, positions)
-        return [StepPlan(index, total, 0, span, total - index) for index in range(total)]
+        return one_block(self.settings.steps, prompt_length, positions, self.settings.gen_length)
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Every masked position."""
