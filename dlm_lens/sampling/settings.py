@@ -165,6 +165,17 @@ def not_negative(settings: Any, *names: str, zero: str) -> None:
             raise ValueError(f"{name} is {value}; it must be 0 ({zero}) or positive")
 
 
+def nucleus(settings: Any, name: str) -> None:
+    """Raise unless this field is the probability of a nucleus, above 0 and at most 1 (or None).
+
+    Raises:
+        ValueError: naming the field and its value.
+    """
+    value = getattr(settings, name)
+    if value is not None and not 0 < value <= 1:
+        raise ValueError(f"{name} is {value}; it must be above 0 and at most 1")
+
+
 def known_remasking(remasking: str, accepted: Sequence[str], listed: Sequence[str], owner: str) -> None:
     """Raise unless the algorithm is one of the sampler's; the message lists those in `listed`.
 

@@ -276,6 +276,8 @@ def test_families_tell_what_they_load() -> None:
     masked = {*blocks, "llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "mdlm", "llada_moe"}
     masked |= {"coda", "diffugpt", "open_dcoder", "rnd1"}
     assert families.keys() == {*masked, "modernbert", "uniform_qwen", "diffusion_gemma", "causal"}
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"| {len(families)} families as native transformers models" in readme
     without = {family.name for family in families.values() if not family.has_mask_token}
     assert without == {"uniform_qwen", "diffusion_gemma"}
     assert "GSAI-ML/LLaDA-8B-Instruct" in families["llada"].hub_names

@@ -25,7 +25,7 @@ from dlm_lens.sampling.samplers.mdlm import (
     Times,
     log_probabilities,
 )
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class BD3LMSettings:
     def __post_init__(self) -> None:
         at_least_one(self, "gen_length", "block_length", "steps", "steps_per_block")
         not_negative(self, "temperature", zero="greedy")
-        if not 0 < self.nucleus_p <= 1:
-            raise ValueError(f"nucleus_p is {self.nucleus_p}; it must be above 0 and at most 1")
+        nucleus(self, "nucleus_p")
         for name in ("first_hitting", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")

@@ -16,7 +16,7 @@ from dlm_lens.sampling.samplers.base import Select, SpecialIds
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
 
 PLACEHOLDER = 0
 """The id that the authors' scripts have where text is to be written; it stays at the first position of a row."""
@@ -43,8 +43,7 @@ class DiffuGPTSettings:
     def __post_init__(self) -> None:
         at_least_one(self, "steps")
         not_negative(self, "temperature", zero="greedy")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        nucleus(self, "top_p")
 
 
 class DiffuGPTPropose(torch.nn.Module):

@@ -16,7 +16,14 @@ from dlm_lens.sampling.samplers.base import Select, SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
-from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, known_remasking, not_negative
+from dlm_lens.sampling.settings import (
+    answer_settings,
+    at_least_one,
+    inner_eps,
+    known_remasking,
+    not_negative,
+    nucleus,
+)
 
 REMASKING = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
 
@@ -65,8 +72,7 @@ class DreamSettings:
             )
         not_negative(self, "temperature", "alg_temp", zero="greedy")
         known_remasking(self.remasking, REMASKING, REMASKING, "Dream")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        nucleus(self, "top_p")
         at_least_one(self, "top_k")
         inner_eps(self.eps)
         check_parallel(self)

@@ -18,7 +18,7 @@ from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SelectAbove
-from dlm_lens.sampling.settings import at_least_one, not_negative
+from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
 from dlm_lens.sampling.sub_block_network import SubBlockLogits
 
 STEP_BLOCK = 32
@@ -65,8 +65,7 @@ class FastDllmV2Settings:
             )
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold}; it is a probability from 0 to 1 (one token a step)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        nucleus(self, "top_p")
         if self.use_block_cache and not self.use_cache:
             raise ValueError(
                 "use_block_cache=True needs the cache of finished blocks, which hooks, recorders and "

@@ -17,7 +17,7 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SdarPropose, SelectAbove
-from dlm_lens.sampling.settings import at_least_one, not_negative
+from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,7 @@ class BlockwiseSettings:
         not_negative(self, "temperature", zero="greedy")
         not_negative(self, "top_k", zero="all")
         not_negative(self, "threshold", zero="write every token at once")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        nucleus(self, "top_p")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds, one_block
 from dlm_lens.sampling.samplers.cached_blocks import SpanNoise
 from dlm_lens.sampling.samplers.dream import DreamPropose, DreamSettings
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class P2Settings:
     def __post_init__(self) -> None:
         at_least_one(self, "steps", "top_k")
         not_negative(self, "temperature", zero="greedy")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        nucleus(self, "top_p")
 
 
 class SelectByArgsort(Select):

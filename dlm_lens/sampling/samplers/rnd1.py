@@ -14,7 +14,7 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds, by_confidence, one_block
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class RND1Settings:
         at_least_one(self, "steps", "top_k")
         not_negative(self, "temperature", zero="the most likely token")
         not_negative(self, "entropy_bound", zero="write the most confident position alone")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        nucleus(self, "top_p")
 
 
 class RND1Propose(nn.Module):

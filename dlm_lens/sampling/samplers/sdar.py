@@ -17,7 +17,7 @@ from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
-from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative
+from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative, nucleus
 
 REMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
 
@@ -69,8 +69,7 @@ class SdarSettings:
         not_negative(self, "top_k", zero="all")
         not_negative(self, "entropy_bound", zero="the planned number")
         known_remasking(self.remasking, REMASKING, REMASKING, "SDAR")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        nucleus(self, "top_p")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold}; it is a probability, from 0 to 1")
 

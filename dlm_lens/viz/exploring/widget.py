@@ -119,6 +119,11 @@ class Explorer(anywidget.AnyWidget):
 
     @row.setter
     def row(self, row: int) -> None:
+        """Run another prompt.
+
+        Raises:
+            ValueError: there is no such row.
+        """
         exploration = self._exploration
         if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < exploration.rows:
             raise ValueError(f"row is {row!r}; the prompts have rows 0 to {exploration.rows - 1}")
