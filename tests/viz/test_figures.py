@@ -204,7 +204,7 @@ def test_rewritten_tokens_are_marked_and_blocks_are_those_of_the_row():
         # Blocks of four from the row's own first token.
         corners = {box.get_xy()[1] + 0.5 for box in figure.axes[0].patches}
         assert all(corner % 4 == 0 for corner in corners)
-        assert "token rewritten" in [text.get_text() for text in figure.legends[0].get_texts()]
+        assert "token rewritten or opened again" in [text.get_text() for text in figure.legends[0].get_texts()]
     plain = sink_positions(received_of(rec), layer=1, head=0)
     assert not [one for one in plain.axes[0].collections if one.get_gid() == "revised"]
     with pytest.raises(ValueError, match=r"revised has 2 steps.*run.revised"):

@@ -299,7 +299,9 @@ def explain_tracks(figure: Figure, tracks: Sequence[Track], *, blocks: bool, rev
     if blocks:
         handles.append(Patch(facecolor="none", edgecolor=BLOCK, linestyle="--", label="block being decoded"))
     if revised:
-        mark = Line2D([], [], linestyle="", marker="x", markersize=4, color="black", label="token rewritten")
+        mark = Line2D(
+            [], [], linestyle="", marker="x", markersize=4, color="black", label="token rewritten or opened again"
+        )
         handles.append(mark)
     figure.legend(handles=handles, loc="outside lower left", ncols=4 + revised, fontsize=7, frameon=False)
 

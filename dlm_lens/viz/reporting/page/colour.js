@@ -89,6 +89,6 @@ function paintLegend(look, root, { scale, open, undefined_keys: undefinedKeys, r
   root.append(make("span", "grow", `received attention, ${scale}${scale === "relative to uniform" ? " (1 = uniform)" : ""}`));
   root.append(make("span", "key sinkkey", "sink"), make("span", "key maskkey", open));
   root.append(make("span", "key writtenkey", "decoded at this step"));
-  if (revised) root.append(make("span", "key revisedkey", "rewritten at this step"));
+  if (revised) root.append(make("span", "key revisedkey", `rewritten or ${open} again at this step`));
   if (undefinedKeys) root.append(make("span", "key undefinedkey", "no score"));
 }
