@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.printable import counted
 from dlm_lens.sinks import AttentionShare, LowKeyNorm, MeanReceived, SoftSigmoid, find_sinks, received_of
 from dlm_lens.testing import tiny
 
@@ -320,7 +321,9 @@ def test_the_tables_list_the_sinks_of_the_step(recordings, files, opened):
     for eps in (3.0, 1.5):
         page.set("#value", eps)
         sinks = {p: s for p, s in of_python(recordings["toy"], dl.AboveMean(eps), "head").items() if p[0] == 4}
-        assert page.text(".count").startswith(f"{len(sinks)} sinks at {len({p[3] for p in sinks})} positions")
+        keys = len({p[3] for p in sinks})
+        found = f"{counted(len(sinks), 'sink')} at {counted(keys, 'position')} in 16 heads"
+        assert page.text(".count").startswith(found)
         page.select_option(".listing", "head")
         while page.locator(".more").is_visible():
             page.click(".more")
@@ -340,7 +343,7 @@ def test_the_tables_list_the_sinks_of_the_step(recordings, files, opened):
     page.select_option("#rule", "top-k")
     assert page.text(".count").startswith("16 sinks")
     page.select_option("#level", "model")
-    assert page.text(".count").startswith("1 sinks at 1 positions in 1 patterns")
+    assert page.text(".count").startswith("1 sink at 1 position in 1 pattern")
     page.select_option("#rule", "above-std")
     assert "standard deviations" in page.text("#limit")
 

@@ -4,10 +4,10 @@ function aboutText({ about, keys, steps }) {
   const level = about.levels[0];
   return [
     about.model ? `model ${about.model}` : "",
-    `${steps} steps`,
-    about.layers.length ? `${level.layers} layers` : "",
-    level.name === "head" ? `${level.heads} heads` : "",
-    `${keys - about.learned} positions${about.learned ? ` and ${about.learned} learned sink token${about.learned > 1 ? "s" : ""}` : ""}`,
+    counted(steps, "step"),
+    about.layers.length ? counted(level.layers, "layer") : "",
+    level.name === "head" ? counted(level.heads, "head") : "",
+    `${counted(keys - about.learned, "position")}${about.learned ? ` and ${counted(about.learned, "learned sink token")}` : ""}`,
     `n = 1 sequence (row ${about.row} of ${about.rows})`,
     `scale: ${about.scale}`,
     `queries: ${about.queries}`,

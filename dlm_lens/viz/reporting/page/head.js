@@ -98,13 +98,13 @@ function paintPathAxes(pen, pane, shape, spot) {
 function pathText(pane, places) {
   const { recorded } = pane;
   const found = [...places].sort((a, b) => b[1] - a[1]);
-  if (!found.length) return [`No sink at any of ${recorded.steps} steps.`];
+  if (!found.length) return [`No sink at any of ${counted(recorded.steps, "step")}.`];
   const steps = found.reduce((sum, [, count]) => sum + count, 0);
-  const words = [`A sink at ${steps} of ${recorded.steps} steps; the main one at `];
+  const words = [`A sink at ${steps} of ${counted(recorded.steps, "step")}; the main one at `];
   found.slice(0, 4).forEach(([key, count], i) => {
     words.push(`${i ? ", " : ""}${recorded.place(key)} ("`, token(recorded.text(recorded.steps, key), 12), `") ${count}\u00d7`);
   });
-  words.push(found.length > 4 ? `, and ${found.length - 4} other positions.` : ".");
+  words.push(found.length > 4 ? `, and ${counted(found.length - 4, "other position")}.` : ".");
   return words;
 }
 

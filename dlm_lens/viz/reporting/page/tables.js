@@ -25,11 +25,12 @@ function countSinks(pane, state) {
 
 function paintSinks(pane, state) {
   const table = pane.root.querySelector("table.sinks");
-  const unit = { head: "heads", layer: "layers", model: "patterns" }[state.level];
+  const unit = { head: "head", layer: "layer", model: "pattern" }[state.level];
   const { layers, heads } = pane.size;
+  const all = findsAll(pane.recorded, state.rule, pane.step);
   pane.root.querySelector(".count").textContent =
-    `${pane.sinks.length}${findsAll(pane.recorded, state.rule, pane.step) ? "" : " or more"} sinks at ${pane.heads.size} positions in ${layers * heads} ${unit}`;
-  const lines = pane.listing.value === "key" ? linesByKey(pane, table, unit) : linesByHead(pane, state, table);
+    `${all ? counted(pane.sinks.length, "sink") : `${pane.sinks.length} or more sinks`} at ${counted(pane.heads.size, "position")} in ${counted(layers * heads, unit)}`;
+  const lines = pane.listing.value === "key" ? linesByKey(pane, table, `${unit}s`) : linesByHead(pane, state, table);
   table.tBodies[0].replaceChildren(...lines.slice(0, pane.lines).map((line) => line()));
   pane.more.hidden = lines.length <= pane.lines;
   pane.more.textContent = `Show more (${Math.max(0, lines.length - pane.lines)} left)`;

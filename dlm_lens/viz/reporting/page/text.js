@@ -29,6 +29,11 @@ function token(text, length) {
   return element;
 }
 
+// "1 sink", "2 sinks".
+function counted(count, name) {
+  return `${count} ${name}${count === 1 ? "" : "s"}`;
+}
+
 function number(value) {
   if (Number.isNaN(value)) return "\u2013";
   return Math.abs(value) >= 1000 ? value.toPrecision(6) : value.toFixed(3).replace(/\.?0+$/, "");
