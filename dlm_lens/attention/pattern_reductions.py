@@ -189,21 +189,45 @@ class _Places:
         return self._tiles[key]
 
 
+BLOCK = 64
+"""Columns of a block of a wide tile."""
+NARROW = 256
+"""Most columns of a tile without blocks: below, more calls cost more than fewer numbers save."""
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Which sums of blocks of columns are before every query of a tile.
+
+    Args:
+        whole: 1 where all of a block is before the query, else 0.
+        split: the rows whose own position lies in a block, after its first column.
+        inside: the columns of that block, or of the last so many, which reach over it.
+    """
+
+    whole: Float[Tensor, "tile block"]
+    split: slice
+    inside: Int[Tensor, "split column"]
+
+
 @dataclass(frozen=True)
 class _TilePlaces:
     """Where a tile's queries lie among its columns.
 
+    The columns of a wide tile are summed in blocks, so that only the block in which a query's own position lies is
+    looked at key by key.
+
     Args:
-        shared: the number of columns before the own position of every row.
-        earlier: 1 where one of the columns from `shared` on is before the query, in float32: an integer takes six
-            times as long. Up to the last column that is before a query.
+        blocks: of a wide tile.
+        earlier: 1 where a column is before the query, else 0; of a wide tile for `blocks.inside` alone, 0 outside
+            of the block. In float32: an integer takes six times as long.
         own: the column of each query itself; any column where it is not among them.
         itself: 1 where it is among them and seen, else 0.
         canvas: the number of columns that are canvas positions.
     """
 
-    shared: int
-    earlier: Float[Tensor, "tile column"]
+    blocks: _Blocks | None
+    earlier: Float[Tensor, "row column"]
     own: Int[Tensor, "tile 1"]
     itself: Float[Tensor, "tile"]
     canvas: int
@@ -213,10 +237,21 @@ class _TilePlaces:
         cls, before: Int[Tensor, "tile"], itself: Float[Tensor, "tile"], canvas: int, columns: int
     ) -> "_TilePlaces":
         """The places of some rows of `_Places`, where columns before the tile's count as negative."""
-        shared, most = (min(max(int(end), 0), columns) for end in (before[0], before[-1]))
-        earlier = (before[:, None] > torch.arange(shared, most)).float()
         own = before.clamp(0, columns - 1)
-        return cls(shared, earlier, own[:, None], itself * (own == before), max(canvas, 0))
+        inner, canvas = itself * (own == before), max(canvas, 0)
+        if columns <= NARROW:
+            earlier = before[:, None] > torch.arange(columns)
+            return cls(None, earlier.float(), own[:, None], inner, canvas)
+        until = before.clamp(0, columns)
+        ends = torch.arange(BLOCK, columns + BLOCK, BLOCK).clamp(max=columns)
+        # Rows' own positions never fall, so that the rows inside the tile's columns are neighbours.
+        split = slice(int((until == 0).sum()), int((until < columns).sum()))
+        end = until[split, None]
+        begin = end // BLOCK * BLOCK
+        inside = begin.clamp(max=columns - BLOCK) + torch.arange(BLOCK)
+        earlier = (inside >= begin) & (inside < end)
+        blocks = _Blocks((ends <= until[:, None]).float(), split, inside)
+        return cls(blocks, earlier.float(), own[:, None], inner, canvas)
 
 
 class _RowSums(NamedTuple):
@@ -274,36 +309,50 @@ class _Tiles:
         """
         exponentials = self._room.of(*scores.shape)
         divisors = source.exponentials_(scores, exponentials)
-        total = exponentials.sum(-1) if divisors is None else divisors
-        sums.total.add_(total)
         if self.entropy:
             sums.product.add_(scores.mul_(exponentials).sum(-1))
-        if self.regions:
-            # Divisors may be infinite.
-            self._add_regions(exponentials, total if divisors is None else None, places, sums, scores)
+        total = _add_regions(exponentials, places, sums, scores) if self.regions else exponentials.sum(-1)
+        sums.total.add_(total if divisors is None else divisors)  # divisors may be infinite
         return exponentials, divisors
 
-    def _add_regions(
-        self,
-        exponentials: Float[Tensor, "head tile column"],
-        total: Float[Tensor, "head tile"] | None,
-        places: _TilePlaces,
-        sums: _RowSums,
-        room: Float[Tensor, "head tile column"],
-    ) -> None:
-        """Sums of exponentials at and before every query's own position, and of sinks; `room` is overwritten.
 
-        `total` are those of all columns, where they are known and finite.
-        """
-        if total is not None and places.shared == exponentials.shape[-1]:
-            sums.past.add_(total)
-        elif places.shared:
-            sums.past.add_(exponentials[..., : places.shared].sum(-1))
-        differing = slice(places.shared, min(places.shared + places.earlier.shape[-1], exponentials.shape[-1]))
-        if differing.stop > differing.start:
-            earlier = places.earlier[:, : differing.stop - differing.start]
-            sums.past.add_(torch.mul(exponentials[..., differing], earlier, out=room[..., differing]).sum(-1))
-        own = places.own.expand(*exponentials.shape[:-1], 1)
-        sums.itself.addcmul_(exponentials.gather(-1, own)[..., 0], places.itself)
-        if places.canvas < exponentials.shape[-1]:
-            sums.sinks.add_(exponentials[..., places.canvas :].sum(-1))
+def _add_regions(
+    exponentials: Float[Tensor, "head tile column"],
+    places: _TilePlaces,
+    sums: _RowSums,
+    room: Float[Tensor, "head tile column"],
+) -> Float[Tensor, "head tile"]:
+    """Add sums of exponentials at and before every query's own position, and of sinks; return those of all.
+
+    `room` is overwritten.
+    """
+    if places.blocks is None:
+        total = exponentials.sum(-1)
+        sums.past.add_(torch.mul(exponentials, places.earlier, out=room).sum(-1))
+    else:
+        total = _add_blocks(exponentials, places.blocks, places.earlier, sums.past, room)
+    own = places.own.expand(*exponentials.shape[:-1], 1)
+    sums.itself.addcmul_(exponentials.gather(-1, own)[..., 0], places.itself)
+    if places.canvas < exponentials.shape[-1]:
+        sums.sinks.add_(exponentials[..., places.canvas :].sum(-1))
+    return total
+
+
+def _add_blocks(
+    exponentials: Float[Tensor, "head tile column"],
+    blocks: _Blocks,
+    earlier: Float[Tensor, "split block"],
+    past: Float[Tensor, "head tile"],
+    room: Float[Tensor, "head tile column"],
+) -> Float[Tensor, "head tile"]:
+    """Add sums of exponentials before every query's own position to `past`, by blocks; return those of all."""
+    count = exponentials.shape[-1] // BLOCK
+    sums = exponentials[..., : count * BLOCK].unflatten(-1, (count, BLOCK)).sum(-1)
+    if count < blocks.whole.shape[-1]:
+        sums = torch.cat([sums, exponentials[..., count * BLOCK :].sum(-1, keepdim=True)], -1)
+    past.add_((sums * blocks.whole).sum(-1))
+    if len(blocks.inside):
+        inside = exponentials[:, blocks.split].gather(-1, blocks.inside.expand(len(exponentials), -1, -1))
+        out = room[:, blocks.split, :BLOCK]
+        past[:, blocks.split].add_(torch.mul(inside, earlier, out=out).sum(-1))
+    return sums.sum(-1)

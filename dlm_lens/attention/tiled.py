@@ -3,16 +3,18 @@
 On a CPU the loop goes over tiles that stay in the cache: some rows of one head, or several heads of a short canvas.
 From 256 positions on that costs 0.35 to 1.2 times the fused attention of the same layer, by processor and length
 (`benchmarks/received.py`). Five choices keep it low: powers of 2 (torch's exp2 is vectorised by itself, its exp
-goes through MKL at a quarter of the speed on an AMD machine with AVX-512), with AVX-512 oneDNN's matrix product for
-long heads (there twice as fast as MKL's) and else one memory for all tiles, normalisation, query classes and the
-sum over queries in one small product, and the log-sum-exp of the fused kernel where it is known: with it no row's
-maximum is looked for, and a tile need not hold whole rows.
+goes through MKL at a quarter of the speed on an AMD machine with AVX-512), there oneDNN's matrix product for long heads
+(twice as fast as MKL's) and else one memory for all tiles, normalisation, query classes and the sum over queries in
+one small product, and the log-sum-exp of the fused kernel where it is known: with it no row's maximum is looked for,
+a tile need not hold whole rows, and the product subtracts it.
 """
 
 import math
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,27 +50,32 @@ def needs_grad(*tensors: Tensor) -> bool:
 def _onednn_linear() -> Any:
     """OneDNN's product x w^T of dense float32 matrices, or None: inductor calls the same operator.
 
-    With AVX2 alone MKL's is as fast, and takes the memory of its result from the caller.
+    With AVX-512 on a processor that is not Intel's, where MKL does not use it. Elsewhere MKL's is as fast, and
+    takes the memory of its result from the caller.
     """
     supported = torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if supported else None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if supported and not _of_intel() else None
+
+
+def _of_intel() -> bool:
+    """Whether the processor says that it is Intel's; False where it does not say."""
+    facts = Path("/proc/cpuinfo")
+    try:
+        text = facts.read_text(encoding="utf-8", errors="replace") if facts.exists() else platform.processor()
+    except OSError:
+        return False
+    return "GenuineIntel" in text
 
 
 def score_tile(
-    q: Float[Tensor, "tile d_head"],
-    k: Float[Tensor, "key d_head"],
-    out: Float[Tensor, "tile key"],
-    offset: Float[Tensor, "tile 1"] | None = None,
+    q: Float[Tensor, "tile d_head"], k: Float[Tensor, "key d_head"], out: Float[Tensor, "tile key"]
 ) -> Float[Tensor, "tile key"]:
-    """The product q k^T + offset of contiguous float32 matrices on a CPU, without a gradient.
-
-    In `out` or in new memory.
-    """
+    """The product q k^T of contiguous float32 matrices on a CPU, without a gradient, in `out` or in new memory."""
     linear = _onednn_linear()
     if linear is not None:
         scores: Tensor = linear(q, k, None, "none", [], "")
-        return scores if offset is None else scores.add_(offset)
-    return torch.mm(q, k.mT, out=out) if offset is None else torch.addmm(offset, q, k.mT, out=out)
+        return scores
+    return torch.mm(q, k.mT, out=out)
 
 
 class Room:
@@ -131,34 +138,36 @@ class HeadGroup:
     """Query heads of rows of the batch, as many of each row, with some of their queries and keys.
 
     Args:
-        q: queries in base-2 units of the scores.
-        k: the keys that each of them reads.
+        q: queries in base-2 units of the scores; where `normalised`, beside them minus the base-2 log-sum-exp of
+            each query's scores.
+        k: the keys that each of them reads; where `normalised`, beside them 1.
         keys: positions of the columns; None where all are left.
         hidden: the hidden (1) entries among them, for all heads of each row of the batch or by head; None: none is.
         last: the last position that each query sees (causal); None where nothing is hidden so.
-        offset: minus the base-2 log-sum-exp of each query's scores; None where it is not known.
+        normalised: whether the log-sum-exp of each query's scores is known. It is then subtracted in the product
+            q k^T itself, since another pass over a tile takes a quarter of the product's time.
         room: for the scores of a tile.
     """
 
-    q: Float[Tensor, "head row d_head"]
-    k: Float[Tensor, "head column d_head"]
+    q: Float[Tensor, "head row width"]
+    k: Float[Tensor, "head column width"]
     keys: Int[Tensor, "column"] | None
     hidden: UInt8[Tensor, "batch #head #row column"] | None
     last: Int[Tensor, "row"] | None
-    offset: Float[Tensor, "head row 1"] | None
+    normalised: bool
     room: Room
 
     def tiles(self) -> Iterator[tuple[slice, slice, Float[Tensor, "head tile column"]]]:
         """Base-2 scores tile by tile, hidden ones near -HIDDEN: which rows, which columns, the scores.
 
-        With `offset` they are base-2 logarithms of the pattern, and a tile has some of the columns; without, all of
-        those that one of its rows sees. The next tile overwrites them.
+        Where `normalised` they are base-2 logarithms of the pattern, and a tile has some of the columns; elsewhere
+        it has all of those that one of its rows sees. The next tile overwrites them.
         """
         heads, count, columns = *self.q.shape[:2], self.k.shape[1]
         if not count or not columns:
             return
         width = columns
-        if self.offset is not None:
+        if self.normalised:
             width = math.ceil(columns / math.ceil(columns / TILE_COLUMNS))
         size = max(1, TILE_ELEMENTS // (heads * width))
         size = min(size if self.last is None else min(size, CAUSAL_ROWS), count)
@@ -176,7 +185,7 @@ class HeadGroup:
 
         In place, or in `out`: then `scores` become the logarithms of what is there.
         """
-        if self.offset is None:
+        if not self.normalised:
             return exponentials_(scores, out)[1]
         torch.exp2(scores, out=scores if out is None else out)
         return None
@@ -185,13 +194,7 @@ class HeadGroup:
         """The scores of some rows and columns."""
         out = self.room.of(len(self.q), rows.stop - rows.start, columns.stop - columns.start)
         q, k = self.q[:, rows], self.k[:, columns]
-        offset = None if self.offset is None else self.offset[:, rows]
-        if len(self.q) == 1:
-            scores = score_tile(q[0], k[0], out[0], None if offset is None else offset[0])[None]
-        elif offset is None:
-            scores = torch.bmm(q, k.mT, out=out)
-        else:
-            scores = torch.baddbmm(offset, q, k.mT, out=out)
+        scores = score_tile(q[0], k[0], out[0])[None] if len(q) == 1 else torch.bmm(q, k.mT, out=out)
         if self.hidden is not None:
             hidden = self.hidden if self.hidden.shape[2] == 1 else self.hidden[:, :, rows]
             hide_(scores.unflatten(0, (len(hidden), -1)), hidden[..., columns])
@@ -266,12 +269,12 @@ class Selection:
         k = _take(k[:, first:end], self.keys).float()
         if groups > 1 and q.shape[1] > 1:
             k = k[:, [head // groups - first for head in range(chosen.start, chosen.stop)]]
-        offset = None
         if lse is not None:  # finite, since 0 * inf is not a number: a query without a key may have -inf
             known = _take(lse[:, chosen.start : chosen.stop], self.rows).float()
-            offset = (known * -LOG2E).nan_to_num_(posinf=-HIDDEN).flatten(0, 1).unsqueeze(-1)
+            offset = (known * -LOG2E).nan_to_num_(posinf=-HIDDEN).unsqueeze(-1)
+            q, k = torch.cat([q, offset], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1)
         q, k = (x.contiguous().flatten(0, 1) for x in (q, k))
-        return HeadGroup(q, k, self.keys, self.hidden, last, offset, room)
+        return HeadGroup(q, k, self.keys, self.hidden, last, lse is not None, room)
 
 
 def _take(x: Tensor, index: Tensor | None) -> Tensor:

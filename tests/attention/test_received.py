@@ -205,12 +205,14 @@ def test_gradients_flow_where_they_are_wanted(tile: str, mask: str) -> None:
     torch.testing.assert_close(k.grad.double(), k64.grad, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("intel", [True, False])
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
-def test_with_and_without_onednn_the_same(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_and_without_onednn_the_same(capability: str, intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(tiled, "_of_intel", lambda: intel)
     linear = tiled._onednn_linear.__wrapped__()
     if platform.machine() == "x86_64":  # a torch without the operator is slower there
-        assert (linear is not None) == (capability == "AVX512")
+        assert (linear is not None) == (capability == "AVX512" and not intel)
     monkeypatch.setattr(tiled, "_onednn_linear", lambda: linear)
     q, k = random(queries=300, width=64)
     expected = split(pattern64(q, k, SCALE), None)
