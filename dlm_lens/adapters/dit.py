@@ -1,4 +1,4 @@
-"""DiT: the network of MDLM and BD3-LM, transformer layers whose norms are modulated by the noise level.
+"""DiT: the network of MDLM, BD3-LM and SEDD, transformer layers whose norms are modulated by the noise level.
 
 A layer (kuleshov-group/mdlm, models/dit.py; adaptive layer norm of 2212.09748, section 3.2), with six vectors
 (shift, scale, gate, shift, scale, gate) = W silu(cond) + b of each layer:
@@ -72,6 +72,7 @@ class DiTConfig(LlamaConfig):
         "layers.*.mlp.fc1": "colwise",
         "layers.*.mlp.fc2": "rowwise",
     }
+    hub_fields: ClassVar[Mapping[str, str]] = HUB_NAMES
     subs: ClassVar[bool] = True  # [MASK] has no probability (SUBS); its logit counts nowhere
     is_causal: bool = False
     vocab_size: int = 50258
@@ -94,7 +95,7 @@ class DiTConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Take the original names before the parent derives head_dim and the rotary parameters from them."""
-        for hub, name in HUB_NAMES.items():
+        for hub, name in self.hub_fields.items():
             value = kwargs.pop(hub, None)
             if value is not None:
                 setattr(self, name, value)
@@ -113,7 +114,7 @@ class DiTConfig(LlamaConfig):
     def to_dict(self) -> dict[str, Any]:
         """Llama's names and the original ones, so that the authors' tools read what `save_pretrained` writes."""
         values = super().to_dict()
-        return values | {hub: values.get(name, getattr(self, name)) for hub, name in HUB_NAMES.items()}
+        return values | {hub: values.get(name, getattr(self, name)) for hub, name in self.hub_fields.items()}
 
 
 class NoiseEmbedding(nn.Module):

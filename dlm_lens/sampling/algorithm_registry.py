@@ -23,6 +23,8 @@ class Algorithm:
         resolve: fills in the settings that the caller left out.
         corruption: how its authors mask texts for a Monte Carlo likelihood (`likelihood/corruption.py`), with their
             settings; None if they published none.
+        loss: of the masked tokens in that likelihood, a `Loss` of `likelihood/scoring.py`; None for the cross
+            entropy.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Algorithm:
     sampler: type[Any]
     resolve: Resolve
     corruption: Any = None
+    loss: Any = None
 
 
 @cache

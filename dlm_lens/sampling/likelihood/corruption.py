@@ -112,7 +112,7 @@ class RateCorruption:
 
 @dataclass(frozen=True)
 class LogLinearCorruption:
-    """MDLM's (kuleshov-group/mdlm, diffusion.py): every position is masked independently, at a random time.
+    """MDLM's (kuleshov-group/mdlm, diffusion.py), and SEDD's: every position is masked by itself, at a random time.
 
     Times of a group of b are t_i = (1 - eps) ((u_i / b + i / b) mod 1) + eps, with a number u_i for each. A
     position is masked with the probability (1 - 1e-3) t of the log-linear schedule, and its loss is weighted by
@@ -122,6 +122,8 @@ class LogLinearCorruption:
     Args:
         eps: the least time.
         scope: mask and score the "answer", or "both" it and its prompt.
+        stratified: times as above; without, each is (1 - eps) u_i + eps (louaaron/Score-Entropy-Discrete-Diffusion,
+            losses.py).
 
     Raises:
         ValueError: a value is out of its range.
@@ -129,17 +131,22 @@ class LogLinearCorruption:
 
     eps: float = 1e-3
     scope: Literal["answer", "both"] = "answer"
+    stratified: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps < 1:
             raise ValueError(f"eps is {self.eps}; it must be at least 0 and below 1")
         if self.scope not in ("answer", "both"):
             raise ValueError(f"scope is {self.scope!r}; it must be 'answer' or 'both'")
+        if not isinstance(self.stratified, bool):
+            raise ValueError(f"stratified is {self.stratified!r}; it must be True or False")
 
     def draw(self, pair: Pair, samples: int, generator: torch.Generator) -> Drawn:
         """One number per sample, then one per sample and position of the whole text."""
-        start = torch.rand(samples, generator=generator, dtype=torch.float32) / samples
-        times = (1 - self.eps) * ((start + torch.arange(samples, dtype=torch.float32) / samples) % 1) + self.eps
+        start = torch.rand(samples, generator=generator, dtype=torch.float32)
+        if self.stratified:
+            start = (start / samples + torch.arange(samples, dtype=torch.float32) / samples) % 1
+        times = (1 - self.eps) * start + self.eps
         sigma = -torch.log1p(-(1 - 1e-3) * times)
         chance = 1 - torch.exp(-sigma)
         masked = torch.rand(samples, len(pair.tokens), generator=generator, dtype=torch.float32) < chance[:, None]

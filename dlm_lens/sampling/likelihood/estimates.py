@@ -20,7 +20,7 @@ from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, chain_masks
 from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions
-from dlm_lens.sampling.likelihood.scoring import Query, Scorer
+from dlm_lens.sampling.likelihood.scoring import Query, Scorer, cross_entropy
 from dlm_lens.sampling.prompts import warn_beyond_context
 from dlm_lens.sampling.settings import LIKELIHOOD_METHODS, check_model, row_seeds
 from dlm_lens.sampling.two_copies import Blocks
@@ -144,7 +144,7 @@ class _Samples(NamedTuple):
 def monte_carlo(
     scorer: Scorer, pairs: Sequence[Pair], items: Iterable[int], corruption: Corruption, record: Mapping[str, Any]
 ) -> LogLikelihood:
-    """Mean over the samples of the cross entropies of the masked tokens, divided by the masking rate.
+    """Mean over the samples of the losses of the masked tokens, divided by the masking rate.
 
     A mask that an item draws several times (all of them, if its answer is one token) is evaluated once, unless the
     network is given the noise level.
@@ -250,7 +250,8 @@ def log_likelihood(
             [MASK] allowed in a greedy completion.
         **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream and SMDM: eps,
             protect_ends, scope ("answer" or "both"); "chain_rule": order ("left_to_right" or "right_to_left"); of a
-            model that decodes blocks: block_length, where it is not the model's own.
+            model that decodes blocks: block_length, where it is not the model's own; of MDLM and SEDD: eps, scope,
+            stratified.
 
     Raises:
         ValueError: items or settings that cannot work, before anything is computed.
@@ -281,7 +282,8 @@ def log_likelihood(
         raise ValueError("reference_quirks has one random stream for all items; give a single seed")
     warn_beyond_context(model, max(len(pair.tokens) for pair in pairs))
     blocks = _blocks(model, settings)
-    scorer = Scorer(model, cfg_scale, batch_size, shift=True if causal else None, blocks=blocks)
+    loss = algorithm.loss if method == "mc" and algorithm.loss is not None else cross_entropy
+    scorer = Scorer(model, cfg_scale, batch_size, shift=True if causal else None, blocks=blocks, loss=loss)
     order = _longest_first(pairs, answers=method == "greedy_completion")
     bar = tqdm(order, desc="likelihood", unit="item", disable=not progress)
     record = {"sampler": algorithm.name, "cfg_scale": cfg_scale, "reference_quirks": reference_quirks}

@@ -1,6 +1,6 @@
 """Cross entropies of many masked texts, packed into batches of bounded size."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
@@ -22,6 +22,19 @@ POSITIONS = {"cpu": 1024, "cuda": 8192}
 """Canvas positions of one forward, where the caller gives no number of canvases. More only costs memory."""
 LOGITS = 2**26
 """Logits of one forward, in the same case: 256 MiB in float32."""
+
+
+Loss = Callable[
+    [Float[Tensor, "scored d_vocab"], Int[Tensor, "token"], Int[Tensor, "token"]], Float[Tensor, "token"]
+]
+"""(logits in float32, -inf where [MASK] has no probability; for each token its row of them; tokens) -> losses."""
+
+
+def cross_entropy(
+    logits: Float[Tensor, "scored d_vocab"], where: Int[Tensor, "token"], targets: Int[Tensor, "token"]
+) -> Float[Tensor, "token"]:
+    """Minus the log-probabilities of the tokens."""
+    return -logits.log_softmax(-1)[where, targets]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +85,7 @@ class Scorer:
         batch_size: canvases per forward; None for as many as `POSITIONS`, `LOGITS` and padding allow.
         shift: as `CanvasLogits` has it; True for an AR model.
         blocks: of a model that decodes blocks, each of which is scored given the clean blocks before it.
+        loss: of the scored tokens.
     """
 
     model: Any
@@ -79,9 +93,10 @@ class Scorer:
     batch_size: int | None = None
     shift: bool | None = None
     blocks: Blocks | None = None
+    loss: Loss = cross_entropy
 
     def losses(self, queries: Iterable[Query]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
-        """Every query with minus the log-probabilities of its scored tokens (float64), batch by batch.
+        """Every query with the losses of its scored tokens (float64), batch by batch.
 
         Raises:
             NonFiniteLogitsError: naming the item and the position.
@@ -157,9 +172,9 @@ class Scorer:
         check_items(logits, batch.scored, batch.content, rows)
         where, targets = _scored_tokens(rows)
         # With a device map the head may be on another device than the embedding.
-        logs = logits.float().log_softmax(-1)[where.to(logits.device), targets.to(logits.device)]
+        found = self.loss(logits.float(), where.to(logits.device), targets.to(logits.device))
         queries = [query for row in rows for query in row.queries]
-        losses = (-logs).double().cpu().split([int(query.scored.sum()) for query in queries])
+        losses = found.double().cpu().split([int(query.scored.sum()) for query in queries])
         yield from zip(queries, losses, strict=True)
 
 

@@ -1,8 +1,8 @@
 """MDLM's sampler: ancestral sampling, in which each position is unmasked with the probability of the schedule."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,8 +18,6 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, not_negative
-
-PREDICTORS = ("ddpm", "ddpm_cache")
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class MDLMSettings:
         ValueError: a value is out of its range.
     """
 
+    predictors: ClassVar[tuple[str, ...]] = ("ddpm", "ddpm_cache")
     steps: int
     gen_length: int
     predictor: str = "ddpm_cache"
@@ -51,8 +50,8 @@ class MDLMSettings:
         at_least_one(self, "steps")
         not_negative(self, "temperature", zero="greedy")
         inner_eps(self.eps)
-        if self.predictor not in PREDICTORS:
-            raise ValueError(f"predictor is {self.predictor!r}; it must be one of {', '.join(PREDICTORS)}")
+        if self.predictor not in self.predictors:
+            raise ValueError(f"predictor is {self.predictor!r}; it must be one of {', '.join(self.predictors)}")
         if not isinstance(self.noise_removal, bool):
             raise ValueError(f"noise_removal is {self.noise_removal!r}; it must be True or False")
 
@@ -140,16 +139,15 @@ class AncestralPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        weights = self.probabilities(logits)
-        times = self.times
+        weights, masked = self.weights(logits)
         against = torch.zeros_like(weights[:, 0])
-        if times.drawn:
-            uniform = self.noise.columns(evaluated, eligible, weights.shape[-1]).to(weights)
+        if self.times.drawn:
+            uniform = self.uniform(evaluated, eligible, weights.shape[-1]).to(weights)
             # The original's numbers are float32, and keep the logarithm from 0.
             gumbel = 1e-10 - torch.log(uniform + 1e-10) if self.reference_quirks else -torch.log(uniform)
-            weights = weights * times.unmasked / gumbel
+            weights = weights / gumbel
             if self.mask is not None:
-                against = times.masked / gumbel[:, self.mask]
+                against = masked / gumbel[:, self.mask]
                 weights = weights.index_fill(-1, torch.tensor([self.mask], device=weights.device), -torch.inf)
         best, chosen = weights.max(-1)
         share = (best / (best + against)).nan_to_num(1.0)  # inf / inf: a token whose u is 1
@@ -157,6 +155,18 @@ class AncestralPropose(nn.Module):
         confidence = confidence.masked_scatter(evaluated, share.to(canvas.device))
         tokens = canvas.masked_scatter(evaluated, chosen.to(canvas.device))
         return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
+
+    def weights(
+        self, logits: Float[Tensor, "evaluated d_vocab"]
+    ) -> tuple[Float[Tensor, "evaluated d_vocab"], Float[Tensor, "#evaluated"] | float]:
+        """Weights of the tokens, up to a factor the probabilities of the step, and that of [MASK]."""
+        return self.probabilities(logits) * self.times.unmasked, self.times.masked
+
+    def uniform(
+        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
+    ) -> Float[Tensor, "evaluated width"]:
+        """A number for every evaluated position and column."""
+        return self.noise.columns(evaluated, eligible, width)
 
     def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
         """P(x0), in float64; in the original float32."""
@@ -271,6 +281,8 @@ class MDLMSampler(NoiseConditionedSampler):
     whose coarse numbers make rare tokens rarer (2409.02908).
     """
 
+    settings_class: ClassVar[type[MDLMSettings]] = MDLMSettings
+
     def __init__(
         self, settings: MDLMSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
@@ -282,11 +294,11 @@ class MDLMSampler(NoiseConditionedSampler):
         self.select = SelectLikelier()
 
     @classmethod
-    def for_rerun(cls, settings: Mapping[str, Any]) -> "MDLMSampler":
+    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
         """A sampler for passes over the canvases of a finished run."""
         sampler = super().for_rerun(settings)
-        names = MDLMSettings.__dataclass_fields__
-        sampler.settings = MDLMSettings(**{name: value for name, value in settings.items() if name in names})
+        names = [field.name for field in fields(cls.settings_class)]
+        sampler.settings = cls.settings_class(**{name: settings[name] for name in names if name in settings})
         return sampler
 
     def network(
@@ -305,9 +317,13 @@ class MDLMSampler(NoiseConditionedSampler):
         total = self.settings.steps + self.settings.noise_removal
         return one_block(total, prompt_length, positions, self.settings.gen_length)
 
+    def times(self, plan: StepPlan) -> Times:
+        """The noise of a step."""
+        return times_of(self.settings, plan.index)
+
     def at(self, plan: StepPlan) -> None:
         """Take the step's noise level for the passes until the next step."""
-        self.sigma = times_of(self.settings, plan.index).sigma
+        self.sigma = self.times(plan).sigma
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Every masked position."""
@@ -321,7 +337,7 @@ class MDLMSampler(NoiseConditionedSampler):
 
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
         """The noise of the step."""
-        self.propose.times = times_of(self.settings, plan.index)  # type: ignore[assignment]
+        self.propose.times = self.times(plan)  # type: ignore[assignment]
 
 
 ALGORITHM = Algorithm("mdlm", MDLMSettings, MDLMSampler, answer_settings, corruption=LogLinearCorruption())
