@@ -210,7 +210,8 @@ class DiTLayer(GradientCheckpointingLayer):
 class DiTFinalNorm(nn.Module):
     """The norm before the head, and its modulation.
 
-    Without time conditioning the condition is the same in every pass, and a lens may apply this norm to any state.
+    Without time conditioning the condition is the same in every pass, and a lens may apply this norm to any state;
+    with it, to those of a pass whose noise level it knows.
     """
 
     def __init__(self, config: DiTConfig, embedding: NoiseEmbedding | None) -> None:
@@ -225,24 +226,31 @@ class DiTFinalNorm(nn.Module):
         self,
         x: Float[Tensor, "*batch d_model"],
         condition: Float[Tensor, "#batch d_cond"] | None = None,
+        sigma: float | None = None,
     ) -> Float[Tensor, "*batch d_model"]:
         """Return the inputs of the head.
 
+        Args:
+            x: the residual stream.
+            condition: of every row of a pass.
+            sigma: the noise level instead, of states of one level in any shape.
+
         Raises:
-            ValueError: no condition, in a network that is given the noise level.
+            ValueError: neither, in a network that is given the noise level.
         """
         if self.modulation is None:
             return cast(Tensor, self.norm_final(x))
         if condition is not None:
             shift, scale = self.modulation(condition)[:, None].chunk(2, -1)
             return modulated(self.norm_final(x), shift, scale)
-        if self.conditioned:
+        if self.conditioned and sigma is None:
             raise ValueError(
                 "the network is given the noise level (time_conditioning), on which its last norm depends: a lens "
-                "has none to give; read logits of whole passes instead"
+                "has none to give; read the steps of a run with logit_lens, or logits of whole passes"
             )
-        constant = self.embedding[0](torch.zeros(1, device=x.device))
-        shift, scale = self.modulation(constant)[0].chunk(2, -1)
+        level = float(sigma or 0.0) if self.conditioned else 0.0
+        alike = self.embedding[0](torch.full((1,), level, dtype=torch.float32, device=x.device))
+        shift, scale = self.modulation(alike)[0].chunk(2, -1)
         return modulated(self.norm_final(x), shift, scale)
 
 

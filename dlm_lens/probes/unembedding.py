@@ -23,9 +23,14 @@ class Unembedding:
     Args:
         model: from `dlm_lens.load`.
 
+    Attributes:
+        sigma: the noise level of the pass whose streams are read, for networks whose final norm depends on it.
+
     Raises:
         ValueError: a model without a final norm of a known name.
     """
+
+    sigma: float | None = None
 
     def __init__(self, model: Any) -> None:
         norm = final_norm(model)
@@ -43,7 +48,8 @@ class Unembedding:
 
     def logits(self, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_vocab"]:
         """Logits, in the model's dtype."""
-        states = self.norm(stream.to(self.norm_device, self.dtype))
+        states = stream.to(self.norm_device, self.dtype)
+        states = self.norm(states) if self.sigma is None else self.norm(states, sigma=self.sigma)
         return head_logits(self.model, states.to(self.device)).to(self.device)
 
     def log_probabilities(self, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_vocab"]:

@@ -30,8 +30,8 @@ class Prompts:
 def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts:
     """Turn text, chat messages or ids into a checked, left-padded batch on the model's device.
 
-    A model that writes without a prompt (`empty_prompt` of its config: MDLM, BD3-LM) takes empty texts and empty
-    lists of ids.
+    A model that writes without a prompt (`empty_prompt` of its config: MDLM, BD3-LM, SEDD) takes empty texts and
+    empty lists of ids.
 
     Args:
         model: a model of `dlm_lens.load`.

@@ -40,9 +40,8 @@ def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
     seen["log_scores"] = log_scores(seen["logits"], ids, sigma[:, None])
     for key, expected in stored.items():
         torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
-    # cond, embedding, final norm, logits, log_scores; per layer block, q, k, v, pattern, z, two outputs, modulation.
-    assert len(stored) == 5 + 9 * model.config.num_hidden_layers
     # cond, embedding, norm, logits, log_scores; per layer block, q, k, v, pattern, z, two outputs, modulation.
+    assert len(stored) == 5 + 9 * model.config.num_hidden_layers
 
 
 def test_scores_are_the_ratios_of_a_float64_network() -> None:

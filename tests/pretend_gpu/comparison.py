@@ -69,7 +69,7 @@ HOSTS = {"nnsight": "nnsight", "TransformerLens": "transformer_lens"}
 def scenes_of(family: str) -> dict[str, Scene]:
     records = {f"record: {name}": recorded(name) for name in reducers_of(family)}
     masked = {} if family == "causal" else dict(MASKED_ONLY)
-    if family in ("dream", "mdlm", "bd3lm"):
+    if family in ("dream", "mdlm", "bd3lm", "sedd"):
         del masked["guidance"]  # their samplers have none
     asked = PROBES if family in probe_scenes.FAMILIES else {}
     found = {**SCENES, **records, **masked, **asked}

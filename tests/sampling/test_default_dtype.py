@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llada2": MDLM | {"temperature": 0.7},
     "mdlm": MDLM | {"temperature": 0.7},
     "bd3lm": MDLM | {"temperature": 0.7},
+    "sedd": MDLM | {"temperature": 0.7},
     "fast_dllm_v2": {"gen_length": 8, "temperature": 0.7},
     "diffugpt": MDLM | {"temperature": 0.7},
     "rnd1": MDLM | {"temperature": 0.7},
@@ -59,7 +60,7 @@ def test_runs_and_recordings_are_the_same(family: str, float64: Callable[[bool],
         )
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "mdlm", "bd3lm", "causal", "sdar"])
+@pytest.mark.parametrize("family", ["llada", "dream", "mdlm", "bd3lm", "sedd", "causal", "sdar"])
 def test_likelihoods_are_the_same(family: str, float64: Callable[[bool], None]) -> None:
     model, found = tiny(family), []
     for wide in (False, True):

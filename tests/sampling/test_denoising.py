@@ -131,6 +131,7 @@ def test_the_first_step_is_what_the_formulas_say(model: PreTrainedModel) -> None
         ("llada", {"remasking": "random"}),
         ("fast_dllm_v2", {"block_length": 4, "sub_block_length": 1}),
         ("mdlm", {}),
+        ("sedd", {}),
         ("diffugpt", {}),
         # In these two the probability of [MASK] has a part in which position comes first, not in its token.
         ("open_dcoder", {"steps": 1}),

@@ -250,6 +250,36 @@ def test_a_hidden_column_is_hidden() -> None:
         torch.testing.assert_close(seen[step].double(), expected, atol=2e-5, rtol=2e-4)
 
 
+@pytest.mark.parametrize("hooks", [[], [mask_positions(1)]])
+def test_the_lens_has_the_noise_level_of_its_step(hooks: list[Any]) -> None:
+    model: Any = tiny("sedd")
+    run = dl.denoise(model, PROMPTS[1:2], **RUN)
+    lens = dl.logit_lens(model, run, steps=[2, 7], top=3, hooks=hooks)
+    visible = torch.ones(1, 1, 13, 13, dtype=torch.bool)
+    visible[..., 1] = False
+    for place, step in enumerate((2, 7)):
+        here = lens.step == step
+        assert int(here.sum()) == 13
+        passes = [(lens, None)] + ([(lens.hooked, visible)] if hooks else [])
+        for found, seen in passes:
+            logits = dit64(model, run.canvases[step], seen, sigma=sigma_of(time_of(step)))["logits"][0]
+            best = logits.softmax(-1).topk(3).values
+            torch.testing.assert_close(found.top_probabilities[here, -1].double(), best, atol=1e-5, rtol=1e-4)
+        # The level of another step is another distribution.
+        other = dit64(model, run.canvases[step], sigma=sigma_of(time_of((9, 1)[place])))["logits"][0]
+        assert (other.softmax(-1).topk(3).values - lens.top_probabilities[here, -1]).abs().max() > 1e-3
+
+
+def test_states_of_several_levels_have_no_lens(tmp_path: Path) -> None:
+    model = tiny("sedd")
+    recording = dl.record(model, PROMPTS[1:2], [dl.ReceivedAttention()], **RUN)
+    with pytest.raises(ValueError, match="a lens has none to give"):
+        dl.probes.sink_writes(model, recording.run, dl.find_sinks(recording, "top-k:1"))
+    (tmp_path / "text.txt").write_text("w5 w9 w14 w3 " * 40)
+    with pytest.raises(ValueError, match="a lens has none to give"):
+        dl.probes.train_tuned_lens(model, tmp_path / "text.txt", length=16)
+
+
 def test_infilling_keeps_what_is_written() -> None:
     """The original's projection of prefix and suffix: written tokens stay in every canvas."""
     model = tiny("sedd")

@@ -58,6 +58,7 @@ def check(model: Any, hooks: list[Any], prompts: Any = PROMPTS, **settings: Any)
     ("family", "hook", "settings"),
     [
         ("mdlm", at_steps(ablate("mlp_out", None, "zero"), [-1]), {"steps": 4, "gen_length": 8}),
+        ("sedd", at_steps(ablate("mlp_out", None, "zero"), [-1]), {"steps": 24, "gen_length": 8}),
         ("llada", at_steps(mask_top_sinks(1), [8]), {**CACHED, "cache": None, "threshold": 0.05}),
         ("llada", freeze_sinks(dl.TopK(1), step=9), {**CACHED, "cache": None, "threshold": 0.05}),
         ("llada2", at_steps(ablate("mlp_out", None, "zero"), slice(-3, None)), {"steps": 8, "gen_length": 8}),

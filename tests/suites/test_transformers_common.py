@@ -23,6 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bd3lm": ("bd3lm", {"block_size": 4, "adaln": False}),
     "mdlm": ("mdlm", {}),
     "mdlm, given the noise": ("mdlm", {"time_conditioning": True}),
+    "sedd": ("sedd", {}),
     "fast-dllm v2": ("fast_dllm_v2", {}),
     "sdar": ("sdar", {}),
     "llada2": ("llada2", {}),
@@ -84,6 +85,9 @@ EXCLUDED = {
     },
     "mdlm, given the noise": {
         "test_inputs_embeds": "embeddings do not show how many tokens are masked; sigma has to be passed with them"
+    },
+    "sedd": {
+        "test_inputs_embeds": "embeddings do not show how many tokens are masked; sigma has to be passed with them",
     },
     "sink_qwen, sinks": {
         "test_sliding_window_mask": "indexes patterns by a mask of the canvas; theirs have the sinks' rows too"
@@ -151,5 +155,5 @@ def test_common_model_tests(model: str):
     assert not surprising
     assert not set(REQUIRED) - outcome.passed - set(EXCLUDED.get(model, {}))
     assert len(outcome.passed) + len(EXCLUDED.get(model, {})) >= 95
-    if family in ("llada", "mmada", "smdm", "mdlm"):
+    if family in ("llada", "mmada", "smdm", "mdlm", "sedd"):
         assert {"test_reverse_loading_mapping", "test_can_load_from_already_mapped_keys"} <= outcome.passed

@@ -168,6 +168,7 @@ class Sampler(nn.Module):
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
             The loop sets it from `RunObserver.proposes_all`.
         progress: what a progress bar calls the run and its steps.
+        sigma: the noise level of the step, for networks that may be given it; None for others.
         mask_id: of [MASK]; None before the run begins, and for models without a mask token.
         fillable: where [MASK] is open; None before the run begins.
     """
@@ -191,6 +192,7 @@ class Sampler(nn.Module):
     block_length: int = 0
     block_layout: BlockLayout | None = None
     proposes_all: bool = False
+    sigma: float | None = None
     mask_id: int | None = None
     fillable: Bool[Tensor, "batch position"] | None = None
 

@@ -243,12 +243,10 @@ class NoiseConditionedSampler(Sampler):
     """A sampler whose network may be given the noise level of the step, as `sigma`.
 
     Attributes:
-        sigma: of the step.
         keeps_stale: logits of an unchanged canvas are kept although the noise level has changed (a quirk of
             BD3-LM's code).
     """
 
-    sigma: float | None = None
     keeps_stale = False
 
     @staticmethod
