@@ -15,6 +15,7 @@ from dlm_lens.adapters.families.sedd import SEDDConfig, log_scores
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
+from tests.adapters.test_hub import load_all
 from tests.dit64 import dit64
 
 SEDD = GOLDEN / "sedd"
@@ -112,6 +113,29 @@ def test_released_files_have_no_model_type_and_are_known_by_their_tensors(tmp_pa
     }
     assert family.special_ids[50258] == {"mask": 50257, "bos": 50256, "eos": 50256}
     assert family.tokenizers[50258] == ("openai-community/gpt2", "gpt2")
+
+
+@pytest.mark.long
+def test_files_in_the_hubs_cache_load_by_the_released_name(tmp_path: Path) -> None:
+    repository = tmp_path / "models--louaaron--sedd-small"
+    directory = repository / "snapshots" / ("a" * 40)
+    directory.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(SEDD / name, directory)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    results, _ = load_all(
+        tmp_path,
+        {"path_or_hub_name": "louaaron/sedd-small"},
+        {"path_or_hub_name": "louaaron/sedd-small", "family": "sedd", "dtype": "bfloat16"},
+        {"path_or_hub_name": "louaaron/sedd-small", "family": "mdlm"},
+    )
+    assert results[:2] == [[2, False]] * 2
+    assert results[2] == [
+        "ValueError",
+        "the config.json of louaaron/sedd-small says model_type 'sedd', and mdlm has mdlm: leave family out, or "
+        "name that of the checkpoint",
+    ]
 
 
 @pytest.mark.parametrize(
