@@ -94,6 +94,11 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
             "token, and weights of some bits"
         )
     values = config_values(embedded_path(source), {})
+    if values.get("model_type") is None:
+        raise ValueError(
+            f"the config.json of {source} names no model_type, and a plan reads no weights to tell it from: load "
+            "the checkpoint, save it with save_pretrained, and plan with that directory"
+        )
     values["model_type"] = model_type_of(values, source)
     values = text_values(values, f"the config.json of {source}") or values
     family = family_of(values["model_type"])

@@ -1,5 +1,6 @@
 """`labels=` of every family against a float64 network: the loss reads the outputs that `denoise` reads."""
 
+import math
 from typing import Any
 
 import pytest
@@ -64,7 +65,9 @@ def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
         return forward64(model, ids, causal=causal)["logits"][0]
     width = getattr(model.config, "block_causal_length", None)
     block = torch.arange(ids.shape[1]) // (width or ids.shape[1])
-    logits = dit64(model, ids, (block[None] <= block[:, None])[None, None])["logits"][0]
+    share = float((ids == model.config.mask_token_id).double().mean()) if model.config.time_conditioning else 0.0
+    visible = (block[None] <= block[:, None])[None, None]
+    logits = dit64(model, ids, visible, sigma=-math.log(1 - 0.999 * share))["logits"][0]
     return logits.index_fill(-1, torch.tensor(model.config.mask_token_id), -torch.inf)
 
 

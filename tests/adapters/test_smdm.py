@@ -321,7 +321,7 @@ def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     save_file({"encoder.weight": torch.ones(2)}, tmp_path / "other" / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"its tensors \(encoder.weight, ...\) are not those of a family .*\(smdm\)"
+        ValueError, match=r"its tensors \(encoder.weight, ...\) are not those of a family .*\(sedd, smdm\)"
     ):
         dlm_lens.load(tmp_path / "other")
     (tmp_path / "broken.safetensors").write_bytes(b"nothing like it")

@@ -68,6 +68,8 @@ def test_the_plan_of_a_large_checkpoint_reads_its_config_alone(tmp_path: Path) -
     assert saved == pytest.approx(1.5 * (dense + 6 * experts), rel=2e-3)
     assert plans[16].cache_bytes == 1024 * 4 * (5 * 8 * 256 + 2 * 512)
     assert plans[16].steps == 96
+    with pytest.raises(ValueError, match="names no model_type, and a plan reads no weights"):
+        plan_run(str(Path(__file__).parent.parent / "golden" / "sedd"))
     with pytest.raises(ValueError, match="rows 0"):
         plan_run(str(tmp_path), rows=0)
     with pytest.raises(ValueError, match="no setting 'cache'"):
