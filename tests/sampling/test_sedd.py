@@ -185,6 +185,30 @@ def test_a_temperature_changes_tokens_and_no_rate(temperature: float) -> None:
         torch.testing.assert_close(torch.as_tensor(masked).double(), expected, atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("total", [0.02, 30.0])
+def test_the_sum_of_the_ratios_is_the_rate(total: float) -> None:
+    logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits[:, :63] += math.log(63 * total) - logits[:, :63].logsumexp(-1, keepdim=True)
+    settings = SEDDSettings(steps=100, gen_length=4)
+    for quirks in (False, True):
+        propose = SEDDPropose(settings, None, 63, reference_quirks=quirks)  # type: ignore[arg-type]
+        propose.times = times_of(settings, 0)  # type: ignore[assignment]
+        tokens, masked = propose.weights(logits.float())
+        torch.testing.assert_close(tokens[:, :63].double(), logits[:, :63].exp() / 63 / 100, atol=1e-6, rtol=1e-3)
+        assert torch.as_tensor(masked).tolist() == pytest.approx([1 - total / 100] * 5, rel=1e-3)
+
+
+def test_the_removal_of_noise_is_the_same_for_both_predictors() -> None:
+    logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
+    found = [
+        original_weights(logits, 63, SEDDSettings(steps=4, gen_length=3, predictor=one, eps=0.6), 4)
+        for one in ("analytic", "euler")
+    ]
+    assert found[0].equal(found[1])
+    torch.testing.assert_close(found[0][:, :63], logits[:, :63].exp() / 63, atol=1e-6, rtol=1e-5)
+    assert found[0][:, 63].eq(0).all()
+
+
 def test_numbers_at_the_edges() -> None:
     """Ratios whose sum no float holds write every mask; nothing is NaN; the last step has no weight for [MASK]."""
 
