@@ -3,10 +3,10 @@
 On a CPU the loop goes over tiles that stay in the cache: some rows of one head, or several heads of a short canvas.
 From 256 positions on that costs 0.35 to 1.2 times the fused attention of the same layer, by processor and length
 (`benchmarks/received.py`). Five choices keep it low: powers of 2 (torch's exp2 is vectorised by itself, its exp
-goes through MKL at a quarter of the speed on an AMD machine with AVX-512), there oneDNN's matrix product for long heads
-(twice as fast as MKL's) and else one memory for all tiles, normalisation, query classes and the sum over queries in
-one small product, and the log-sum-exp of the fused kernel where it is known: with it no row's maximum is looked for,
-a tile need not hold whole rows, and the product subtracts it.
+goes through MKL at a quarter of the speed on an AMD machine with AVX-512), there oneDNN's matrix product for long
+heads (twice as fast as MKL's) and else one memory for all tiles, normalisation, query classes and the sum over
+queries in one small product, and the log-sum-exp of the fused kernel where it is known: with it no row's maximum is
+looked for, a tile need not hold whole rows, and the product subtracts it.
 """
 
 import math
