@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import Revise, Sampler, SpecialIds, one_block
+from dlm_lens.sampling.samplers.base import SpecialIds, one_block
+from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
 from dlm_lens.sampling.settings import at_least_one, not_negative
 
 
@@ -147,51 +148,33 @@ class SelectEntropyBound(nn.Module):
         return accepted if self.ending is None else accepted | (eligible & self.ending[:, None])
 
 
-class EntropyBoundSampler(Sampler):
+class EntropyBoundSampler(UniformNoiseSampler):
     """Uniform-noise denoising (`DiffusionGemmaGenerationMixin.generate` of transformers, one canvas at a time).
 
-    The answer begins as tokens drawn uniformly from the vocabulary, all open. At every step the network predicts
-    each position of the answer, open or decided; those that `select` accepts take over the drawn token and are
-    decided, and all others become new random tokens and are open. A position that was decided is `revised` where
-    its token changes or it is opened again. At a row's last step every position takes its most likely token, so
-    that none stays open. A row ends early as `EntropyBoundSettings` says, and does not change after that.
+    At every step the positions that `select` accepts take over the drawn token and are decided, and all others
+    become new random tokens and are open. At a row's last step every position takes its most likely token, so that
+    none stays open. A row ends early as `EntropyBoundSettings` says, and does not change after that.
 
-    Openness is no token id: the sampler keeps it, and it is part of the state that a run is resumed from. Rows have
-    random generators of their own.
+    Rows have random generators of their own.
     """
 
     has_quirks = False
-    blank = 0
-    """The token of positions that no canvas has reached yet."""
 
     def __init__(
         self, settings: EntropyBoundSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        super().__init__()
-        self.settings, self.noise = settings, noise
+        super().__init__(noise)
+        self.settings = settings
         self.propose: EntropyPropose = EntropyPropose(settings, noise)
         self.select: SelectEntropyBound = SelectEntropyBound(settings.entropy_bound)
-        self.revise = Revise(-torch.inf)
-        self.vocabulary = 0
-        self._open = self._answer = torch.empty(0, dtype=torch.bool)
         self._ended = torch.empty(0, dtype=torch.bool)
 
     def begin(
         self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
-        """The prompts and an answer of random tokens."""
-        where = torch.arange(fillable.shape[1], device=fillable.device)
-        self._answer = self._open = (where >= prompts.shape[1]).expand(fillable.shape)
+        """The prompts and an answer of random tokens; no row has ended."""
         self._ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
-        self.vocabulary = int(model.config.vocab_size)
-        blank = prompts.new_full((len(prompts), fillable.shape[1] - prompts.shape[1]), self.blank)
-        return self._with_random(
-            torch.cat([prompts, blank], 1), self._first_span(prompts.shape[1], fillable.shape[1])
-        )
-
-    def open_positions(self, canvas: Int[Tensor, "batch position"], step: int) -> Bool[Tensor, "batch position"]:
-        """What the last finished step did not accept; before the first one the whole answer."""
-        return self._open
+        return super().begin(model, prompts, fillable)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step; there are no blocks."""
@@ -199,21 +182,7 @@ class EntropyBoundSampler(Sampler):
 
     def running(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The positions that the step may decide: the answer, in rows that have not ended."""
-        return self._answer & ~self._ended[:, None]
-
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The open ones among the running positions."""
-        return masked & self.running(masked, plan)
-
-    def editable(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The decided ones among the running positions."""
-        return self.running(masked, plan) & ~masked
-
-    def count(
-        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
-    ) -> Int[Tensor, "batch"]:
-        """No number is planned."""
-        return eligible.sum(-1)
+        return super().running(masked, plan) & ~self._ended[:, None]
 
     def temperature(self, plan: StepPlan) -> float:
         """Of a step."""
@@ -251,31 +220,19 @@ class EntropyBoundSampler(Sampler):
         """What the next step sees; another canvas where this one is finished and more follow."""
         return canvas
 
-    def _with_random(
-        self, canvas: Int[Tensor, "batch position"], span: tuple[int, int]
-    ) -> Int[Tensor, "batch position"]:
-        """The canvas with random tokens at the open positions of a span."""
-        wanted = self._open[:, slice(*span)]
-        drawn = self.noise.uniform_tokens(wanted, self.vocabulary)
-        inside = torch.where(wanted, drawn, canvas[:, slice(*span)])
-        return torch.cat([canvas[:, : span[0]], inside, canvas[:, span[1] :]], 1)
-
-    def _first_span(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of the answer that is random at first: all of it."""
-        return start, stop
-
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row has ended."""
         return bool(self._ended.all())
 
     def state(self) -> dict[str, Tensor]:
         """What is open, which rows have ended, and the most likely tokens of the last steps."""
-        found = {"open": self._open, "ended": self._ended}
+        found = {**super().state(), "ended": self._ended}
         return found if self.propose.history is None else {**found, "likeliest": self.propose.history}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from such a state."""
-        self._open, self._ended = state["open"], state["ended"]
+        super().restore(state)
+        self._ended = state["ended"]
         self.propose.history = state.get("likeliest")
 
 

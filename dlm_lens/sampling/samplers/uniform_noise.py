@@ -1,0 +1,91 @@
+"""Samplers of uniform noise: open positions hold random tokens, and the sampler keeps which are open."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.samplers.base import Revise, Sampler
+
+
+class UniformNoiseSampler(Sampler):
+    """A sampler whose answer begins as tokens drawn uniformly from the vocabulary, all open.
+
+    Every step predicts each position of the answer, open or decided, and may rewrite it. Openness is no token id:
+    the sampler keeps it, and it is part of the state that a run is resumed from. A position that was decided is
+    `revised` where its token changes or it is opened again.
+
+    Args:
+        noise: source of the random tokens.
+
+    Attributes:
+        blank: the token of positions that no canvas has reached yet.
+        vocabulary: number of ids of random tokens, from the model's config.
+    """
+
+    blank = 0
+
+    def __init__(self, noise: Noise) -> None:
+        super().__init__()
+        self.noise, self.vocabulary = noise, 0
+        self.revise = Revise(-torch.inf)
+        self._open = self._answer = torch.empty(0, dtype=torch.bool)
+
+    def begin(
+        self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
+    ) -> Int[Tensor, "batch position"]:
+        """The prompts and an answer of random tokens."""
+        where = torch.arange(fillable.shape[1], device=fillable.device)
+        self._answer = self._open = (where >= prompts.shape[1]).expand(fillable.shape)
+        self.vocabulary = int(model.config.vocab_size)
+        blank = prompts.new_full((len(prompts), fillable.shape[1] - prompts.shape[1]), self.blank)
+        return self._with_random(
+            torch.cat([prompts, blank], 1), self._first_span(prompts.shape[1], fillable.shape[1])
+        )
+
+    def open_positions(self, canvas: Int[Tensor, "batch position"], step: int) -> Bool[Tensor, "batch position"]:
+        """What the last finished step left open; before the first one the whole answer."""
+        return self._open
+
+    def running(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The positions that the step may write: the answer."""
+        return self._answer
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The open ones among the running positions."""
+        return masked & self.running(masked, plan)
+
+    def editable(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The decided ones among the running positions."""
+        return self.running(masked, plan) & ~masked
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """No number is planned."""
+        return eligible.sum(-1)
+
+    def _with_random(
+        self, canvas: Int[Tensor, "batch position"], span: tuple[int, int]
+    ) -> Int[Tensor, "batch position"]:
+        """The canvas with random tokens at the open positions of a span."""
+        wanted = self._open[:, slice(*span)]
+        drawn = self.noise.uniform_tokens(wanted, self.vocabulary)
+        inside = torch.where(wanted, drawn, canvas[:, slice(*span)])
+        return torch.cat([canvas[:, : span[0]], inside, canvas[:, span[1] :]], 1)
+
+    def _first_span(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of the answer that is random at first: all of it."""
+        return start, stop
+
+    def state(self) -> dict[str, Tensor]:
+        """What is open."""
+        return {"open": self._open}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        self._open = state["open"]
