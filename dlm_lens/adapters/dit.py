@@ -1,4 +1,4 @@
-"""DiT: the network of MDLM, BD3-LM and SEDD, transformer layers whose norms are modulated by the noise level.
+"""DiT: the network of MDLM, BD3-LM, SEDD and Duo: transformer layers whose norms are modulated by the noise level.
 
 A layer (kuleshov-group/mdlm, models/dit.py; adaptive layer norm of 2212.09748, section 3.2), with six vectors
 (shift, scale, gate, shift, scale, gate) = W silu(cond) + b of each layer:
@@ -45,7 +45,7 @@ NOISE_EPS = 1e-3
 
 
 def sigma_of(masked: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-    """The noise level sigma = -ln(1 - m) at which a share m of the tokens is masked.
+    """The noise level sigma = -ln(1 - m) at which a share m of the tokens is masked, or random.
 
     At time t of the log-linear schedule m = (1 - 1e-3) t (2406.07524, appendix E.1).
     """
@@ -55,7 +55,8 @@ def sigma_of(masked: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
 class DiTConfig(LlamaConfig):
     """Config of a DiT: accepts the original config.json and writes it back beside Llama's names.
 
-    [MASK] is the last row of the embedding unless `mask_token_id` says otherwise. The MLP has four times the width.
+    [MASK] is the last row of the embedding unless `mask_token_id` says otherwise; a network of uniform noise
+    (without `subs`) has none. The MLP has four times the width.
 
     Args:
         cond_dim: width of the condition, the embedding of the noise level.
@@ -101,7 +102,7 @@ class DiTConfig(LlamaConfig):
                 setattr(self, name, value)
         self.num_key_value_heads = self.num_attention_heads  # q, k and v are one projection of equal thirds
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
-        if self.mask_token_id is None:
+        if self.mask_token_id is None and self.subs:
             self.mask_token_id = self.vocab_size - 1
         super().__post_init__(**without_foreign_fields(kwargs))
         self.use_cache = False
@@ -211,7 +212,7 @@ class DiTFinalNorm(nn.Module):
     """The norm before the head, and its modulation.
 
     Without time conditioning the condition is the same in every pass, and a lens may apply this norm to any state;
-    with it, to those of a pass whose noise level it knows.
+    with it, a lens gives the noise level of the step that it reads.
     """
 
     def __init__(self, config: DiTConfig, embedding: NoiseEmbedding | None) -> None:
@@ -226,14 +227,15 @@ class DiTFinalNorm(nn.Module):
         self,
         x: Float[Tensor, "*batch d_model"],
         condition: Float[Tensor, "#batch d_cond"] | None = None,
+        *,
         sigma: float | None = None,
     ) -> Float[Tensor, "*batch d_model"]:
         """Return the inputs of the head.
 
         Args:
-            x: the residual stream.
-            condition: of every row of a pass.
-            sigma: the noise level instead, of states of one level in any shape.
+            x: states after the last layer.
+            condition: the embedded noise level of every row, in a pass.
+            sigma: the noise level of all states, outside a pass; of no effect without time conditioning.
 
         Raises:
             ValueError: neither, in a network that is given the noise level.
@@ -246,11 +248,11 @@ class DiTFinalNorm(nn.Module):
         if self.conditioned and sigma is None:
             raise ValueError(
                 "the network is given the noise level (time_conditioning), on which its last norm depends: a lens "
-                "has none to give; read the steps of a run with logit_lens, or logits of whole passes"
+                "has none to give; read logits of whole passes instead, or the lens of a run (dlm_lens.logit_lens)"
             )
         level = float(sigma or 0.0) if self.conditioned else 0.0
-        alike = self.embedding[0](torch.full((1,), level, dtype=torch.float32, device=x.device))
-        shift, scale = self.modulation(alike)[0].chunk(2, -1)
+        constant = self.embedding[0](torch.full((1,), level, dtype=torch.float32, device=x.device))
+        shift, scale = self.modulation(constant)[0].chunk(2, -1)
         return modulated(self.norm_final(x), shift, scale)
 
 
@@ -258,7 +260,7 @@ class DiTModel(LlamaModel):
     """The decoder: embedding, layers, final norm. `block_causal_length` makes its attention block causal.
 
     Without `sigma` a network that is given the noise level takes the one at which as many tokens are masked as a
-    row has.
+    row has; one of uniform noise takes what it sees as text without noise, sigma = 0.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["DiTLayer"]
@@ -293,8 +295,8 @@ class DiTModel(LlamaModel):
             past_key_values: keys and values of positions before.
             inputs_embeds: instead of ids.
             use_cache: keep keys and values.
-            sigma: the noise level of every row, -ln(1 - m) where a share m of the tokens is masked. Of no
-                effect without `time_conditioning`.
+            sigma: the noise level of every row, -ln(1 - m) where a share m of the tokens is masked, or random. Of
+                no effect without `time_conditioning`.
             **kwargs: of the attention function.
 
         Raises:
@@ -340,7 +342,7 @@ class DiTModel(LlamaModel):
         """Silu of the embedded noise level, for all rows at once where it is the same."""
         if self.sigma_map is None:
             return None
-        if not self.config.time_conditioning:
+        if not self.config.time_conditioning or (sigma is None and not self.config.subs):
             device = (inputs_embeds if ids is None else ids).device  # type: ignore[union-attr]
             sigma = torch.zeros(1, device=device)
         elif sigma is None:

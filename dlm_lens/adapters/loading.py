@@ -246,6 +246,8 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
 def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     """Fill in the special ids and check them; give the tokenizer its mask token where the authors' code does.
 
+    Likewise padding.
+
     Raises:
         ValueError: an unknown sampler, a masked DLM without a mask token id, with one that has no embedding row, or
             with one that ends the text.
@@ -259,6 +261,8 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     for name, value in family.ids_of(config, tokenizer).items():
         if getattr(config, f"{name}_token_id", None) is None:
             setattr(config, f"{name}_token_id", value)
+    if family.pad_token and getattr(tokenizer, "pad_token_id", 0) is None and len(tokenizer) == config.pad_token_id:
+        tokenizer.add_special_tokens({"pad_token": family.pad_token})
     if not family.has_mask_token:
         config.mask_token_id = None
         return

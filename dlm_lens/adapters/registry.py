@@ -79,6 +79,7 @@ class Family:
             type with as large a vocabulary.
         mask_token: text of [MASK], added to tokenizers without one whose next free id it is; the authors' code adds
             it when it loads them.
+        pad_token: text of padding, likewise added where the next free id is that of the config's padding.
         rows_of_tokenizer: model types whose embedding has a row for each token of the tokenizer, and an even number
             of rows where the tokenizer has more than config.json says, as the authors' code resizes it.
         tokenizers: vocabulary size of a released checkpoint -> hub name and model type of its tokenizer, for
@@ -111,6 +112,7 @@ class Family:
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     special_ids_of_types: Mapping[str, Mapping[int, Mapping[str, int]]] = field(default_factory=dict)
     mask_token: str | None = None
+    pad_token: str | None = None
     rows_of_tokenizer: tuple[str, ...] = ()
     tokenizers: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     tokenizer_classes: Mapping[str, str] = field(default_factory=dict)

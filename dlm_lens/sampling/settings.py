@@ -23,6 +23,7 @@ ELSEWHERE = {
     "max_new_tokens": "gen_length",
     "num_diffusion_steps": "steps",
     "num_steps": "steps",
+    "p_nucleus": "top_p",
     "remasking_strategy": "remasking",
     "small_block_size": "sub_block_length",
     "stopping_criteria_idx": "stop_tokens",
@@ -50,6 +51,12 @@ def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks
     if "steps" not in given and ("gen_length" in given or length == 0):
         values["steps"] = length or masks
     return values
+
+
+def random_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """Settings of a sampler that has no masks: with `gen_length` but no `steps`, as many steps as tokens."""
+    values = {**defaults, **given}
+    return values | ({"steps": values["gen_length"]} if "gen_length" in given and "steps" not in given else {})
 
 
 def block_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
@@ -87,6 +94,11 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
                 hint = f" (approximate caches are for the samplers of LLaDA and Dream{own})"
             raise ValueError(f"the {family} sampler has no setting {name!r}{hint}; it has {', '.join(names)}")
     return kind(**values)
+
+
+def of_run(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Build the settings class `kind` from the settings of a finished run, which hold others beside them."""
+    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
 
 
 def row_seeds(seed: Any, rows: int) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "modernbert": MDLM | {"temperature": 0.7},
     "diffusion_gemma": MDLM,
     "uniform_qwen": MDLM,
+    "duo": MDLM | {"temperature": 0.7},
 }
 
 

@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sink_qwen, softmax": ("sink_qwen", {"softmax": "sink_logits"}),
     "sink_llama": ("sink_llama", {}),
     "uniform_qwen": ("uniform_qwen", {}),
+    "duo": ("duo", {}),
     "sink_llama, sinks": ("sink_llama", {"num_sinks": 2, "sink_placement": "end", "gated_attention": True}),
 }
 

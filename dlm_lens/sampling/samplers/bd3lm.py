@@ -25,7 +25,7 @@ from dlm_lens.sampling.samplers.mdlm import (
     Times,
     log_probabilities,
 )
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus, of_run
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,7 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
     def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
         """A sampler for passes over the canvases of a finished run."""
         sampler = super().for_rerun(settings)
-        names = BD3LMSettings.__dataclass_fields__
-        sampler.settings = BD3LMSettings(**{name: value for name, value in settings.items() if name in names})
+        sampler.settings = of_run(BD3LMSettings, settings)
         sampler.reference_quirks = bool(settings.get("reference_quirks"))
         return sampler
 

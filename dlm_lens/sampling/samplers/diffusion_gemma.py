@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -21,7 +21,7 @@ from dlm_lens.sampling.samplers.entropy_bound import (
     EntropyBoundSettings,
     entropy_bound_settings,
 )
-from dlm_lens.sampling.settings import at_least_one
+from dlm_lens.sampling.settings import at_least_one, of_run
 
 CONDITIONS = ("logits", "top", "none")
 """What the decoder can be conditioned on."""
@@ -117,8 +117,7 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
     def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
         """A sampler for passes over the canvases of a finished run."""
         sampler = super().for_rerun(settings)
-        names = (field.name for field in fields(DiffusionGemmaSettings))
-        own = DiffusionGemmaSettings(**{name: settings[name] for name in names if name in settings})
+        own = of_run(DiffusionGemmaSettings, settings)
         sampler.settings, sampler.conditions_on = own.of_canvas, own.self_conditioning
         sampler.block_length = int(settings["block_length"])
         sampler.reference_quirks = bool(settings.get("reference_quirks"))

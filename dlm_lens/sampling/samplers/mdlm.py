@@ -1,7 +1,7 @@
 """MDLM's sampler: ancestral sampling, in which each position is unmasked with the probability of the schedule."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -17,7 +17,7 @@ from dlm_lens.sampling.network import CanvasLogits, EditLogits
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
-from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, not_negative
+from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, not_negative, of_run
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,14 @@ def times_of(settings: MDLMSettings, index: int) -> Times:
     return Times(sigma, float(t - s), float(s))
 
 
+def exponential(uniform: Float[Tensor, "n d_vocab"], *, reference_quirks: bool) -> Float[Tensor, "n d_vocab"]:
+    """Exponential numbers g = -ln u: the argmax of w / g is a draw with the weights w (Gumbel's trick).
+
+    The original keeps the logarithm from 0: g = 1e-10 - ln(u + 1e-10).
+    """
+    return 1e-10 - torch.log(uniform + 1e-10) if reference_quirks else -torch.log(uniform)
+
+
 class Float32Noise(OrderedNoise):
     """The original's stream: float32 numbers for every position and column of the batch."""
 
@@ -143,8 +151,7 @@ class AncestralPropose(nn.Module):
         against = torch.zeros_like(weights[:, 0])
         if self.times.drawn:
             uniform = self.uniform(evaluated, eligible, weights.shape[-1]).to(weights)
-            # The original's numbers are float32, and keep the logarithm from 0.
-            gumbel = 1e-10 - torch.log(uniform + 1e-10) if self.reference_quirks else -torch.log(uniform)
+            gumbel = exponential(uniform, reference_quirks=self.reference_quirks)
             weights = weights / gumbel
             if self.mask is not None:
                 against = masked / gumbel[:, self.mask]
@@ -249,6 +256,17 @@ class NoiseConditionedSampler(Sampler):
 
     keeps_stale = False
 
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
+    ) -> CanvasLogits:
+        """The network of the canvas, given the noise level of the step if it is given any."""
+        return NoiseConditionedLogits(model, content, self, **self.guidance(model, masked, prompt_length, canvas))
+
     @staticmethod
     def is_conditioned(model: Any) -> bool:
         """Whether the network is given the noise level."""
@@ -295,20 +313,8 @@ class MDLMSampler(NoiseConditionedSampler):
     def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
         """A sampler for passes over the canvases of a finished run."""
         sampler = super().for_rerun(settings)
-        names = [field.name for field in fields(cls.settings_class)]
-        sampler.settings = cls.settings_class(**{name: settings[name] for name in names if name in settings})
+        sampler.settings = of_run(cls.settings_class, settings)
         return sampler
-
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> NoiseConditionedLogits:
-        """The network of the canvas, given the noise level of the step if it is given any."""
-        return NoiseConditionedLogits(model, content, self, **self.guidance(model, masked, prompt_length, canvas))
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step, and the removal of noise; there are no blocks."""

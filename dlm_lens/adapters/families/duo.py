@@ -1,0 +1,63 @@
+"""Duo: the DLM of uniform noise of 2506.10892, MDLM's DiT with GPT-2's tokens, given the noise level."""
+
+from typing import Any, ClassVar
+
+from dlm_lens.adapters.dit import CONVERSIONS, RENAMES, RENAMES_OF_MODULATION, TOKENIZERS, DiTConfig, DiTForMaskedLM
+from dlm_lens.adapters.registry import Family
+
+DUO_SAMPLER = {
+    "steps": 128,
+    "gen_length": 128,
+    "noise_removal": "ancestral",
+    "eps": 1e-5,
+    "temperature": 1.0,
+    "top_p": None,
+}
+"""The defaults of s-sahoo/duo's config.yaml; steps and gen_length are ours (theirs: 1000, the whole context)."""
+
+
+class DuoConfig(DiTConfig):
+    """Config of Duo: MDLM's fields; there is no mask token, and noise is uniform over the vocabulary.
+
+    Args:
+        causal: an AR model with these layers, which is not one of this library's families.
+        var_min: of no effect; a field of BD3-LM's configuration, which the original's copies.
+
+    Raises:
+        ValueError: `causal`.
+    """
+
+    model_type = "duo"
+    subs: ClassVar[bool] = False
+    time_conditioning: bool = True
+    causal: bool = False
+    var_min: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Check the options."""
+        super().__post_init__(**kwargs)
+        if self.causal:
+            raise ValueError(
+                "Duo config has causal=True, an AR model of the paper's comparison; only False is implemented"
+            )
+
+
+class DuoForDiffusion(DiTForMaskedLM):
+    """A DiT that predicts every position of the canvas; parity with the original: tests/adapters/test_duo.py."""
+
+    config_class = DuoConfig
+
+
+FAMILY = Family(
+    name="duo",
+    layouts={"duo": (DuoConfig, DuoForDiffusion)},
+    samplers={"duo": DUO_SAMPLER},
+    has_mask_token=False,
+    hub_names=("s-sahoo/duo", "s-sahoo/duo-distilled"),
+    special_ids={50258: {"bos": 50256, "eos": 50256, "pad": 50257}},
+    pad_token="[PAD]",
+    tokenizers=TOKENIZERS,
+    renames=RENAMES,
+    renames_of_options=RENAMES_OF_MODULATION,
+    conversions=CONVERSIONS,
+)

@@ -1,0 +1,220 @@
+"""Duo's sampler: ancestral sampling of uniform noise, in which every token can be rewritten at every step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.samplers.base import SpecialIds, one_block
+from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.samplers.mdlm import (
+    NoiseConditionedSampler,
+    SelectLikelier,
+    exponential,
+    log_probabilities,
+)
+from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
+from dlm_lens.sampling.settings import at_least_one, inner_eps, not_negative, nucleus, of_run, random_settings
+
+REMOVALS = ("ancestral", "greedy", "none")
+
+
+@dataclass(frozen=True)
+class DuoSettings:
+    """Settings of `generate_samples` with the predictor "ancestral" (s-sahoo/duo, trainer_base.py).
+
+    Args:
+        steps: of the schedule t = linspace(1, eps, steps + 1).
+        gen_length: tokens of the answer.
+        noise_removal: the step after them, from the last time to 0: "ancestral", another draw; "greedy", the most
+            likely token at every position (the greedy-tail sampler, 2506.10892, section 4.2); "none".
+        eps: the last time.
+        temperature: of the tokens' probabilities; at 0 all is the most likely token's, and what is rewritten stays
+            random. The original has 1.
+        top_p: the nucleus of the tokens' probabilities (`p_nucleus`), whose last token crosses it; None for all.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    steps: int
+    gen_length: int
+    noise_removal: str = "ancestral"
+    eps: float = 1e-5
+    temperature: float = 1.0
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps", "gen_length")
+        not_negative(self, "temperature", zero="greedy")
+        nucleus(self, "top_p")
+        inner_eps(self.eps)
+        if self.noise_removal not in REMOVALS:
+            raise ValueError(f"noise_removal is {self.noise_removal!r}; it must be one of {', '.join(REMOVALS)}")
+
+
+class Levels(NamedTuple):
+    """A step's noise: from t to s, alpha is the share of the tokens that are the text's.
+
+    Args:
+        sigma: what the network is given.
+        alpha_t: alpha(t) = 1 - (1 - 1e-3) t.
+        alpha_s: alpha(s); 1 where the noise is removed.
+        drawn: whether tokens are drawn, or the most likely ones taken.
+    """
+
+    sigma: float
+    alpha_t: Float[Tensor, ""]
+    alpha_s: Float[Tensor, ""]
+    drawn: bool = True
+
+
+def levels_of(settings: DuoSettings, index: int, *, reference_quirks: bool = False) -> Levels:
+    """The noise of a step; with `reference_quirks` in float32, as the original computes it."""
+    dtype = torch.float32 if reference_quirks else torch.float64
+    times = torch.linspace(1, settings.eps, settings.steps + 1, dtype=dtype)
+    t = times[index]
+    sigma, alpha = float(sigma_of((1 - NOISE_EPS) * t)), 1 - (1 - NOISE_EPS) * t
+    if index == settings.steps:
+        return Levels(sigma, alpha, torch.ones_like(alpha), drawn=settings.noise_removal == "ancestral")
+    s = t - (t - times[index + 1])  # as there; in float32 it is not always the next time
+    return Levels(sigma, alpha, 1 - (1 - NOISE_EPS) * s)
+
+
+def posterior(
+    likely: Float[Tensor, "n d_vocab"], seen: Int[Tensor, "n"], levels: Levels
+) -> Float[Tensor, "n d_vocab"]:
+    """Weights of q(x_s | x_t, x_theta) of uniform noise (2506.10892; s-sahoo/duo, algo.py).
+
+    With x = x_theta, V tokens and a = alpha_t / alpha_s, Bayes' rule from the prior alpha_s x_j + (1 - alpha_s) / V
+    and the likelihood (1 - a) / V + a [j = x_t] gives, up to a factor,
+
+        w_j = (alpha_s - alpha_t) x_j + (1 - a) (1 - alpha_s) / V + [j = x_t] (alpha_t V x_j + a - alpha_t).
+
+    Args:
+        likely: x, p(x_0).
+        seen: x_t.
+        levels: of the step.
+    """
+    alpha_t, alpha_s = levels.alpha_t, levels.alpha_s
+    size, ratio = likely.shape[-1], alpha_t / alpha_s
+    noise = (1 - ratio) * (1 - alpha_s) / size
+    weights = float(alpha_s - alpha_t) * likely + float(noise)
+    here = seen[:, None]
+    return weights.scatter_add(-1, here, float(alpha_t * size) * likely.gather(-1, here) + float(ratio - alpha_t))
+
+
+class DuoPropose(nn.Module):
+    """x_s drawn from q(x_s | x_t, x_theta), and the probability that its token is the text's and not noise.
+
+    Given x_s = j the latter is alpha_s x_j / (alpha_s x_j + (1 - alpha_s) / V), whatever x_t is: the two terms of
+    the prior of `posterior`. It is 1 where the noise is removed.
+
+    Attributes:
+        levels: of the step.
+    """
+
+    levels = Levels(0.0, torch.tensor(0.5), torch.tensor(1.0))
+
+    def __init__(self, settings: DuoSettings, noise: Noise, *, reference_quirks: bool) -> None:
+        super().__init__()
+        self.settings, self.noise, self.reference_quirks = settings, noise, reference_quirks
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x_s for every evaluated position and the confidence of the eligible ones."""
+        likely, levels = self.probabilities(logits), self.levels
+        if levels.drawn:
+            weights = posterior(likely, canvas[evaluated].to(likely.device), levels)
+            uniform = self.noise.columns(evaluated, eligible, likely.shape[-1]).to(weights)
+            chosen = (weights / exponential(uniform, reference_quirks=self.reference_quirks)).argmax(-1)
+        else:
+            chosen = likely.argmax(-1)
+        text = float(levels.alpha_s) * likely.gather(-1, chosen[:, None])[:, 0]
+        share = (text / (text + float(1 - levels.alpha_s) / likely.shape[-1])).nan_to_num(1.0)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=share.dtype, device=canvas.device)
+        confidence = confidence.masked_scatter(evaluated, share.to(canvas.device))
+        tokens = canvas.masked_scatter(evaluated, chosen.to(canvas.device))
+        return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
+
+    def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
+        """P(x_0) within the nucleus, in float64; the original's log-softmax is float32."""
+        wide = logits.float() if self.reference_quirks else logits.double()
+        logs = log_probabilities(wide, None, self.settings.temperature).double()
+        if self.settings.top_p is not None:
+            logs = filtered(logs, self.settings.top_p, None).log_softmax(-1)
+        return logs.exp()
+
+
+class DuoSampler(NoiseConditionedSampler, UniformNoiseSampler):
+    """Ancestral sampling of uniform noise (2506.10892): x_s is drawn at every position of the answer.
+
+    No position is final before the last step. After a step a position is decided while its token is rather the
+    text's than noise: its confidence is at least one half; else it is open. Both take the token that was drawn.
+    Every step runs; rows have random generators of their own. With `reference_quirks` there is the original's one
+    stream, and its schedule in float32.
+    """
+
+    def __init__(
+        self, settings: DuoSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__(noise)
+        self.settings, self.reference_quirks = settings, reference_quirks
+        self.propose: DuoPropose = DuoPropose(settings, noise, reference_quirks=reference_quirks)
+        self.select = SelectLikelier()
+
+    @classmethod
+    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
+        """A sampler for passes over the canvases of a finished run."""
+        sampler = super().for_rerun(settings)
+        sampler.settings = of_run(DuoSettings, settings)
+        sampler.reference_quirks = bool(settings.get("reference_quirks"))
+        return sampler
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step, and the removal of noise; there are no blocks."""
+        total = self.settings.steps + (self.settings.noise_removal != "none")
+        return one_block(total, prompt_length, positions, self.settings.gen_length)
+
+    def at(self, plan: StepPlan) -> None:
+        """Take the step's noise level for the passes until the next step."""
+        self.sigma = self.levels(plan).sigma
+
+    def levels(self, plan: StepPlan) -> Levels:
+        """The noise of a step."""
+        return levels_of(self.settings, plan.index, reference_quirks=self.reference_quirks)
+
+    def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
+        """The noise of the step."""
+        self.propose.levels = self.levels(plan)
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step."""
+        self.prepare(masked, plan)
+        running = self.running(masked, plan)
+        proposal = Proposal(*self.propose(canvas, logits, evaluated, running))
+        decided = self.select(proposal.confidence, running, self.count(running, masked, plan))
+        self._open = torch.where(running, ~decided, self._open)
+        return self.canvas_after(canvas, proposal, running & masked, running & ~masked), proposal, decided & masked
+
+
+ALGORITHM = Algorithm("duo", DuoSettings, DuoSampler, random_settings)
