@@ -64,4 +64,4 @@ def dit64(
         kept[f"resid{layer}"] = x
     last = vectors("model.norm.modulation", 2)
     x = layer_normed(x, weights["model.norm.norm_final.weight"]) * (1 + last[1]) + last[0]
-    return kept | {"logits": linear(x, "lm_head")}
+    return kept | {"logits": linear(x, "lm_head"), "final_modulation": torch.stack(last)}

@@ -303,7 +303,7 @@ class _Entries:
         place = self._places(step)
         written, predicted = place["written"], place["predicted"]
         plain = self._streams(self.stored, step, place)
-        self.head.sigma = self.stored.sampler.sigma
+        self.head.sigma = self.stored.sigma
         given = (self.layers, written, predicted, self.top, self.translate)
         found = lens_measures(self.head, plain, *given)
         if self.hooked is not None:

@@ -176,12 +176,18 @@ def train_tuned_lens(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a model without a tokenizer, a file of fewer than 2 tokens, or a setting below 1.
+        ValueError: a model without a tokenizer or one that is given the noise level, a file of fewer than 2 tokens,
+            or a setting below 1.
     """
     if min(steps, batch_size, length - 1) < 1 or learning_rate <= 0:
         raise ValueError(
             f"train_tuned_lens(steps={steps}, batch_size={batch_size}, length={length}, "
             f"learning_rate={learning_rate}): steps and batch_size are at least 1, length 2, the rate above 0"
+        )
+    if getattr(model.config, "time_conditioning", False):
+        raise ValueError(
+            f"{type(model).__name__} is given the noise level (time_conditioning), on which its last norm depends, "
+            "and a tuned lens is trained without one; use the logit lens of a run (dlm_lens.logit_lens)"
         )
     ids, head = _ids(model, Path(text)), Unembedding(model)
     layers = tuple(range(len(attention_blocks(model)) - 1))

@@ -24,7 +24,7 @@ class Unembedding:
         model: from `dlm_lens.load`.
 
     Attributes:
-        sigma: the noise level of the pass whose streams are read, for networks whose final norm depends on it.
+        sigma: noise level of the states, for the final norm of a network that is given it (a DiT); None for others.
 
     Raises:
         ValueError: a model without a final norm of a known name.

@@ -161,9 +161,13 @@ def sink_writes(
     entries, is_sink = _entries(run, sinks, chosen, places, limit, seed)
     vectors = torch.zeros(len(entries), int(model.config.hidden_size), dtype=torch.float32)
     reader = _Reader(model, sinks, entries, vectors)
+    parts: dict[int, dict[str, Tensor]] = {}
     for step in tqdm(entries[:, 0].unique().tolist(), desc="sink writes", unit="step", disable=not progress):
         reader.run(stored, step)
-    found = _token_measures(head, vectors, top)
+        head.sigma = stored.sigma
+        parts[step] = _token_measures(head, vectors[entries[:, 0] == step], top)
+    back = entries[:, 0].argsort(stable=True).argsort()
+    found = {name: torch.cat([part[name] for part in parts.values()])[back] for name in _MEASURES}
     step, batch, layer, _, position = entries.unbind(-1)
     canvas = run.tokens.shape[1]
     return SinkWrites(
@@ -257,6 +261,9 @@ class _Reader:
             self.vectors[here.nonzero()[:, 0][mine.cpu()]] = (value[mine] @ weight[one]).cpu()
 
 
+_MEASURES = ("top_tokens", "top_probabilities", "entropy")
+
+
 def _token_measures(head: Unembedding, vectors: Tensor, top: int) -> dict[str, Tensor]:
     """Top tokens and entropy of every vector, a few vectors at a time."""
     parts = []
@@ -265,5 +272,4 @@ def _token_measures(head: Unembedding, vectors: Tensor, top: int) -> dict[str, T
         best = logs.topk(top, dim=-1)
         entropy = torch.special.entr(logs.exp()).sum(-1)
         parts.append((best.indices.cpu(), best.values.exp().float().cpu(), entropy.float().cpu()))
-    names = ("top_tokens", "top_probabilities", "entropy")
-    return {name: torch.cat(values) for name, values in zip(names, zip(*parts, strict=True), strict=True)}
+    return {name: torch.cat(values) for name, values in zip(_MEASURES, zip(*parts, strict=True), strict=True)}

@@ -111,6 +111,11 @@ class StoredCanvases:
         """Whether the run is AR decoding, whose network sees prefixes."""
         return self.sampler.autoregressive
 
+    @property
+    def sigma(self) -> float | None:
+        """The noise level of the step that was entered last, where the network is given it; else None."""
+        return self.sampler.sigma if getattr(self.model.config, "time_conditioning", False) else None
+
     def length(self, step: int) -> int:
         """Canvas positions that the network sees at a step: all, or in an AR run the written prefix."""
         run = self.run

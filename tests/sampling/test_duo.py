@@ -11,6 +11,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions
 from dlm_lens.sampling.samplers.duo import DuoSettings, Levels, levels_of, posterior
+from dlm_lens.sampling.stored_run import StoredRun
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
 
@@ -269,3 +270,42 @@ def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
 def test_steps_are_as_many_as_tokens_where_they_are_not_given() -> None:
     assert dl.denoise(tiny("duo"), "", gen_length=4).steps == 5
     assert dl.denoise(tiny("duo"), "", gen_length=4, steps=2, noise_removal="none").steps == 2
+
+
+@pytest.mark.parametrize("family", ["duo", "mdlm"])
+def test_the_lens_has_the_noise_level_of_its_step(family: str) -> None:
+    model = tiny(family, time_conditioning=True)
+    run = dl.denoise(model, PROMPTS[1:2], **RUN)
+    lens = dl.logit_lens(model, run, top=3)
+    for step in range(run.steps):
+        here = (lens.step == step) & (lens.position >= 3)
+        last = dit64(model, run.canvases[step], sigma=sigma_at(step))
+        best = last["logits"][0].softmax(-1).topk(3).values[lens.position[here]]
+        torch.testing.assert_close(lens.top_probabilities[here, -1].double(), best, atol=1e-5, rtol=1e-4)
+        # The first layer's stream through the last norm at the step's level, as a float64 network has it.
+        weights = {name: value.double() for name, value in model.state_dict().items()}
+        stream = last["resid0"][0]
+        normed = torch.nn.functional.layer_norm(stream, stream.shape[-1:], eps=1e-5)
+        normed = normed * weights["model.norm.norm_final.weight"]
+        shift, scale = last["final_modulation"]
+        first = (normed * (1 + scale) + shift) @ weights["lm_head.weight"].T + weights["lm_head.bias"]
+        best = first.softmax(-1).topk(3).values[lens.position[here]]
+        torch.testing.assert_close(lens.top_probabilities[here, 0].double(), best, atol=1e-5, rtol=1e-4)
+
+
+def test_what_a_sink_writes_is_read_at_the_level_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny("duo")
+    run = dl.denoise(model, PROMPTS[1:2], **RUN)
+    sinks = dl.find_sinks(dl.received_over_steps(model, run), dl.TopK(1))
+    every, heads = dl.probes.sink_writes(model, run, sinks, limit=1000), 8
+    for step in (0, 4, 8):
+        alone = dl.probes.sink_writes(model, run, sinks, steps=[step], limit=1000)
+        kept, own = every.sink & (every.step == step), alone.sink
+        assert int(kept.sum()) == int(own.sum()) == heads
+        for name in ("layer", "head", "position", "norm", "entropy"):
+            torch.testing.assert_close(getattr(every, name)[kept], getattr(alone, name)[own])
+    # At another level the same vectors are other distributions.
+    monkeypatch.setattr(StoredRun, "sigma", property(lambda _: 0.0))
+    flat = dl.probes.sink_writes(model, run, sinks, limit=1000)
+    assert flat.norm.equal(every.norm)
+    assert not torch.allclose(flat.entropy, every.entropy, atol=1e-3)

@@ -171,6 +171,7 @@ class Sampler(nn.Module):
         sigma: the noise level of the step, for networks that may be given it; None for others.
         mask_id: of [MASK]; None before the run begins, and for models without a mask token.
         fillable: where [MASK] is open; None before the run begins.
+        sigma: noise level of the step that was entered, in samplers whose networks may be given it; None in others.
     """
 
     propose: nn.Module
@@ -194,6 +195,7 @@ class Sampler(nn.Module):
     proposes_all: bool = False
     sigma: float | None = None
     mask_id: int | None = None
+    sigma: float | None = None
     fillable: Bool[Tensor, "batch position"] | None = None
 
     def __init__(self) -> None:
