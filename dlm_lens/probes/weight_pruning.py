@@ -113,7 +113,9 @@ def input_norms(
 
     def add(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0].double() * kept[step].to(inputs[0].device)[..., None]
+            x = inputs[0].double()
+            x = x[:, None] if x.ndim == 2 else x  # of a row, for all its positions: the noise level of a DiT
+            x = x * kept[step].to(x.device)[..., None]
             norms[name] += x.flatten(0, -2).norm(dim=0).cpu()
 
         return hook

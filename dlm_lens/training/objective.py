@@ -10,7 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters import family_of
 from dlm_lens.attention import SinkLayout, computed_span
+from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
 from dlm_lens.training.sources import Rows
 
@@ -404,13 +407,21 @@ class UniformDiffusionLoss:
         """The same objective, with the vocabulary of the model and the batch size as `group`.
 
         Raises:
-            ValueError: the model's own sampler does not denoise uniform noise, or it embeds fewer ids.
+            ValueError: the model's own sampler does not denoise uniform noise, or has another prediction; or it
+                embeds fewer ids.
         """
         check_trained_whole(model)
         if getattr(model.config, "mask_token_id", None) is not None or not hasattr(model.config, "mask_token_id"):
             raise ValueError(
                 f"{type(model).__name__} is no model of uniform noise (it has a mask token, or is autoregressive); "
                 "train a uniform_qwen, or use MaskedDiffusionLoss or NextToken"
+            )
+        sampler = family_of(model.config.model_type).sampler_of(model.config)
+        if isinstance(algorithms()[sampler].corruption, UniformCorruption):
+            raise ValueError(
+                f"{type(model).__name__} predicts a token from the others, and its sampler counts the token itself "
+                "beside that (2506.10892): this loss, whose prediction reads the token too, does not train it; "
+                "train a uniform_qwen"
             )
         vocabulary = self.vocabulary or int(model.config.vocab_size)
         rows = int(model.get_input_embeddings().weight.shape[0])

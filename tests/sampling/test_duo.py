@@ -309,3 +309,16 @@ def test_what_a_sink_writes_is_read_at_the_level_of_its_step(monkeypatch: pytest
     flat = dl.probes.sink_writes(model, run, sinks, limit=1000)
     assert flat.norm.equal(every.norm)
     assert not torch.allclose(flat.entropy, every.entropy, atol=1e-3)
+
+
+def test_input_norms_count_the_noise_level_at_every_position_of_its_row() -> None:
+    """It raised, or took rows for positions: what the modulation reads is of a row, and not of a position."""
+    model: Any = tiny("duo")
+    run = dl.denoise(model, PROMPTS, **RUN)
+    found = dl.probes.input_norms(model, run).values["model.layers.0.modulation"]
+    expected = torch.zeros(16, dtype=torch.float64)
+    positions = int(run.attention_mask.sum())
+    for step in range(run.steps):
+        condition = model.model.sigma_map(torch.tensor([sigma_at(step)]))[0].detach().double()
+        expected += (positions * condition**2).sqrt()
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)

@@ -294,3 +294,8 @@ def test_uniform_noise_needs_a_model_without_a_mask_token(family: str) -> None:
         UniformDiffusionLoss().for_model(tiny(family), 4)
     with pytest.raises(ValueError, match="has no mask token"):
         MaskedDiffusionLoss().for_model(tiny("uniform_qwen"), 4)
+
+
+def test_a_network_that_predicts_from_the_other_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="DuoForDiffusion predicts a token from the others"):
+        UniformDiffusionLoss().for_model(tiny("duo"), 4)

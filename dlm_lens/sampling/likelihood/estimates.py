@@ -21,6 +21,7 @@ from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, chain_masks
 from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, cross_entropy
+from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption, UniformScorer, uniform_losses
 from dlm_lens.sampling.prompts import warn_beyond_context
 from dlm_lens.sampling.settings import LIKELIHOOD_METHODS, check_model, row_seeds
 from dlm_lens.sampling.two_copies import Blocks
@@ -168,6 +169,13 @@ def monte_carlo(
     for query, loss in scorer.losses(queries()):
         sums[query.item][query.term] = loss.sum()
     losses = tuple(_per_sample(drawn[item], sums[item]) for item in range(len(pairs)))
+    return _estimate(losses, pairs, record)
+
+
+def _estimate(
+    losses: tuple[Float[Tensor, "sample"], ...], pairs: Sequence[Pair], record: Mapping[str, Any]
+) -> LogLikelihood:
+    """The Monte Carlo estimates of items with these losses."""
     groups = torch.stack(losses).unflatten(-1, (-1, record["strata"])).mean(-1)
     spread = groups.std(-1) if groups.shape[1] > 1 else torch.full((len(pairs),), torch.nan, dtype=torch.float64)
     return LogLikelihood(
@@ -226,6 +234,9 @@ def log_likelihood(
     "greedy_completion" decodes the answer's positions one by one, the most confident first, and compares the result
     with the answer.
 
+    Of Duo, a model of uniform noise, "mc" alone is defined: random tokens instead of masks, and the NELBO of
+    2506.10892, whose losses are those of every token of the answer.
+
     Of a model that decodes blocks every block is scored given the prompt and the clean blocks before it
     (2503.09573): canvases are [x_t, x_0], and the bound of "mc" is the sum of the blocks' bounds.
 
@@ -249,9 +260,9 @@ def log_likelihood(
             a single seed), `batch_size` is `strata` too, LLaDA's numbers of masks rounded half to even (a bias),
             [MASK] allowed in a greedy completion.
         **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream and SMDM: eps,
-            protect_ends, scope ("answer" or "both"); "chain_rule": order ("left_to_right" or "right_to_left"); of a
-            model that decodes blocks: block_length, where it is not the model's own; of MDLM and SEDD: eps, scope,
-            stratified.
+            protect_ends, scope ("answer" or "both"); of MDLM, SEDD and Duo: eps, scope, stratified; "chain_rule":
+            order ("left_to_right" or "right_to_left"); of a model that decodes blocks: block_length, where it is
+            not the model's own.
 
     Raises:
         ValueError: items or settings that cannot work, before anything is computed.
@@ -260,7 +271,8 @@ def log_likelihood(
     check_model(model)
     algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
     causal = algorithm.sampler.autoregressive
-    if not (causal or family_of(model.config.model_type).has_mask_token):
+    uniform = isinstance(algorithm.corruption, UniformCorruption)
+    if not (causal or uniform or family_of(model.config.model_type).has_mask_token):
         # Neither loss nor likelihood of a canvas after an encoder is defined here.
         whole = computed_span(model, 2) is None
         instead = (
@@ -273,6 +285,12 @@ def log_likelihood(
             f"masks, and every likelihood here masks{instead}"
         )
     method = method or ("chain_rule" if causal else "mc")
+    if uniform and (method in LIKELIHOOD_METHODS[1:] or cfg_scale):
+        given = f"cfg_scale={cfg_scale}" if cfg_scale else f"method={method!r}"
+        raise ValueError(
+            f"{given} hides tokens with [MASK], and {type(model).__name__} is a model of uniform noise without "
+            "one; use method='mc'"
+        )
     if "mc_num" in settings:
         raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
     _check(method, algorithm, samples, cfg_scale, batch_size)
@@ -300,6 +318,9 @@ def log_likelihood(
         strata = strata or batch_size
         bar = tqdm(range(len(pairs)), desc="likelihood", unit="item", disable=not progress)
     record |= {"samples": samples, "strata": strata_of(samples, strata), "seeds": seeds, **asdict(corruption)}
+    if isinstance(corruption, UniformCorruption):
+        scorer = UniformScorer(model, batch_size=batch_size)
+        return _estimate(uniform_losses(scorer, pairs, bar, corruption, record), pairs, record)
     return monte_carlo(scorer, pairs, bar, corruption, record)
 
 

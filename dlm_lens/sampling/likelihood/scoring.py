@@ -51,6 +51,10 @@ class Query:
     term: int = 0
     sigma: float | None = None
 
+    def canvas(self, mask: int) -> Int[Tensor, "position"]:
+        """What the network sees."""
+        return self.pair.tokens.masked_fill(self.masked, mask)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Row(Query):
@@ -151,6 +155,20 @@ class Scorer:
         first = padding_before(content)
         return BlockLayout(self.blocks.length, first if self.blocks.from_text else first + prompt.sum(-1))
 
+    def logits(self, batch: Batch, rows: Sequence[Query]) -> Float[Tensor, "scored d_vocab"]:
+        """Logits of the scored positions of a batch.
+
+        Raises:
+            NonFiniteLogitsError: naming the item and the position.
+        """
+        network = self.network(batch.content, batch.prompt, batch.tokens)
+        if rows[0].sigma is not None and getattr(self.model.config, "time_conditioning", False):
+            sigma = torch.tensor([row.sigma for row in rows], dtype=torch.float32, device=batch.canvas.device)
+            network.inputs["sigma"] = sigma.repeat(2 if self.cfg_scale else 1)
+        logits = decodable(network.at(batch.canvas, batch.scored), self.model.config)
+        check_items(logits, batch.scored, batch.content, rows)
+        return logits
+
     def _fits(self, rows: int, width: int, scored: int, shortest: int) -> bool:
         if self.batch_size is not None:
             return rows <= self.batch_size
@@ -164,12 +182,7 @@ class Scorer:
 
     def _evaluate(self, rows: Sequence[Row]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
         batch = assemble(self.model, rows)
-        network = self.network(batch.content, batch.prompt, batch.tokens)
-        if rows[0].sigma is not None:
-            sigma = torch.tensor([row.sigma for row in rows], dtype=torch.float32, device=batch.canvas.device)
-            network.inputs["sigma"] = sigma.repeat(2 if self.cfg_scale else 1)
-        logits = decodable(network.at(batch.canvas, batch.scored), self.model.config)
-        check_items(logits, batch.scored, batch.content, rows)
+        logits = self.logits(batch, rows)
         where, targets = _scored_tokens(rows)
         # With a device map the head may be on another device than the embedding.
         found = self.loss(logits.float(), where.to(logits.device), targets.to(logits.device))
@@ -243,11 +256,11 @@ def assemble(model: Any, queries: Sequence[Query]) -> Batch:
             line[width - len(row) :] = row
         return out
 
+    # An AR model has no mask token, and nothing of its text is masked.
+    mask = getattr(model.config, "mask_token_id", None) or 0
     tokens = padded([query.pair.tokens for query in queries], padding_id(model))
-    masked = padded([query.masked for query in queries], False)
+    canvas = padded([query.canvas(mask) for query in queries], padding_id(model))
     scored = padded([query.scored for query in queries], False)
     content = padded([torch.ones_like(query.masked) for query in queries], False)
     prompt = padded([~query.pair.in_answer for query in queries], False)
-    # An AR model has no mask token, and nothing of its text is masked.
-    canvas = tokens.masked_fill(masked, getattr(model.config, "mask_token_id", None) or 0)
     return Batch(*(part.to(device) for part in (canvas, content, prompt, scored, tokens)))

@@ -168,10 +168,9 @@ class Sampler(nn.Module):
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
             The loop sets it from `RunObserver.proposes_all`.
         progress: what a progress bar calls the run and its steps.
-        sigma: the noise level of the step, for networks that may be given it; None for others.
+        sigma: the noise level of the step that was entered, for networks that may be given it; None for others.
         mask_id: of [MASK]; None before the run begins, and for models without a mask token.
         fillable: where [MASK] is open; None before the run begins.
-        sigma: noise level of the step that was entered, in samplers whose networks may be given it; None in others.
     """
 
     propose: nn.Module
@@ -195,7 +194,6 @@ class Sampler(nn.Module):
     proposes_all: bool = False
     sigma: float | None = None
     mask_id: int | None = None
-    sigma: float | None = None
     fillable: Bool[Tensor, "batch position"] | None = None
 
     def __init__(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import SpecialIds, one_block
 from dlm_lens.sampling.samplers.dream import filtered
@@ -98,8 +99,10 @@ def posterior(
 
         w_j = (alpha_s - alpha_t) x_j + (1 - a) (1 - alpha_s) / V + [j = x_t] (alpha_t V x_j + a - alpha_t).
 
+    X is what the other tokens tell of this one; what x_t itself tells is the likelihood.
+
     Args:
-        likely: x, p(x_0).
+        likely: x, the network's probabilities of the text's token.
         seen: x_t.
         levels: of the step.
     """
@@ -217,4 +220,4 @@ class DuoSampler(NoiseConditionedSampler, UniformNoiseSampler):
         return self.canvas_after(canvas, proposal, running & masked, running & ~masked), proposal, decided & masked
 
 
-ALGORITHM = Algorithm("duo", DuoSettings, DuoSampler, random_settings)
+ALGORITHM = Algorithm("duo", DuoSettings, DuoSampler, random_settings, corruption=UniformCorruption())
