@@ -131,6 +131,8 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
     used = {key: pair for key, pair in matrices.items() if key not in tables and "vision" not in pair[0]}
     share = chosen / experts if experts and chosen else 1.0
     active = int(sum(count * (share if ".experts." in name else 1) for name, count in used.values()))
+    # What reads the noise level of a DiT acts once on a row, not on its positions.
+    rowwise = sum(count for name, count in used.values() if "modulation" in name or "sigma_map" in name)
     layers = [_widths(each) for each in hooked_attentions(model)]
     encoder = "encoder" in getattr(model, "attention_stacks", {})
     plans = sampler.plans(run["history"].prompt_length, length)
@@ -143,7 +145,10 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
         before = run["history"].prompt_length if sampler.autoregressive else max(plan.span[0] for plan in plans)
         passes.append((before, before // 2))
     flops = float(
-        sum(2 * active * q + 4 * sum(width for width, _ in layers) * q * k for q, k in passes)
+        sum(
+            2 * ((active - rowwise) * q + rowwise) + 4 * sum(width for width, _ in layers) * q * k
+            for q, k in passes
+        )
         + 2 * (len(plans) + conditioned) * logits * text.hidden_size * text.vocab_size
     )
     kept = sum(count for _, count in used.values()) * bits / 8 + sum(tables.values()) * 2

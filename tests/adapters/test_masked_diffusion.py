@@ -65,10 +65,12 @@ def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
         return forward64(model, ids, causal=causal)["logits"][0]
     width = getattr(model.config, "block_causal_length", None)
     block = torch.arange(ids.shape[1]) // (width or ids.shape[1])
-    share = float((ids == model.config.mask_token_id).double().mean()) if model.config.time_conditioning else 0.0
-    visible = (block[None] <= block[:, None])[None, None]
+    visible, mask = (block[None] <= block[:, None])[None, None], model.config.mask_token_id
+    if mask is None:
+        return dit64(model, ids, visible)["logits"][0]
+    share = float((ids == mask).double().mean()) if model.config.time_conditioning else 0.0
     logits = dit64(model, ids, visible, sigma=-math.log(1 - 0.999 * share))["logits"][0]
-    return logits.index_fill(-1, torch.tensor(model.config.mask_token_id), -torch.inf)
+    return logits.index_fill(-1, torch.tensor(mask), -torch.inf)
 
 
 def losses64(model: PreTrainedModel, shown: Tensor, labels: Tensor) -> Tensor:

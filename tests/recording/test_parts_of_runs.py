@@ -27,11 +27,12 @@ def same(found: Recording, wanted: Recording) -> None:
 
 
 @pytest.mark.parametrize("steps", [[5], [4, 2], slice(1, None, 2)])
-@pytest.mark.parametrize("family", ["llada", "dream", "diffugpt", "mdlm", "mdlm, given the noise", "sedd"])
+@pytest.mark.parametrize("family", ["llada", "dream", "diffugpt", "mdlm", "mdlm, given the noise", "sedd", "duo"])
 def test_the_steps_of_a_part_are_computed_as_in_the_run(family: str, steps: Any) -> None:
     name, _, conditioned = family.partition(", ")
     model = tiny(name, time_conditioning=True) if conditioned else tiny(name)
-    given = settings(name) if name not in ("mdlm", "sedd") else {"gen_length": 12, "steps": 8, "seed": [3, 4]}
+    dit = name in ("mdlm", "sedd", "duo")
+    given = {"gen_length": 12, "steps": 8, "seed": [3, 4]} if dit else settings(name)
     recorded = dl.record(model, PROMPTS, REDUCERS, **given)
     part = recorded.select(step=steps)
     assert (

@@ -37,6 +37,8 @@ SAMPLERS = {
     "rnd1 quirks": ("rnd1", {"temperature": 0.7, "reference_quirks": True, "seed": 5}),
     "sedd": ("sedd", {}),
     "sedd quirks": ("sedd", {"predictor": "euler", "reference_quirks": True, "seed": 5}),
+    "duo": ("duo", {"temperature": 0.7}),
+    "duo quirks": ("duo", {"noise_removal": "greedy", "reference_quirks": True, "seed": 5}),
     "smdm origin": ("smdm", {"temperature": 0.7, "cfg_scale": 1.0}),
     "smdm greedy": ("smdm", {"temperature": 0.7, "remasking": "greedy"}),
     "sink": ("sink_qwen", {"temperature": 0.7}),

@@ -18,6 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llada_moe": {"steps": 16},
     "diffugpt": {"steps": 16},
     "rnd1": {"steps": 16},
+    "duo": {"steps": 16},
     "modernbert": {"steps": 16},
     "a2d_qwen3": {"steps": 16},
 }

@@ -27,6 +27,7 @@ FAMILIES = [
     "diffugpt",
     "causal",
     "uniform_qwen",
+    "duo",
     "diffusion_gemma",
 ]
 HEAD = at_heads(at_layers(ablate("z"), [1]), [2])
