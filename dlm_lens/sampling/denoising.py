@@ -85,9 +85,9 @@ def denoise(
             at temperature > 0; MMaDA: those of the blocks, and padding seen as content under guidance; Dream: one
             budget averaged over the rows; SMDM: one budget and one ranking for the batch, noise drawn at
             temperature 0; dllm: masks in the prompt compete as LLaDA's, `begin_suppress_tokens` at every step with
-            confidence 0; MDLM and SEDD: draws in float32, every step runs; LLaDA2: rows do not end, masks in the
-            prompt's whole blocks stay; Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not
-            seen, a block begins greedily.
+            confidence 0; MDLM and SEDD: draws in float32, every step runs; Duo: its schedule in float32; LLaDA2: rows
+            do not end, masks in the prompt's whole blocks stay; Fast-dLLM v2: whole blocks and one token more, a
+            prompt of one block is not seen, a block begins greedily.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.
@@ -98,10 +98,11 @@ def denoise(
             MMaDA: eot_token, which ends a row after the block that ends with it; Dream: top_p, top_k, alg_temp,
             eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md); SMDM: eps; dllm: schedule,
             stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens; MDLM and SEDD:
-            predictor, noise_removal, eps; BD3-LM: first_hitting, steps_per_block, nucleus_p, use_cache; LLaDA2:
-            threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop, and for 2.1 editing_threshold,
-            max_post_steps, num_to_transfer; SDAR: steps_per_block, threshold, entropy_bound, top_k, top_p,
-            stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound, t_min, t_max,
+            predictor, noise_removal, eps; Duo: noise_removal, eps, top_p; BD3-LM: first_hitting, steps_per_block,
+            nucleus_p, use_cache; LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop,
+            and for 2.1 editing_threshold, max_post_steps, num_to_transfer; SDAR: steps_per_block, threshold,
+            entropy_bound, top_k, top_p, stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound,
+            t_min, t_max,
             stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2: sub_block_length,
             threshold, top_p, use_cache, use_block_cache; AR: use_cache).
 
