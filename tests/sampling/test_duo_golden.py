@@ -16,10 +16,13 @@ SETTINGS = json.loads((GOLDEN / "sampling.json").read_text())["settings"]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting["name"])
-def test_reference_quirks_reproduce_the_original(setting: dict[str, Any]) -> None:
+def test_reference_quirks_reproduce_the_original(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     model: Any = loaded(GOLDEN)
     given = {{"p_nucleus": "top_p"}.get(name, name): value for name, value in setting["args"].items()}
+    if given.pop("predictor", "ancestral") == "psi":
+        monkeypatch.setattr(model.config, "sampler", "duo_psi")
+        given |= given.pop("psi")
     prompts = torch.zeros(setting["batch"], 0, dtype=torch.long)
     handle = model.model.register_forward_pre_hook(lambda *_: passes.append(1))
     found = dlm_lens.denoise(model, prompts, gen_length=12, seed=setting["seed"], reference_quirks=True, **given)

@@ -15,6 +15,17 @@ DUO_SAMPLER = {
 }
 """The defaults of s-sahoo/duo's config.yaml; steps and gen_length are ours (theirs: 1000, the whole context)."""
 
+PSI_SAMPLER = {
+    **DUO_SAMPLER,
+    "high_mode": "pure-posterior",
+    "middle_mode": "pure-posterior",
+    "low_mode": "pure-posterior",
+    "high_frac": 0.2,
+    "middle_frac": 0.6,
+    "time_profile": "linear",
+}
+"""Likewise, of the predictor "psi", which with these is the same."""
+
 
 class DuoConfig(DiTConfig):
     """Config of Duo: MDLM's fields; there is no mask token, and noise is uniform over the vocabulary.
@@ -51,7 +62,7 @@ class DuoForDiffusion(DiTForMaskedLM):
 FAMILY = Family(
     name="duo",
     layouts={"duo": (DuoConfig, DuoForDiffusion)},
-    samplers={"duo": DUO_SAMPLER},
+    samplers={"duo": DUO_SAMPLER, "duo_psi": PSI_SAMPLER},
     has_mask_token=False,
     hub_names=("s-sahoo/duo", "s-sahoo/duo-distilled"),
     special_ids={50258: {"bos": 50256, "eos": 50256, "pad": 50257}},

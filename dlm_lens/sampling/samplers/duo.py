@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -60,6 +60,10 @@ class DuoSettings:
         if self.noise_removal not in REMOVALS:
             raise ValueError(f"noise_removal is {self.noise_removal!r}; it must be one of {', '.join(REMOVALS)}")
 
+    def times(self, dtype: torch.dtype) -> Float[Tensor, "step_plus_one"]:
+        """The time before every step, and after the last."""
+        return torch.linspace(1, self.eps, self.steps + 1, dtype=dtype)
+
 
 class Levels(NamedTuple):
     """A step's noise: from t to s, alpha is the share of the tokens that are the text's.
@@ -76,17 +80,26 @@ class Levels(NamedTuple):
     alpha_s: Float[Tensor, ""]
     drawn: bool = True
 
+    @property
+    def removed(self) -> "Levels":
+        """The same from t to 0."""
+        return self._replace(alpha_s=torch.ones_like(self.alpha_t))
+
+
+def alpha_of(t: Float[Tensor, "*time"]) -> Float[Tensor, "*time"]:
+    """Alpha(t) = 1 - (1 - 1e-3) t, of the log-linear schedule."""
+    return 1 - (1 - NOISE_EPS) * t
+
 
 def levels_of(settings: DuoSettings, index: int, *, reference_quirks: bool = False) -> Levels:
     """The noise of a step; with `reference_quirks` in float32, as the original computes it."""
-    dtype = torch.float32 if reference_quirks else torch.float64
-    times = torch.linspace(1, settings.eps, settings.steps + 1, dtype=dtype)
+    times = settings.times(torch.float32 if reference_quirks else torch.float64)
     t = times[index]
-    sigma, alpha = float(sigma_of((1 - NOISE_EPS) * t)), 1 - (1 - NOISE_EPS) * t
+    levels = Levels(float(sigma_of((1 - NOISE_EPS) * t)), alpha_of(t), alpha_of(t))
     if index == settings.steps:
-        return Levels(sigma, alpha, torch.ones_like(alpha), drawn=settings.noise_removal == "ancestral")
+        return levels.removed._replace(drawn=settings.noise_removal == "ancestral")
     s = t - (t - times[index + 1])  # as there; in float32 it is not always the next time
-    return Levels(sigma, alpha, 1 - (1 - NOISE_EPS) * s)
+    return levels._replace(alpha_s=alpha_of(s))
 
 
 def posterior(
@@ -99,7 +112,8 @@ def posterior(
 
         w_j = (alpha_s - alpha_t) x_j + (1 - a) (1 - alpha_s) / V + [j = x_t] (alpha_t V x_j + a - alpha_t).
 
-    X is what the other tokens tell of this one; what x_t itself tells is the likelihood.
+    X is what the other tokens tell of this one; what x_t itself tells is the likelihood. The weights sum to
+    alpha_t V x_i + 1 - alpha_t, i = x_t.
 
     Args:
         likely: x, the network's probabilities of the text's token.
@@ -138,19 +152,35 @@ class DuoPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x_s for every evaluated position and the confidence of the eligible ones."""
-        likely, levels = self.probabilities(logits), self.levels
-        if levels.drawn:
-            weights = posterior(likely, canvas[evaluated].to(likely.device), levels)
+        likely = self.probabilities(logits)
+        seen = canvas[evaluated].to(likely.device)
+        if self.levels.drawn:
+            weights = self.weights(likely, seen)
             uniform = self.noise.columns(evaluated, eligible, likely.shape[-1]).to(weights)
             chosen = (weights / exponential(uniform, reference_quirks=self.reference_quirks)).argmax(-1)
         else:
             chosen = likely.argmax(-1)
-        text = float(levels.alpha_s) * likely.gather(-1, chosen[:, None])[:, 0]
-        share = (text / (text + float(1 - levels.alpha_s) / likely.shape[-1])).nan_to_num(1.0)
+        share = self.share(likely, seen, chosen)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=share.dtype, device=canvas.device)
         confidence = confidence.masked_scatter(evaluated, share.to(canvas.device))
         tokens = canvas.masked_scatter(evaluated, chosen.to(canvas.device))
         return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
+
+    def weights(
+        self, likely: Float[Tensor, "evaluated d_vocab"], seen: Int[Tensor, "evaluated"]
+    ) -> Float[Tensor, "evaluated d_vocab"]:
+        """Of x_s, up to a factor for each position."""
+        return posterior(likely, seen, self.levels)
+
+    def share(
+        self,
+        likely: Float[Tensor, "evaluated d_vocab"],
+        seen: Int[Tensor, "evaluated"],
+        chosen: Int[Tensor, "evaluated"],
+    ) -> Float[Tensor, "evaluated"]:
+        """The probability that the tokens `chosen` are the text's."""
+        text = float(self.levels.alpha_s) * likely.gather(-1, chosen[:, None])[:, 0]
+        return (text / (text + float(1 - self.levels.alpha_s) / likely.shape[-1])).nan_to_num(1.0)
 
     def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
         """P(x_0) within the nucleus, in float64; the original's log-softmax is float32."""
@@ -168,21 +198,28 @@ class DuoSampler(NoiseConditionedSampler, UniformNoiseSampler):
     text's than noise: its confidence is at least one half; else it is open. Both take the token that was drawn.
     Every step runs; rows have random generators of their own. With `reference_quirks` there is the original's one
     stream, and its schedule in float32.
+
+    Attributes:
+        kind: class of its settings.
+        proposing: class of `propose`.
     """
+
+    kind: ClassVar[type[DuoSettings]] = DuoSettings
+    proposing: ClassVar[type[DuoPropose]] = DuoPropose
 
     def __init__(
         self, settings: DuoSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
         super().__init__(noise)
         self.settings, self.reference_quirks = settings, reference_quirks
-        self.propose: DuoPropose = DuoPropose(settings, noise, reference_quirks=reference_quirks)
+        self.propose: DuoPropose = self.proposing(settings, noise, reference_quirks=reference_quirks)
         self.select = SelectLikelier()
 
     @classmethod
     def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
         """A sampler for passes over the canvases of a finished run."""
         sampler = super().for_rerun(settings)
-        sampler.settings = of_run(DuoSettings, settings)
+        sampler.settings = of_run(cls.kind, settings)
         sampler.reference_quirks = bool(settings.get("reference_quirks"))
         return sampler
 
