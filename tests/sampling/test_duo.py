@@ -293,8 +293,9 @@ def test_the_lens_has_the_noise_level_of_its_step(family: str) -> None:
         torch.testing.assert_close(lens.top_probabilities[here, 0].double(), best, atol=1e-5, rtol=1e-4)
 
 
-def test_what_a_sink_writes_is_read_at_the_level_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = tiny("duo")
+@pytest.mark.parametrize("family", ["duo", "sedd"])
+def test_what_a_sink_writes_is_read_at_the_level_of_its_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny(family)
     run = dl.denoise(model, PROMPTS[1:2], **RUN)
     sinks = dl.find_sinks(dl.received_over_steps(model, run), dl.TopK(1))
     every, heads = dl.probes.sink_writes(model, run, sinks, limit=1000), 8
