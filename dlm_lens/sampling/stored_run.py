@@ -22,7 +22,7 @@ from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
-from dlm_lens.sampling.samplers.base import Sampler
+from dlm_lens.sampling.samplers.base import rerun_sampler
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import tokenizer_of
 
@@ -82,7 +82,7 @@ class StoredCanvases:
         self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
         self.device = input_device(model)
         self.content = run.attention_mask.to(self.device)
-        self.sampler = sampler_of(run)
+        self.sampler = rerun_sampler(run.settings)
         blocks = run.attention_blocks
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
         plans = [self._plan_in_run(step) for step in range(run.steps)]
@@ -491,14 +491,3 @@ class StoredRun(StoredCanvases):
     def logits(self, states: Float[Tensor, "half predicted d_model"]) -> Float[Tensor, "predicted d_vocab"]:
         """Logits of (some of) the states, guided as in the run."""
         return self._network.head(states)
-
-
-def sampler_of(run: DenoisingRun) -> Sampler:
-    """The sampler of a finished run for passes over its canvases: its network, but no schedule and no proposals."""
-    algorithm = algorithms().get(str(run.settings.get("sampler")))
-    if algorithm is None:
-        return Sampler.for_rerun(run.settings)
-    sampler: Sampler = algorithm.sampler.for_rerun(
-        {"cfg_scale": getattr(algorithm.settings, "cfg_scale", 0.0)} | dict(run.settings)
-    )
-    return sampler

@@ -271,26 +271,8 @@ def log_likelihood(
     check_model(model)
     algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
     causal = algorithm.sampler.autoregressive
-    uniform = isinstance(algorithm.corruption, UniformCorruption)
-    if not (causal or uniform or family_of(model.config.model_type).has_mask_token):
-        # Neither loss nor likelihood of a canvas after an encoder is defined here.
-        whole = computed_span(model, 2) is None
-        instead = (
-            "; compare losses on held-out text instead (dlm_lens.training.UniformDiffusionLoss)"
-            if whole
-            else "; compare what it writes (dlm_lens.denoise), or its confidence (dlm_lens.probes.commitment)"
-        )
-        raise ValueError(
-            f"{type(model).__name__} is a model of uniform noise: its open positions hold random tokens instead of "
-            f"masks, and every likelihood here masks{instead}"
-        )
     method = method or ("chain_rule" if causal else "mc")
-    if uniform and (method in LIKELIHOOD_METHODS[1:] or cfg_scale):
-        given = f"cfg_scale={cfg_scale}" if cfg_scale else f"method={method!r}"
-        raise ValueError(
-            f"{given} hides tokens with [MASK], and {type(model).__name__} is a model of uniform noise without "
-            "one; use method='mc'"
-        )
+    _check_masks(model, algorithm, method, cfg_scale)
     if "mc_num" in settings:
         raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
     _check(method, algorithm, samples, cfg_scale, batch_size)
@@ -322,6 +304,31 @@ def log_likelihood(
         scorer = UniformScorer(model, batch_size=batch_size)
         return _estimate(uniform_losses(scorer, pairs, bar, corruption, record), pairs, record)
     return monte_carlo(scorer, pairs, bar, corruption, record)
+
+
+def _check_masks(model: Any, algorithm: Algorithm, method: str, cfg_scale: float) -> None:
+    """Raise for a model without a mask token, unless a method needs none."""
+    if algorithm.sampler.autoregressive or family_of(model.config.model_type).has_mask_token:
+        return
+    kind = type(model).__name__
+    if isinstance(algorithm.corruption, UniformCorruption):
+        if method in LIKELIHOOD_METHODS[1:] or cfg_scale:
+            given = f"cfg_scale={cfg_scale}" if cfg_scale else f"method={method!r}"
+            raise ValueError(
+                f"{given} hides tokens with [MASK], and {kind} is a model of uniform noise without one; use "
+                "method='mc'"
+            )
+        return
+    # Neither loss nor likelihood of a canvas after an encoder is defined here.
+    instead = (
+        "compare losses on held-out text instead (dlm_lens.training.UniformDiffusionLoss)"
+        if computed_span(model, 2) is None
+        else "compare what it writes (dlm_lens.denoise), or its confidence (dlm_lens.probes.commitment)"
+    )
+    raise ValueError(
+        f"{kind} is a model of uniform noise: its open positions hold random tokens instead of masks, and every "
+        f"likelihood here masks; {instead}"
+    )
 
 
 def _blocks(model: Any, settings: dict[str, Any]) -> Blocks | None:

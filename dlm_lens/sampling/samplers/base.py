@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.attention import BlockLayout, padding_before
+from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
 
@@ -450,3 +451,16 @@ class Sampler(nn.Module):
         none = torch.zeros_like(unmasked)
         revised = self.revise(canvas, *proposal, none if editable is None else editable)
         return torch.where(unmasked | revised, proposal[0], canvas)
+
+
+def rerun_sampler(settings: Mapping[str, Any]) -> Sampler:
+    """The sampler for passes over the canvases of a finished run with these settings.
+
+    Of an algorithm that is not installed it has the network that every sampler has.
+    """
+    algorithm = algorithms().get(str(settings.get("sampler")))
+    if algorithm is None:
+        return Sampler.for_rerun(settings)
+    guided = {"cfg_scale": getattr(algorithm.settings, "cfg_scale", 0.0)}
+    sampler: Sampler = algorithm.sampler.for_rerun(guided | dict(settings))
+    return sampler
