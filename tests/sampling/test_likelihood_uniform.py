@@ -79,6 +79,17 @@ def test_the_integral_of_the_loss_of_a_perfect_network_is_the_entropy_of_the_dat
     assert total == pytest.approx(entropy, abs=2e-4)
 
 
+def test_text_without_noise_has_the_limit_of_the_loss() -> None:
+    """At a time of 0, which `eps=0` can draw, 0 ln 0 was not a number; at alpha = 1 the loss is (1/x_i - 1) / V."""
+    logs = torch.randn(3, 7, generator=torch.Generator().manual_seed(2)).double().log_softmax(-1)
+    tokens = torch.tensor([1, 2, 3])
+    found = nelbo(logs, tokens, tokens, torch.ones(3))
+    own = logs[torch.arange(3), tokens].exp()
+    torch.testing.assert_close(found, (1 - 1e-3) * (1 / own - 1) / 7, atol=1e-12, rtol=1e-12)
+    near = nelbo(logs, tokens, tokens, torch.full((3,), 1 - 1e-9, dtype=torch.float64))
+    torch.testing.assert_close(found, near, atol=1e-6, rtol=1e-6)
+
+
 def test_a_certain_and_right_prediction_costs_nothing() -> None:
     logs = torch.full((2, 6), -1e4, dtype=torch.float64).scatter(-1, torch.tensor([[2], [2]]), 0.0)
     loss = nelbo(logs, torch.tensor([2, 5]), torch.tensor([2, 2]), torch.tensor([0.3, 0.6]))

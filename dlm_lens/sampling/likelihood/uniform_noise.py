@@ -51,13 +51,14 @@ def nelbo(
 
         -alpha' / (V alpha) [V / y_theta,i - V / y_i + sum_j w_j ln(w_j y_theta,i / y_theta,j)],
 
-    where alpha' = -(1 - 1e-3) in the log-linear schedule. It is 0 where the prediction is the text.
+    where alpha' = -(1 - 1e-3) in the log-linear schedule, and w ln w = 0 for w = 0. It is 0 where the prediction is
+    the text.
 
     Args:
         logs: ln x_theta.
         seen: x_t.
         tokens: of the text.
-        alpha: the share of the text's tokens, below 1.
+        alpha: the share of the text's tokens; 1 only where x_t is the text.
     """
     size, a = logs.shape[-1], alpha.double()
     predicted = size * a[:, None] * logs.double().exp() + 1 - a[:, None]
@@ -65,8 +66,8 @@ def nelbo(
     here = torch.where(seen == tokens, size * a + 1 - a, 1 - a)
     others, text = (1 - a) / here, (size * a + 1 - a) / here  # w_j of the other tokens, and of the text's
     # The sum as if every token were another one, and the difference that the text's makes.
-    total = others * (size * (others * own).log() - predicted.log().sum(-1))
-    total = total + text * (text * own / right).log() - others * (others * own / right).log()
+    total = size * torch.xlogy(others, others * own) - torch.xlogy(others[:, None], predicted).sum(-1)
+    total = total + text * (text * own / right).log() - torch.xlogy(others, others * own / right)
     return (1 - NOISE_EPS) / (size * a) * (size / own - size / here + total)
 
 
