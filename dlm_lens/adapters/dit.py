@@ -52,6 +52,11 @@ def sigma_of(masked: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     return -torch.log1p(-masked)
 
 
+def takes_noise_level(model: Any) -> bool:
+    """Whether a network is given the noise level: a DiT with `time_conditioning`."""
+    return bool(getattr(model.config, "time_conditioning", False))
+
+
 class DiTConfig(LlamaConfig):
     """Config of a DiT: accepts the original config.json and writes it back beside Llama's names.
 

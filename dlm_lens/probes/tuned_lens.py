@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
+from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import (
     SinkLayout,
@@ -184,7 +185,7 @@ def train_tuned_lens(
             f"train_tuned_lens(steps={steps}, batch_size={batch_size}, length={length}, "
             f"learning_rate={learning_rate}): steps and batch_size are at least 1, length 2, the rate above 0"
         )
-    if getattr(model.config, "time_conditioning", False):
+    if takes_noise_level(model):
         raise ValueError(
             f"{type(model).__name__} is given the noise level (time_conditioning), on which its last norm depends, "
             "and a tuned lens is trained without one; use the logit lens of a run (dlm_lens.logit_lens)"

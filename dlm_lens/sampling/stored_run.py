@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
+from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import HookLike, attention_stack, checked, computed_span, decoder_of
 from dlm_lens.placement import input_device
@@ -114,7 +115,7 @@ class StoredCanvases:
     @property
     def sigma(self) -> float | None:
         """The noise level of the step that was entered last, where the network is given it; else None."""
-        return self.sampler.sigma if getattr(self.model.config, "time_conditioning", False) else None
+        return self.sampler.sigma if takes_noise_level(self.model) else None
 
     def length(self, step: int) -> int:
         """Canvas positions that the network sees at a step: all, or in an AR run the written prefix."""

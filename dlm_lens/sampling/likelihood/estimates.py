@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters import family_of
+from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import computed_span, exclusive
 from dlm_lens.display import ShowsItself
@@ -150,7 +151,7 @@ def monte_carlo(
     A mask that an item draws several times (all of them, if its answer is one token) is evaluated once, unless the
     network is given the noise level.
     """
-    conditioned = bool(getattr(scorer.model.config, "time_conditioning", False))
+    conditioned = takes_noise_level(scorer.model)
     shared = torch.Generator().manual_seed(record["seeds"][0]) if record["reference_quirks"] else None
     drawn: dict[int, _Samples] = {}
 

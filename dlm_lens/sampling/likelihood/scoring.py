@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import BlockLayout, padding_before
 from dlm_lens.placement import execution_device, input_device
 from dlm_lens.sampling.block_network import BlockLogits
@@ -162,7 +163,7 @@ class Scorer:
             NonFiniteLogitsError: naming the item and the position.
         """
         network = self.network(batch.content, batch.prompt, batch.tokens)
-        if rows[0].sigma is not None and getattr(self.model.config, "time_conditioning", False):
+        if rows[0].sigma is not None and takes_noise_level(self.model):
             sigma = torch.tensor([row.sigma for row in rows], dtype=torch.float32, device=batch.canvas.device)
             network.inputs["sigma"] = sigma.repeat(2 if self.cfg_scale else 1)
         logits = decodable(network.at(batch.canvas, batch.scored), self.model.config)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
+from dlm_lens.adapters.dit import NOISE_EPS, sigma_of, takes_noise_level
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
@@ -177,7 +177,7 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
         Raises:
             ValueError: a network that is given the noise level, with `first_hitting`.
         """
-        if self.is_conditioned(model) and self.settings.first_hitting:
+        if takes_noise_level(model) and self.settings.first_hitting:
             raise ValueError(
                 "the network is given the noise level (time_conditioning), which first_hitting=True does not have; "
                 "denoise with first_hitting=False"
@@ -188,7 +188,7 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
             content,
             self,
             layout=self.block_layout,
-            use_cache=self.use_cache and not self.is_conditioned(model),  # what is cached would depend on it
+            use_cache=self.use_cache and not takes_noise_level(model),  # what is cached would depend on it
             **self.guidance(model, masked, prompt_length, canvas),
         )
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
+from dlm_lens.adapters.dit import NOISE_EPS, sigma_of, takes_noise_level
 from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
@@ -233,7 +233,7 @@ class NoiseConditionedLogits(CanvasLogits):
 
         While anything listens to the model, and in a network that is given the noise level, every step has a pass.
         """
-        conditioned = self.sampler.is_conditioned(self.model) and not self.sampler.keeps_stale
+        conditioned = takes_noise_level(self.model) and not self.sampler.keeps_stale
         if own_forward or edit is not None or conditioned or has_listeners(self.model):
             return super().of_step(canvas, evaluated, plan, own_forward=own_forward, grad=grad, edit=edit)
         if self._kept is None or not (self._kept[0].equal(canvas) and self._kept[1].equal(evaluated)):
@@ -267,14 +267,9 @@ class NoiseConditionedSampler(Sampler):
         """The network of the canvas, given the noise level of the step if it is given any."""
         return NoiseConditionedLogits(model, content, self, **self.guidance(model, masked, prompt_length, canvas))
 
-    @staticmethod
-    def is_conditioned(model: Any) -> bool:
-        """Whether the network is given the noise level."""
-        return bool(getattr(model.config, "time_conditioning", False))
-
     def noise_inputs(self, model: Any, rows: int) -> dict[str, Any]:
         """The argument of a pass that gives the network the noise level; none where it takes none."""
-        if self.sigma is None or not self.is_conditioned(model):
+        if self.sigma is None or not takes_noise_level(model):
             return {}
         return {"sigma": torch.full((rows,), self.sigma, dtype=torch.float32, device=model.device)}
 
