@@ -244,9 +244,7 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
 
 
 def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
-    """Fill in the special ids and check them; give the tokenizer its mask token where the authors' code does.
-
-    Likewise padding.
+    """Fill in the special ids and check them; give the tokenizer mask and padding where the authors' code does.
 
     Raises:
         ValueError: an unknown sampler, a masked DLM without a mask token id, with one that has no embedding row, or

@@ -82,9 +82,6 @@ MDLM_SAMPLER = {
 }
 """The defaults of kuleshov-group/mdlm's config.yaml; gen_length is ours (theirs is the whole context)."""
 
-SEDD_SAMPLER = {**MDLM_SAMPLER, "predictor": "analytic"}
-"""Of louaaron/Score-Entropy-Discrete-Diffusion: the predictor of run_sample.py, the steps of config.yaml."""
-
 BD3LM_SAMPLER = {
     "gen_length": 128,
     "block_length": 4,

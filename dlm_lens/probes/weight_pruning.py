@@ -112,6 +112,8 @@ def input_norms(
     step = 0
 
     def add(name: str) -> Any:
+        """A hook that adds the inputs of a step to the layer's norms."""
+
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].double()
             x = x[:, None] if x.ndim == 2 else x  # of a row, for all its positions: the noise level of a DiT

@@ -102,9 +102,8 @@ def denoise(
             nucleus_p, use_cache; LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop,
             and for 2.1 editing_threshold, max_post_steps, num_to_transfer; SDAR: steps_per_block, threshold,
             entropy_bound, top_k, top_p, stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound,
-            t_min, t_max,
-            stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2: sub_block_length,
-            threshold, top_p, use_cache, use_block_cache; AR: use_cache).
+            t_min, t_max, stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2:
+            sub_block_length, threshold, top_p, use_cache, use_block_cache; AR: use_cache).
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.

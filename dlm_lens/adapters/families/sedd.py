@@ -20,9 +20,12 @@ from dlm_lens.adapters.dit import (
     DiTConfig,
     DiTForMaskedLM,
 )
-from dlm_lens.adapters.masked_diffusion import SEDD_SAMPLER
+from dlm_lens.adapters.masked_diffusion import MDLM_SAMPLER
 from dlm_lens.adapters.registry import Family, Shapes, WeightsOnly
 from dlm_lens.printable import shown
+
+SEDD_SAMPLER = {**MDLM_SAMPLER, "predictor": "analytic"}
+"""Of louaaron/Score-Entropy-Discrete-Diffusion: the predictor of run_sample.py, the steps of config.yaml."""
 
 MODEL_FIELDS = {
     "hidden_size": "hidden_size",
