@@ -205,6 +205,18 @@ def test_gradients_flow_where_they_are_wanted(tile: str, mask: str) -> None:
     torch.testing.assert_close(k.grad.double(), k64.grad, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("text", "intel"), [("vendor_id\t: GenuineIntel\n", True), ("AuthenticAMD", False), ("", False)]
+)
+def test_who_made_the_processor(text: str, intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled.Path, "exists", lambda path: True)
+    monkeypatch.setattr(tiled.Path, "read_text", lambda path, **options: text)
+    assert tiled._of_intel() is intel
+    monkeypatch.setattr(tiled.Path, "exists", lambda path: False)
+    monkeypatch.setattr(platform, "processor", lambda: text)
+    assert tiled._of_intel() is intel
+
+
 @pytest.mark.parametrize("intel", [True, False])
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
 def test_with_and_without_onednn_the_same(capability: str, intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
