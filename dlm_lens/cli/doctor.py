@@ -1,32 +1,103 @@
-"""`dlm-lens doctor`: check the installation."""
+"""`dlm-lens doctor`: check the installation, or a checkpoint."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dlm_lens.cli.options import JSON, quiet_transformers
+from dlm_lens.cli.options import (
+    DEVICE,
+    DTYPE,
+    JSON,
+    SEED,
+    check_device,
+    check_dtype,
+    check_least,
+    device_or_gpu,
+    quiet_transformers,
+)
 from dlm_lens.cli.output import show_json
 
+if TYPE_CHECKING:
+    from dlm_lens.findings import Finding
 
-def doctor_command(as_json: Annotated[bool, JSON] = False) -> None:
-    """Check the installation: packages, GPUs, and the embedded model in nnsight and TransformerLens.
 
-    The exit status is 1 where something is wrong.
+def doctor_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Directory or hub name of a checkpoint to check; the installation without one."),
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="Texts of the checkpoint's language, one in a line; English sentences without."),
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="A safetensors file of input_ids and logits, computed with the authors' code."),
+    ] = None,
+    gen_length: Annotated[int, typer.Option(help="Tokens to denoise.")] = 32,
+    device: Annotated[str | None, DEVICE] = None,
+    dtype: Annotated[str | None, DTYPE] = None,
+    seed: Annotated[int, SEED] = 0,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Check the installation (packages, GPUs, the embedded model in both hosts), or a checkpoint.
+
+    Of a checkpoint: its special ids, its tokenizer, its patterns, whether it reads text, what it writes, and with
+    --reference its logits beside those of another implementation. The exit status is 1 where something is wrong.
     """
+    if model is None and (texts is not None or reference is not None):
+        raise ValueError("--texts and --reference are of a checkpoint; name it: dlm-lens doctor MODEL")
+    check_least(1, gen_length=gen_length)
+    check_dtype(dtype)
+    check_device(device)
+    if texts is not None and not texts.is_file():
+        raise FileNotFoundError(f"--texts {texts} does not exist; give a file with one text in a line")
+    if reference is not None and not reference.is_file():
+        raise FileNotFoundError(f"--reference {reference} does not exist; give a safetensors file")
     from rich.console import Console
     from rich.markup import escape
 
-    from dlm_lens.cli.installation import findings
+    from dlm_lens.printable import printable
 
     quiet_transformers()
+    if model is None:
+        from dlm_lens.cli.installation import findings
+
+        source = findings()
+    else:
+        lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines()
+        source = _of_checkpoint(model, lines, reference, gen_length, device, dtype, seed)
     console, found = Console(), []
-    for finding in findings():
+    for finding in source:
         found.append(finding)
         if not as_json:
             mark = {True: "[green]ok[/green]", False: "[red]bad[/red]", None: "[dim]--[/dim]"}[finding.good]
-            console.print(f"{mark:>4}  {finding.subject:<18} {escape(finding.found)}")
+            console.print(f"{mark:>4}  {finding.subject:<18} {escape(printable(finding.found))}", soft_wrap=True)
     if as_json:
         show_json([asdict(finding) for finding in found])
     if any(finding.good is False for finding in found):
         raise typer.Exit(1)
+
+
+def _of_checkpoint(
+    model: str,
+    lines: list[str] | None,
+    reference: Path | None,
+    gen_length: int,
+    device: str | None,
+    dtype: str | None,
+    seed: int,
+) -> "Iterator[Finding]":
+    """The findings of a checkpoint, which is loaded first."""
+    from dlm_lens.adapters.model_names import check_model_name
+
+    check_model_name(model)
+    import dlm_lens
+    from dlm_lens.evaluation import check_checkpoint
+
+    loaded = dlm_lens.load(model, dtype, device_or_gpu(device))
+    texts = None if lines is None else [line for line in lines if line.strip()]
+    return check_checkpoint(loaded, texts, reference=reference, gen_length=gen_length, seed=seed)

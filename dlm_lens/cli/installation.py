@@ -1,8 +1,7 @@
 """The checks of `dlm-lens doctor`: packages, GPUs, and the embedded model in each host."""
 
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -10,24 +9,10 @@ from packaging.requirements import Requirement
 
 import dlm_lens
 from dlm_lens.attention.received import SWITCH, received_sums, turned_on, usable
+from dlm_lens.findings import Finding, checked
 from dlm_lens.requirements import declared, installed
 
 PROMPT, STEPS = "tom has 5 apples . tom buys 4 more . how many apples ? :", 4
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check.
-
-    Args:
-        subject: what was checked.
-        found: the result in words.
-        good: whether it is as it should be; None for information.
-    """
-
-    subject: str
-    found: str
-    good: bool | None = True
 
 
 def findings() -> Iterator[Finding]:
@@ -37,9 +22,9 @@ def findings() -> Iterator[Finding]:
     if not torch.cuda.device_count():
         yield Finding("CUDA", "none: everything runs on the CPU", None)
     for index in range(torch.cuda.device_count()):
-        yield _checked(f"cuda:{index}", partial(_computes, torch.device("cuda", index)))
+        yield checked(f"cuda:{index}", partial(_computes, torch.device("cuda", index)))
     for name, check in (("toy:denoise", _denoises), ("toy:nnsight", _traces), ("toy:bridge", _bridges)):
-        yield _checked(name, check)
+        yield checked(name, check)
 
 
 def _package(requirement: Requirement) -> Finding:
@@ -49,13 +34,6 @@ def _package(requirement: Requirement) -> Finding:
     return Finding(
         requirement.name, found if good else f"{found}, but dlm_lens needs {requirement.specifier}", good
     )
-
-
-def _checked(name: str, check: Callable[[], str]) -> Finding:
-    try:
-        return Finding(name, check())
-    except Exception as error:  # any failure is a result of the check
-        return Finding(name, f"{type(error).__name__}: {error}", False)
 
 
 def _denoises() -> str:

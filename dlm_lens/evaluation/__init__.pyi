@@ -1,3 +1,4 @@
+from .checkpoint_check import check_checkpoint as check_checkpoint
 from .evaluation import Evaluation as Evaluation
 from .evaluation import Score as Score
 from .evaluation import evaluate as evaluate
@@ -6,6 +7,7 @@ from .harness import HarnessLM as HarnessLM
 from .presets import Preset as Preset
 from .presets import find_preset as find_preset
 from .presets import list_presets as list_presets
+from .reference_logits import ReferenceLogits as ReferenceLogits
 from .request_recordings import RecordSettings as RecordSettings
 from .settings import GenerationSettings as GenerationSettings
 from .settings import LikelihoodSettings as LikelihoodSettings
@@ -17,7 +19,9 @@ __all__ = [
     "LikelihoodSettings",
     "Preset",
     "RecordSettings",
+    "ReferenceLogits",
     "Score",
+    "check_checkpoint",
     "evaluate",
     "find_preset",
     "list_presets",

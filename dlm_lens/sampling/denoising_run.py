@@ -329,7 +329,7 @@ class DenoisingRun(ShowsItself):
 
     @property
     def masks_left(self) -> Int[Tensor, "batch"]:
-        """Open positions of the final canvas; 0 unless an intervention or a reference quirk left some."""
+        """Open positions of the final canvas: those that an early end, an intervention or a quirk left."""
         return self.masked[-1].sum(-1)
 
     @cached_property

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import dlm_lens as dl
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.tiled import tiled_lse, tiled_received_sums
 from dlm_lens.cli import installation as doctor
+from dlm_lens.evaluation import check_checkpoint
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.placement import devices, input_device
 from dlm_lens.testing import tiny
@@ -105,6 +107,19 @@ def test_the_doctor_computes_on_every_device() -> None:
         assert found[f"cuda:{index}"].good, found[f"cuda:{index}"]
         assert "Pretended GPU: toy wrote" in found[f"cuda:{index}"].found
         assert "attention kernels off (DLM_LENS_KERNELS=off)" in found[f"cuda:{index}"].found
+
+
+def test_a_checkpoint_is_checked_on_the_device(tmp_path: Path) -> None:
+    plain, model = dl.load("toy"), dl.load("toy", device_map="cuda")
+    ids = torch.tensor([plain.tokenizer("leo has 7 apples . leo picks 8 more .")["input_ids"]])
+    save_file(
+        {"input_ids": ids, "logits": plain(input_ids=ids).logits.detach()}, tmp_path / "reference.safetensors"
+    )
+    found = [list(check_checkpoint(m, reference=tmp_path / "reference.safetensors")) for m in (plain, model)]
+    assert "float32 on cuda:0" in found[1][0].found
+    assert [(each.subject, each.good) for each in found[0]] == [(each.subject, each.good) for each in found[1]]
+    reading = [next(each.found for each in one if each.subject == "reading") for one in found]
+    assert reading[0] == reading[1]
 
 
 def test_a_tuned_lens_of_an_offloaded_model(tmp_path: Path) -> None:
