@@ -231,6 +231,7 @@ class _Checks:
         recordings: list[Recording] = []
 
         def compare() -> Finding:
+            """Both runs, timed."""
             start = time.perf_counter()
             recording = record(self.model, prompt, [ReceivedAttention()], **settings)
             middle = time.perf_counter()

@@ -186,7 +186,9 @@ class _MedianActivation(Reducer):
         present = layer.facts.attending
         stream = _stream(layer)[:, : present.shape[1]]
         if stream.device.type == "cpu":
-            return torch.stack([_median(row[seen]) for row, seen in zip(stream, present, strict=True)])
+            # Without padding nothing is taken out: a boolean index copies, a quarter of the median's time.
+            rows = zip(stream, present, strict=True)
+            return torch.stack([_median(row if bool(seen.all()) else row[seen]) for row, seen in rows])
         size = stream.abs().float()
         # Not a boolean index: the CPU would wait for the GPU to learn the size of its result.
         median = size.masked_fill(~present[..., None], torch.nan).flatten(1).nanmedian(-1).values
