@@ -60,6 +60,13 @@ from dlm_lens.attention.layers import (
 from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
 from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
 from dlm_lens.attention.model_access import exclusive, in_use
+from dlm_lens.attention.observed_first import (
+    attends_observed_first,
+    in_mask_window,
+    observed_first,
+    observed_order,
+    sees_observed_first,
+)
 from dlm_lens.attention.pattern_reductions import QUERY_STATS, PatternStats, QueryStat, TileStats, pattern_stats
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
@@ -106,6 +113,7 @@ __all__ = [
     "attend",
     "attending_layers",
     "attends_causally",
+    "attends_observed_first",
     "attention_blocks",
     "attention_lse",
     "attention_of",
@@ -130,11 +138,14 @@ __all__ = [
     "hook_point",
     "hooked_attention",
     "hooked_attentions",
+    "in_mask_window",
     "in_use",
     "is_hook",
     "is_hooked_attention",
     "layer_windows",
     "listening",
+    "observed_first",
+    "observed_order",
     "output_weight",
     "own_blocks",
     "padding_before",
@@ -147,6 +158,7 @@ __all__ = [
     "received_sums",
     "refuse_row_lists",
     "run_of",
+    "sees_observed_first",
     "sink",
     "step_in_stack",
     "stream_columns",

@@ -329,9 +329,8 @@ class _Entries:
         # Under uniform noise the loss covers the whole answer, open or decided.
         trained = run.answer.expand_as(run.masked) if run.uniform_noise else run.masked
         predicted = trained[step, batch, predicts.clamp(min=0)] & (predicts >= 0)
-        if run.computed or self.stored.sampler.block_layout is not None:
-            reach = self.stored.sampler.reach(run.masked[step].to(self.stored.device), self.stored.plan(step))
-            predicted &= reach.cpu()[batch, predicts.clamp(min=0)]
+        reach = self.stored.sampler.reach(run.masked[step].to(self.stored.device), self.stored.plan(step))
+        predicted &= reach.cpu()[batch, predicts.clamp(min=0)]
         written = run.tokens[batch, predicts.clamp(min=0)]
         written = written.masked_fill((predicts < 0) | run.masked[-1, batch, predicts.clamp(min=0)], -1)
         return place | {"predicts": predicts, "masked": masked, "predicted": predicted, "written": written}

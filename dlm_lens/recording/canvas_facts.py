@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import BlockLayout
+from dlm_lens.attention import BlockLayout, observed_order, sees_observed_first
 from dlm_lens.recording.query_classes import QueryClass, checked_class
 
 
@@ -31,10 +31,12 @@ class CanvasFacts:
         blocks: of block causal attention, where a position sees its own and earlier blocks of the row; positions
             after the row's current block are neither queries nor keys. Rows are the axis before positions.
         computed: positions whose queries a step with an approximate cache computes; all are keys. None: all.
+        observed_first: attention is causal in the order of `observed_order` (WeDLM); `valid` are then the positions
+            that the step sees.
 
     Raises:
         ValueError: a window below 1, or beside learned sinks, or beside blocks of which no span is computed; blocks
-            beside causality or learned sinks.
+            beside causality or learned sinks; `observed_first` beside any of these.
     """
 
     valid: Bool[Tensor, "*run position"]
@@ -47,6 +49,7 @@ class CanvasFacts:
     window: int | None = None
     blocks: BlockLayout | None = None
     computed: Bool[Tensor, "*#run position"] | None = None
+    observed_first: bool = False
     _computed: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +62,11 @@ class CanvasFacts:
 
         if self.blocks is not None and (self.causal or self.sinks or self.unpadded):
             raise ValueError("block causal attention is neither causal nor beside learned sink tokens")
+        others = (self.causal, self.sinks, self.unpadded, self.window, self.blocks is not None)
+        if self.observed_first and any(others):
+            raise ValueError(
+                "attention to observed positions first is of whole canvases, without sinks and windows"
+            )
 
     @property
     def present(self) -> Bool[Tensor, "*run position"]:
@@ -126,6 +134,12 @@ class CanvasFacts:
 
     def _expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self._visible
+        if self.observed_first:
+            # As in a causal model, in the order of attention.
+            order = observed_order(self.masked & seen)
+            queries, seen = queries.gather(-1, order), seen.gather(-1, order)
+            each = (queries / seen.cumsum(-1).clamp(min=1)).flip(-1).cumsum(-1).flip(-1) * seen
+            return torch.empty_like(each).scatter(-1, order, each)
         if self.blocks is not None:
             # Key j is seen by the queries from its block's start on; query i sees the keys up to its block's end.
             start, end = self._bounds()
@@ -145,6 +159,10 @@ class CanvasFacts:
 
     def _viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self._visible
+        if self.observed_first:
+            order = observed_order(self.masked & seen)
+            each = queries.gather(-1, order).flip(-1).cumsum(-1).flip(-1)
+            return torch.empty_like(each).scatter(-1, order, each) * seen
         if self.blocks is not None:
             return queries.flip(-1).cumsum(-1).flip(-1).gather(-1, self._bounds()[0]) * seen
         if not self.causal and self._whole:
@@ -165,6 +183,8 @@ class CanvasFacts:
         if self.blocks is not None:
             number = self.blocks.numbers(len(where))
             seen = seen & (number[..., None, :] <= number[..., :, None])
+        if self.observed_first:
+            seen = seen & sees_observed_first(self.masked & self._visible)
         return seen
 
     @property

@@ -9,7 +9,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import BlockLayout, computed_span, decoder_of, listening, own_blocks
+from dlm_lens.attention import (
+    BlockLayout,
+    attends_observed_first,
+    computed_span,
+    decoder_of,
+    listening,
+    own_blocks,
+)
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
@@ -184,12 +191,15 @@ class _ForwardRecorder(Recorder):
             getattr(self.model.config, "block_causal_length", None) if canvas is None else canvas[1] - canvas[0]
         )
         span = canvas or (None if length is None else self._span(self.content.cpu()))
+        attention: dict[str, Any] = {} if length is None else {"block_causal_length": length}
+        if attends_observed_first(self.model.config):
+            attention["observed_first"] = True
         return DenoisingRun.of_canvases(
             canvases,
             masked,
             self.content.cpu(),
             prompt_length=canvases.shape[-1] if canvas is None else canvas[0],
-            settings={"sampler": "forward", **({} if length is None else {"block_causal_length": length})},
+            settings={"sampler": "forward", **attention},
             spans=None if span is None else [span] * len(canvases),
             computed=() if canvas is None else (canvas,) * len(canvases),
             tokenizer=getattr(self.model, "tokenizer", None),

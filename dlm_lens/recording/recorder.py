@@ -8,7 +8,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import AttentionInputs, RunStep, SinkLayout, attends_causally, layer_windows
+from dlm_lens.attention import (
+    AttentionInputs,
+    RunStep,
+    SinkLayout,
+    attends_causally,
+    attends_observed_first,
+    layer_windows,
+)
 from dlm_lens.recording.arrays import StepArrays, blank_ended_, specs_of
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.layer_reduction import on_all_queries, on_canvas, reduce_layer
@@ -248,6 +255,7 @@ class Recorder(StepObserver):
                 window=window,
                 blocks=None if layout is None else layout.to(device),
                 computed=None if run.queries is None else (where >= run.queries[0]) & (where < run.queries[1]),
+                observed_first=attends_observed_first(self.model.config),
             )
         return self._facts[device, window]
 

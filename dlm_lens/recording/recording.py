@@ -147,7 +147,7 @@ class Recording(ShowsItself, RecordingFields):
     def _with_window(self, window: int | None) -> CanvasFacts:
         masked = self.run.masked[:-1]
         return CanvasFacts(
-            valid=self.run.attention_mask & self.run.running[..., None],
+            valid=self.run.seen_content & self.run.running[..., None],
             masked=masked,
             answer=self.answer.expand(masked.shape),
             block=self.run.in_block,
@@ -157,6 +157,7 @@ class Recording(ShowsItself, RecordingFields):
             window=window,
             blocks=self.run.attention_blocks,
             computed=self.run.in_span,
+            observed_first=self.run.observed_first,
         )
 
     def expected(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import BlockLayout, padding_before
+from dlm_lens.attention import BlockLayout, in_mask_window, padding_before
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview
@@ -215,6 +215,22 @@ class DenoisingRun(ShowsItself):
         length = int(self.settings.get("block_length") or self.settings["gen_length"])
         found: BlockLayout = algorithm.sampler.block_layout_of(length, self.attention_mask, self.prompt_length)
         return found
+
+    @property
+    def observed_first(self) -> bool:
+        """Whether attention is causal in the order of `attention.observed_order`: observed tokens, then masks."""
+        algorithm = algorithms().get(str(self.settings.get("sampler")))
+        return bool(self.settings.get("observed_first")) or (
+            algorithm is not None and algorithm.sampler.observed_first
+        )
+
+    @property
+    def seen_content(self) -> Bool[Tensor, "step batch position"]:
+        """The content that the network sees at each step: all, or without masks after a window of them (WeDLM)."""
+        masked = self.masked[:-1]
+        content = self.attention_mask.expand(masked.shape)
+        window = self.settings.get("window_length") if self.observed_first else None
+        return content if window is None else content & in_mask_window(masked & content, int(window))
 
     @property
     def in_block(self) -> Bool[Tensor, "step batch position"]:

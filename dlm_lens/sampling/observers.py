@@ -234,7 +234,7 @@ class StepObserver(RunObserver):
             span=plan.span,
             tokens=canvas,
             masked=masked,
-            valid=self._content,
+            valid=self.sampler.seen_content(self._content, masked),
             answer=self.answer,
             queries=plan.computed,
             config=self.model.config,

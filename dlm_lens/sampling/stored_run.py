@@ -127,7 +127,7 @@ class StoredCanvases:
     def seen(self, step: int) -> Bool[Tensor, "batch position"]:
         """The positions that a row's predictions of a step may depend on: with blocks, up to the end of its own."""
         run, positions = self.run, self.run.canvases.shape[-1]
-        before = (torch.arange(positions) < self.length(step)).expand(run.attention_mask.shape)
+        before = (torch.arange(positions) < self.length(step)) & (run.seen_content[step] | ~run.attention_mask)
         blocks = run.attention_blocks
         return before if blocks is None else before & blocks.until(run.spans[step], positions)
 

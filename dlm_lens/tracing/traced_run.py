@@ -148,6 +148,7 @@ class TracedRun(RunObserver):
         self.grad, self.on_start = grad, on_start
         self.now: RunStep | None = None
         self.layout: BlockLayout | None = None
+        self.sampler = Sampler()
         self._forward: Callable[[Tensor], Any] | None = None
         self._clean: Mapping[int, ColumnStats] | None = None
         self.state: dict[str, Tensor] = {}
@@ -161,7 +162,7 @@ class TracedRun(RunObserver):
     ) -> None:
         """A run begins."""
         self.on_start(sampler)
-        self.layout = sampler.block_layout
+        self.sampler, self.layout = sampler, sampler.block_layout
         self.editable = not sampler.autoregressive
         self.cached = sampler.autoregressive and sampler.use_cache
         self.state = {"valid": content} if answer is None else {"valid": content, "answer": answer}
@@ -175,6 +176,7 @@ class TracedRun(RunObserver):
     ) -> Int[Tensor, "batch position"]:
         """A step begins: pass it to the workers that wait for it, then its canvas for reading and editing."""
         state = {"answer": masked, **self.state, "tokens": canvas, "masked": masked}
+        state["valid"] = self.sampler.seen_content(self.state["valid"], masked)
         self._handle(STEP, (plan, state))
         if self.editable:
             edited: Any = self._handle(self.location, canvas)
@@ -187,7 +189,8 @@ class TracedRun(RunObserver):
     ) -> None:
         """The canvas of the step after every edit, which hooks see; what is open at the first one is the answer."""
         self.state.setdefault("answer", masked)
-        given = (canvas, masked, self.state["valid"], self.state["answer"])
+        valid = self.sampler.seen_content(self.state["valid"], masked)
+        given = (canvas, masked, valid, self.state["answer"])
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed)
         self.now = now if plan.seen is None else now.until(plan.seen, self.layout)
         self._clean = None

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention import BlockLayout, padding_before
+from dlm_lens.attention import BlockLayout, in_mask_window, padding_before
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
@@ -164,6 +164,9 @@ class Sampler(nn.Module):
         unpadded: the network sees padding as content (a quirk of MMaDA's code).
         block_length: of the blocks of block causal attention, in samplers that grow.
         block_layout: where these blocks are in the rows of the run; None before the run has a network.
+        observed_first: attention is causal in the order of `attention.observed_order`, observed tokens, then masks.
+        window_length: masks that are so many positions or more after the first mask of their row are not seen; None
+            where all are.
         cache: the approximate cache of the network; None for none.
         use_cache: the network keeps keys and values of the prefix.
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
@@ -184,6 +187,7 @@ class Sampler(nn.Module):
     whole_blocks: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
     hides_prompt: ClassVar[bool] = False
+    observed_first: ClassVar[bool] = False
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")
     cfg_scale: float = 0.0
     guidance_keeps: tuple[int, ...] = ()
@@ -192,6 +196,7 @@ class Sampler(nn.Module):
     use_cache: bool = False
     block_length: int = 0
     block_layout: BlockLayout | None = None
+    window_length: int | None = None
     proposes_all: bool = False
     sigma: float | None = None
     mask_id: int | None = None
@@ -304,6 +309,14 @@ class Sampler(nn.Module):
     ) -> dict[str, Any]:
         """Arguments of a pass over what a step sees, beside the ids."""
         return network_inputs(content)
+
+    def seen_content(
+        self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
+    ) -> Bool[Tensor, "batch position"]:
+        """The content that the network sees of a canvas with these open positions: all, or a window of masks."""
+        if self.window_length is None:
+            return content
+        return content & in_mask_window(masked & content, self.window_length)
 
     def rerun_network(
         self,

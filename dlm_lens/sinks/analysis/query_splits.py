@@ -71,11 +71,17 @@ class SplitAttention(Reducer):
         """The scores of both parts of every draw.
 
         Raises:
-            ValueError: a causal model, or a layer with a sliding window shorter than the canvas.
+            ValueError: a causal model, one that attends to observed tokens first, or a layer with a sliding window
+                shorter than the canvas.
         """
         facts = layer.facts
         if facts.causal:
             raise ValueError(f"{self}: in a causal model masked positions are no queries, so nothing is split")
+        if facts.observed_first:
+            raise ValueError(
+                f"{self}: each query sees other keys (observed tokens first), so that parts of as many queries "
+                "have other e_j; take a model that sees its whole canvas"
+            )
         if facts.window is not None and facts.blocks is None and facts.window < facts.valid.shape[-1]:
             raise ValueError(
                 f"{self}: in layer {layer.index} each query sees other keys (a sliding window of {facts.window}), "

@@ -212,10 +212,11 @@ def _learned_alone(recording: Recording) -> bool:
 def _even(recording: Recording) -> dict[str, NDArray[np.float64]]:
     """The share of each region under uniform attention, mean over sequences.
 
-    Empty where not every query sees the same keys: causal and block causal attention, sliding windows.
+    Empty where not every query sees the same keys: causal and block causal attention, also with observed tokens
+    first, and sliding windows.
     """
     facts = recording.facts_of(recording.layers[0])
-    if recording.causal or recording.windows or facts.blocks is not None:
+    if recording.causal or recording.windows or facts.blocks is not None or facts.observed_first:
         return {}
     valid = facts.valid
     keys = (valid.sum(-1) + recording.sinks).clamp(min=1)

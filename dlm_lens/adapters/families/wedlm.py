@@ -1,0 +1,144 @@
+"""WeDLM: Qwen3 or Qwen2.5 layers under causal attention in another order, observed tokens first, then masks."""
+
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+
+from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin
+from dlm_lens.adapters.registry import Family
+from dlm_lens.attention import observed_first
+
+SAMPLER = {
+    "gen_length": 128,
+    "window_length": 16,
+    "entropy_threshold": 0.4,
+    "position_penalty": 0.02,
+    "temperature": 0.2,
+}
+"""The defaults of Tencent/WeDLM's SamplingParams and Config; gen_length is ours (their max_tokens is 64)."""
+
+
+@strict
+class WeDLMConfig(MaskedDiffusionFields, Qwen3Config):
+    """Config of WeDLM: Qwen3's fields, and whether queries and keys have norms.
+
+    Args:
+        qk_norm: with norms of q and k the layers are Qwen3's; without, Qwen2.5's, whose q, k and v have a bias.
+
+    Raises:
+        ValueError: norms beside a bias, or neither of them.
+    """
+
+    model_type = "wedlm"
+    observed_first: ClassVar[bool] = True
+    attention_bias: bool = True
+    qk_norm: bool = False
+    head_dim: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Check that the layers are those of one of the two networks."""
+        if self.attention_bias == self.qk_norm:
+            raise ValueError(
+                f"qk_norm is {self.qk_norm} and attention_bias {self.attention_bias}; WeDLM has the layers of "
+                "Qwen3 (qk_norm true, attention_bias false) or of Qwen2.5 (qk_norm false, attention_bias true)"
+            )
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+    @property
+    def original_architecture(self) -> str:
+        """The layout for a TransformerLens bridge."""
+        return "DlmLensQwen3" if self.qk_norm else "DlmLensQwen2"
+
+
+class WeDLMDecoder(Qwen3Model):
+    """Qwen3's or Qwen2.5's layers, whose attention is causal in the order of `attention.observed_order`.
+
+    The authors' code moves observed tokens before the masks, attends causally and keeps every token's own rotary
+    position. Here the canvas keeps its order, and the mask [query, key] says the same.
+    """
+
+    def __init__(self, config: WeDLMConfig) -> None:
+        super().__init__(config)
+        if not config.qk_norm:
+            for layer in self.layers:
+                attention: Any = layer.self_attn
+                attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
+                attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=False)
+            self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch position"] | None = None,
+        attention_mask: Any = None,
+        position_ids: Int[Tensor, "#batch position"] | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Float[Tensor, "batch position d_model"] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The states; a mask [batch, position] is 1 for content and covers the cached positions too.
+
+        A mask [batch, 1, query, key] is taken as it is. Cached positions are taken for observed ones.
+
+        Raises:
+            ValueError: embeddings without ids and without such a mask.
+        """
+        whole = isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4)
+        if input_ids is not None and not whole:
+            attention_mask = {"full_attention": self._order(input_ids, attention_mask, past_key_values)}
+        elif inputs_embeds is not None and not whole:
+            raise ValueError(
+                "WeDLM attends in an order that depends on which ids are [MASK]: give input_ids, or beside "
+                "inputs_embeds an attention_mask of [batch, 1, query, key]"
+            )
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+
+    def _order(
+        self, ids: Int[Tensor, "batch position"], mask: Tensor | None, cache: Any
+    ) -> Float[Tensor, "batch 1 query key"]:
+        """The additive mask."""
+        cached = 0 if cache is None else cache.get_seq_length()
+        masked = torch.zeros(len(ids), cached + ids.shape[1], dtype=torch.bool, device=ids.device)
+        if self.config.mask_token_id is not None:
+            masked[:, cached:] = ids == self.config.mask_token_id
+        content = torch.ones_like(masked) if mask is None else mask.bool()
+        visible = observed_first(content, masked)[:, :, cached:]
+        additive = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        return additive.masked_fill(~visible, torch.finfo(self.dtype).min)
+
+
+class WeDLMModel(MaskedDiffusionMixin, Qwen3ForCausalLM):
+    """WeDLM; parity with the original: tests/adapters/test_wedlm.py."""
+
+    config_class = WeDLMConfig
+    decoder_class = WeDLMDecoder
+
+
+_IDS = {"mask": 151665, "eos": 151643, "eot": 151645}
+
+FAMILY = Family(
+    name="wedlm",
+    layouts={"wedlm": (WeDLMConfig, WeDLMModel)},
+    samplers={"wedlm": SAMPLER},
+    hub_names=(
+        "tencent/WeDLM-8B-Instruct",
+        "tencent/WeDLM-8B-Base",
+        "tencent/WeDLM-7B-Instruct",
+        "tencent/WeDLM-7B-Base",
+    ),
+    # config.json says mask_token_id null; the authors' engine and training then take 151665.
+    special_ids={151936: _IDS, 152064: _IDS},
+    tiny={"head_dim": 8, "qk_norm": True, "attention_bias": False},
+)
