@@ -9,7 +9,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import BlockLayout, decoder_of, padding_before, position_ids
+from dlm_lens.attention import (
+    BlockLayout,
+    attends_observed_first,
+    decoder_of,
+    padding_before,
+    position_ids,
+    sees_observed_first,
+)
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.kept_keys import keeps_keys
 from dlm_lens.sampling.network import CanvasLogits
@@ -33,7 +40,7 @@ class Blocks:
         family = family_of(config.model_type)
         name = family.sampler_of(config)
         sampler = algorithms()[name].sampler
-        if not sampler.grows:
+        if not (sampler.grows or sampler.observed_first):
             return None
         trained = getattr(config, "trained_block_length", None)
         settings = {**family.samplers[name], **({} if trained is None else {"block_length": trained})}
@@ -45,22 +52,27 @@ def visible_in_copies(
     blocks: Int[Tensor, "batch position"],
     content: Bool[Tensor, "batch position"] | None = None,
     documents: Int[Tensor, "batch position"] | None = None,
+    masked: Bool[Tensor, "batch position"] | None = None,
 ) -> Bool[Tensor, "batch query key"]:
     """Which query of [x_t, x_0] sees which key (2503.09573; kuleshov-group/bd3lms, models/dit.py).
 
     A noisy position sees the noisy positions of its block and the clean ones of earlier blocks; a clean position
     the clean ones of its block and earlier blocks. A position of padding sees itself alone, so that no row of the
-    mask is empty, and nothing else sees it.
+    mask is empty, and nothing else sees it. With `masked` attention is causal among the clean positions, and in
+    every noisy block in the order of `attention.observed_order` (Tencent/WeDLM, finetune/src/masking.py).
 
     Args:
         blocks: number of every position's block, for one copy.
         content: False at padding; None for none.
         documents: positions of different documents do not see each other; None for one document.
+        masked: which noisy positions hold [MASK], for networks that attend to observed tokens first; else None.
     """
     query, key = blocks[:, :, None], blocks[:, None, :]
     same, earlier = query == key, query > key
-    nothing = torch.zeros_like(same)
-    visible = torch.cat([torch.cat([same, earlier], 2), torch.cat([nothing, same | earlier], 2)], 1)
+    nothing, noisy, clean = torch.zeros_like(same), same, same | earlier
+    if masked is not None:
+        noisy, clean = same & sees_observed_first(masked), clean.tril()
+    visible = torch.cat([torch.cat([noisy, earlier], 2), torch.cat([nothing, clean], 2)], 1)
     if documents is not None:
         visible = visible & (documents[:, :, None] == documents[:, None, :]).repeat(1, 2, 2)
     if content is not None:
@@ -79,6 +91,7 @@ def two_copies(
     dtype: torch.dtype,
     content: Bool[Tensor, "batch position"] | None = None,
     documents: Int[Tensor, "batch position"] | None = None,
+    masked: Bool[Tensor, "batch position"] | None = None,
 ) -> dict[str, Tensor]:
     """Arguments of one pass over [x_t, x_0].
 
@@ -90,8 +103,9 @@ def two_copies(
         dtype: of the additive mask, the model's.
         content: as in `visible_in_copies`.
         documents: likewise.
+        masked: likewise.
     """
-    visible = visible_in_copies(blocks, content, documents)[:, None]
+    visible = visible_in_copies(blocks, content, documents, masked)[:, None]
     # Additive, which every attention function of transformers takes alike.
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return {
@@ -99,6 +113,11 @@ def two_copies(
         "attention_mask": mask.masked_fill(~visible, torch.finfo(dtype).min),
         "position_ids": positions.repeat(1, 2),
     }
+
+
+def masks_of(config: Any, noisy: Int[Tensor, "batch position"]) -> Bool[Tensor, "batch position"] | None:
+    """Which noisy positions hold [MASK], where the order of attention depends on it; else None."""
+    return noisy == config.mask_token_id if attends_observed_first(config) else None
 
 
 def predicting_output(
@@ -154,7 +173,7 @@ class TwoCopyLogits(CanvasLogits):
         blocks, content = self._repeated()
         inputs = two_copies(
             self._halves(canvas), self._halves(self.clean), blocks, position_ids(content),
-            dtype=self.model.dtype, content=content,
+            dtype=self.model.dtype, content=content, masked=masks_of(self.model.config, self._halves(canvas)),
         )  # fmt: skip
         return decoder_of(self.model)(**inputs, use_cache=False)
 
@@ -198,9 +217,8 @@ class TwoCopyLogits(CanvasLogits):
         length, decoder = canvas.shape[1], decoder_of(self.model)
         noisy, clean = self._halves(canvas), self._halves(self.clean)
         positions = position_ids(content)
-        both = two_copies(noisy, clean, blocks, positions, dtype=self.model.dtype, content=content)[
-            "attention_mask"
-        ]
+        given = {"content": content, "masked": masks_of(self.model.config, noisy)}
+        both = two_copies(noisy, clean, blocks, positions, dtype=self.model.dtype, **given)["attention_mask"]
         keys = CleanKeys()
         first = decoder(
             input_ids=clean[texts],

@@ -61,6 +61,14 @@ def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
     """Of one row; a DiT's mask has no probability, and BD3-LM's attention is block causal from the text's start."""
     if model.config.model_type == "modernbert":
         return modernbert64(model, ids)["logits"][0]
+    if model.config.model_type == "wedlm":  # tokens in the order of attention, at their own positions
+        order = [
+            *(ids[0] != model.config.mask_token_id).nonzero(),
+            *(ids[0] == model.config.mask_token_id).nonzero(),
+        ]
+        moved = torch.cat(order)
+        logits = forward64(model, ids[:, moved], causal=True, positions=moved[None])["logits"][0]
+        return logits[moved.argsort()]
     if not hasattr(model.config, "cond_dim"):
         return forward64(model, ids, causal=causal)["logits"][0]
     width = getattr(model.config, "block_causal_length", None)

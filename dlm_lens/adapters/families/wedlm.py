@@ -5,8 +5,10 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
@@ -51,6 +53,11 @@ class WeDLMConfig(MaskedDiffusionFields, Qwen3Config):
         super().__post_init__(**kwargs)
 
     @property
+    def trained_block_length(self) -> int:
+        """The block length of the authors' training (finetune/configs/example.yaml), in which x_t is masked."""
+        return 32
+
+    @property
     def original_architecture(self) -> str:
         """The layout for a TransformerLens bridge."""
         return "DlmLensQwen3" if self.qk_norm else "DlmLensQwen2"
@@ -63,13 +70,16 @@ class WeDLMDecoder(Qwen3Model):
     position. Here the canvas keeps its order, and the mask [query, key] says the same.
     """
 
+    _can_record_outputs: ClassVar[dict[str, Any]] = {
+        "hidden_states": Qwen3DecoderLayer,
+        "attentions": [Qwen3Attention, Qwen2Attention],
+    }
+
     def __init__(self, config: WeDLMConfig) -> None:
         super().__init__(config)
         if not config.qk_norm:
-            for layer in self.layers:
-                attention: Any = layer.self_attn
-                attention.q_norm, attention.k_norm = nn.Identity(), nn.Identity()
-                attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=False)
+            for index, layer in enumerate(self.layers):
+                layer.self_attn = Qwen2Attention(config, index)  # type: ignore[arg-type]
             self.post_init()
 
     def forward(

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.dit import takes_noise_level
-from dlm_lens.attention import BlockLayout, padding_before
+from dlm_lens.attention import BlockLayout, attends_observed_first, padding_before
 from dlm_lens.placement import execution_device, input_device
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
@@ -143,7 +143,8 @@ class Scorer:
             "mask_token_id": getattr(self.model.config, "mask_token_id", None),
             "shift": self.shift,
         }
-        if self.blocks is None:
+        if self.blocks is None or (clean is None and attends_observed_first(self.model.config)):
+            # Where observed tokens come first, no prediction depends on the masks of later blocks.
             return CanvasLogits(self.model, content, **options)
         layout = self.layout(content, prompt)
         if clean is None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.attention import position_ids
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import CanvasLogits
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
@@ -144,7 +145,7 @@ class WeDLMSampler(Sampler):
     longer by window_length - 1 positions, and tokens are drawn row by row from one stream, [MASK] among them.
     """
 
-    observed_first, adaptive = True, True
+    observed_first, adaptive, from_text = True, True, True
     ended: Bool[Tensor, "batch"] | None = None
     reference_quirks = False
     _content: Bool[Tensor, "batch position"] | None = None
@@ -247,11 +248,11 @@ class WeDLMSampler(Sampler):
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """The caller's settings, then the checkpoint's; lists of ids become tuples."""
-    values = {**defaults, **given}
+    """The caller's settings, then the checkpoint's without the length of its training's blocks; tuples of ids."""
+    values = {**{name: value for name, value in defaults.items() if name != "block_length"}, **given}
     if values.get("stop_tokens") is not None:
         values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
     return values
 
 
-ALGORITHM = Algorithm("wedlm", WeDLMSettings, WeDLMSampler, resolve)
+ALGORITHM = Algorithm("wedlm", WeDLMSettings, WeDLMSampler, resolve, corruption=CountCorruption())
