@@ -194,8 +194,8 @@ def masked_loss(
     check_trained_whole(model)
     if "clean_ids" in inputs:
         clean, blocks, positions = (inputs.pop(name) for name in ("clean_ids", "blocks", "position_ids"))
-        options: dict[str, Any] = {"dtype": model.dtype, "masked": masks_of(model.config, input_ids)}
-        inputs = two_copies(input_ids, clean, blocks, positions, **options, **inputs)
+        options: dict[str, Any] = {**inputs, "masked": masks_of(model.config, input_ids)}
+        inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **options)
         input_ids = inputs.pop("input_ids")
     with tied_gradient(model) as tied:
         states = decoder_of(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state

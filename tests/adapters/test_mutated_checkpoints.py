@@ -34,7 +34,7 @@ def test_some_mutations_of_a_checkpoint_load_or_are_refused(tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "family", ["llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "diffugpt", "sedd", "causal"]
+    "family", ["llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "diffugpt", "sedd", "wedlm", "causal"]
 )
 def test_many_mutations_of_every_family_load_or_are_refused(family: str, tmp_path: Path) -> None:
     counted = outcomes(tmp_path, family, 1000, 120)

@@ -31,11 +31,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "coda": ("coda", {"head_dim": 10}),
     "sdar": ("sdar", {"head_dim": 10}),
     "fast-dllm v2": ("fast_dllm_v2", {}),
+    "wedlm": ("wedlm", {"head_dim": 10}),
+    "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
     "diffugpt": ("diffugpt", {}),
     "diffullama": ("diffugpt", {"model_type": "diffullama"}),
     "qwen2": ("causal", {"model_type": "qwen2"}),
     "qwen3": ("causal", {"model_type": "qwen3", "head_dim": 10}),
 }
+
+
+CAUSAL = ("llama", "qwen2", "qwen3", "wedlm", "wedlm, qwen2")
+"""Of these no query sees a later key; WeDLM's do where there are masks, which `some_ids` has not."""
 
 
 def model_of(case: str, dtype: torch.dtype = torch.float32) -> Any:

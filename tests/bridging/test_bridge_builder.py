@@ -9,7 +9,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.attention import hooked_attentions
 from tests.attention.test_hook_points import build
-from tests.bridging.cases import CASES, model_of, padded, some_ids
+from tests.bridging.cases import CASES, CAUSAL, model_of, padded, some_ids
 from tests.reference import forward64
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -47,7 +47,7 @@ def test_logits_are_the_native_ones(case: str, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def test_logits_are_those_of_an_independent_network(case: str) -> None:
     model, ids = model_of(case), some_ids()
-    want = forward64(model, ids, causal=case in ("llama", "qwen2", "qwen3"))["logits"]
+    want = forward64(model, ids, causal=case in CAUSAL)["logits"]
     # float32 through 2 layers of width 32 against float64
     torch.testing.assert_close(dl.bridge(model)(ids).double(), want, atol=2e-4, rtol=2e-4)
 
@@ -75,7 +75,7 @@ def test_the_model_stays_as_it_was(case: str) -> None:
 @torch.no_grad()
 def test_compatibility_mode_moves_weights_and_keeps_the_distribution(case: str) -> None:
     model, ids = model_of(case), some_ids()
-    want = forward64(model, ids, causal=case in ("llama", "qwen2", "qwen3"))["logits"].log_softmax(-1)
+    want = forward64(model, ids, causal=case in CAUSAL)["logits"].log_softmax(-1)
     tl = dl.bridge(model)
     tl.enable_compatibility_mode(disable_warnings=True)
     torch.testing.assert_close(tl(ids).double().log_softmax(-1), want, atol=2e-4, rtol=2e-4)

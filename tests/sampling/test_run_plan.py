@@ -21,6 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "duo": {"steps": 16},
     "modernbert": {"steps": 16},
     "a2d_qwen3": {"steps": 16},
+    "wedlm": {"entropy_threshold": 0.0},
 }
 
 

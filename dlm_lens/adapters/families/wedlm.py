@@ -51,6 +51,11 @@ class WeDLMConfig(MaskedDiffusionFields, Qwen3Config):
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         super().__post_init__(**kwargs)
+        if not self.qk_norm:
+            host: Any = self
+            host.base_model_tp_plan = {
+                name: part for name, part in host.base_model_tp_plan.items() if not name.endswith("_norm")
+            }
 
     @property
     def trained_block_length(self) -> int:
@@ -79,7 +84,7 @@ class WeDLMDecoder(Qwen3Model):
         super().__init__(config)
         if not config.qk_norm:
             for index, layer in enumerate(self.layers):
-                layer.self_attn = Qwen2Attention(config, index)  # type: ignore[arg-type]
+                layer.self_attn = Qwen2Attention(config, index)
             self.post_init()
 
     def forward(

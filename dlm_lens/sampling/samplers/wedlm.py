@@ -106,7 +106,7 @@ class WeDLMPropose(nn.Module):
             chosen = kept.argmax(-1)
         where = torch.arange(canvas.shape[1], device=canvas.device)
         distance = (where - eligible.int().argmax(-1, keepdim=True)).float()
-        found = torch.zeros(canvas.shape, device=canvas.device).masked_scatter(evaluated, entropy)
+        found = entropy.new_zeros(canvas.shape).masked_scatter(evaluated, entropy)
         confidence = -(found + distance * settings.position_penalty)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
