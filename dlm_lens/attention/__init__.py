@@ -1,5 +1,12 @@
 """Hook points in attention, the attention functions, visibility, column statistics, and the base class of hooks."""
 
+from dlm_lens.attention.attention_order import (
+    attends_observed_first,
+    in_mask_window,
+    observed_first,
+    observed_order,
+    sees_observed_first,
+)
 from dlm_lens.attention.block_layout import BlockLayout, own_blocks
 from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
 from dlm_lens.attention.column_stats import (
@@ -60,13 +67,6 @@ from dlm_lens.attention.layers import (
 from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
 from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
 from dlm_lens.attention.model_access import exclusive, in_use
-from dlm_lens.attention.observed_first import (
-    attends_observed_first,
-    in_mask_window,
-    observed_first,
-    observed_order,
-    sees_observed_first,
-)
 from dlm_lens.attention.pattern_reductions import QUERY_STATS, PatternStats, QueryStat, TileStats, pattern_stats
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
