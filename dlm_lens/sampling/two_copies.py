@@ -24,7 +24,7 @@ from dlm_lens.sampling.network import CanvasLogits
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that a model decodes.
+    """The blocks that a model decodes, or was trained with.
 
     Args:
         length: positions of a block.
@@ -36,12 +36,13 @@ class Blocks:
 
     @classmethod
     def of(cls, config: Any) -> "Blocks | None":
-        """The blocks of a model, from its sampler and the default settings; None if its sampler has none."""
+        """The blocks of a model, from its sampler and the default settings; None if it has none."""
         family = family_of(config.model_type)
         name = family.sampler_of(config)
         sampler = algorithms()[name].sampler
-        if not (sampler.grows or sampler.observed_first):
-            return None
+        if not sampler.grows:
+            length = sampler.training_block_length
+            return None if length is None else cls(length, sampler.from_text)
         trained = getattr(config, "trained_block_length", None)
         settings = {**family.samplers[name], **({} if trained is None else {"block_length": trained})}
         settings |= getattr(config, "sampler_defaults", None) or {}

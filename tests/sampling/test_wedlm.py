@@ -190,6 +190,21 @@ def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked() -> None:
     assert run.steps <= free.steps
 
 
+def test_the_reference_draws_for_one_row_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some builds of torch a call for several rows draws other numbers than calls for each."""
+    calls, plain = list[int](), torch.multinomial
+
+    def counted_call(probabilities: Tensor, number: int, **options: Any) -> Tensor:
+        calls.append(len(probabilities))
+        return plain(probabilities, number, **options)
+
+    monkeypatch.setattr(torch, "multinomial", counted_call)
+    run = dl.denoise(sharp(), PROMPTS, **RUN, reference_quirks=True)
+    each = [(step, row) for step in range(run.steps) for row in range(3) if run.counts[step, row]]
+    assert calls == [len(window_of(run, *one)) for one in each]
+    assert len(calls) > run.steps
+
+
 def test_masks_in_a_prompt_are_filled_in_first() -> None:
     model = sharp()
     mask = model.config.mask_token_id
@@ -200,6 +215,14 @@ def test_masks_in_a_prompt_are_filled_in_first() -> None:
     assert run.unmasked[1, 0].nonzero().flatten().item() in range(8, 13)
     assert run.masks_left.tolist() == [0]
     assert len(first) == 22
+    # At step 0 the hidden mask at 8 is not seen; what follows it keeps its position.
+    observed = [0, *range(2, 8), 9]
+    order = [*observed, 1]
+    logits = forward64(model, run.canvases[0][:, order], causal=True, positions=torch.tensor([order]))["logits"][
+        0, -1
+    ]
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
+    assert float(-run.confidence[0, 0, 1]) == pytest.approx(float(entropy), rel=1e-5)
     with pytest.raises(ValueError, match="keeps a \\[MASK\\] in a prompt as a token"):
         dl.denoise(model, prompt, **RUN, reference_quirks=True)
 

@@ -58,11 +58,6 @@ class WeDLMConfig(MaskedDiffusionFields, Qwen3Config):
             }
 
     @property
-    def trained_block_length(self) -> int:
-        """The block length of the authors' training (finetune/configs/example.yaml), in which x_t is masked."""
-        return 32
-
-    @property
     def original_architecture(self) -> str:
         """The layout for a TransformerLens bridge."""
         return "DlmLensQwen3" if self.qk_norm else "DlmLensQwen2"

@@ -164,6 +164,7 @@ class Sampler(nn.Module):
         unpadded: the network sees padding as content (a quirk of MMaDA's code).
         block_length: of the blocks of block causal attention, in samplers that grow.
         block_layout: where these blocks are in the rows of the run; None before the run has a network.
+        training_block_length: of the blocks of the training, where the sampler itself decodes none; None for none.
         observed_first: attention is causal in the order of `attention.observed_order`, observed tokens, then masks.
         window_length: masks that are so many positions or more after the first mask of their row are not seen; None
             where all are.
@@ -187,6 +188,7 @@ class Sampler(nn.Module):
     whole_blocks: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
     hides_prompt: ClassVar[bool] = False
+    training_block_length: ClassVar[int | None] = None
     observed_first: ClassVar[bool] = False
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")
     cfg_scale: float = 0.0

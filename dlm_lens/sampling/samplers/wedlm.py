@@ -146,6 +146,7 @@ class WeDLMSampler(Sampler):
     """
 
     observed_first, adaptive, from_text = True, True, True
+    training_block_length = 32  # finetune/configs/example.yaml
     ended: Bool[Tensor, "batch"] | None = None
     reference_quirks = False
     _content: Bool[Tensor, "batch position"] | None = None
@@ -248,8 +249,8 @@ class WeDLMSampler(Sampler):
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """The caller's settings, then the checkpoint's without the length of its training's blocks; tuples of ids."""
-    values = {**{name: value for name, value in defaults.items() if name != "block_length"}, **given}
+    """The caller's settings, then the checkpoint's; lists of ids become tuples."""
+    values = {**defaults, **given}
     if values.get("stop_tokens") is not None:
         values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
     return values
