@@ -334,6 +334,7 @@ CALLS: dict[str, Callable[[Case], Any]] = {
     "training.masked_loss": lambda c: training.masked_loss(
         c.model, torch.tensor([list(range(24))]), torch.tensor([20, 22]), torch.tensor([5, 6]), torch.ones(2)
     ),
+    "evaluation.check_checkpoint": lambda c: list(evaluation.check_checkpoint(c.model, [TEXT], gen_length=8)),
     "evaluation.evaluate choice": lambda c: evaluation.evaluate(c.model, "toy_choice", limit=2),
     "evaluation.evaluate generate": lambda c: evaluation.evaluate(
         c.model, "toy_arithmetic", limit=2, generation={"gen_length": 16, "steps": 6}
