@@ -129,7 +129,7 @@ class _Checks:
     @property
     def pairs(self) -> list[Pair]:
         """The texts, with their first words as prompts."""
-        words = [text.split(" ") for text in self.texts]
+        words = [text.split() for text in self.texts]
         prompts = [" ".join(each[:PROMPT_WORDS]) for each in words]
         answers = [" " + " ".join(each[PROMPT_WORDS:]) for each in words]
         return read_pairs(self.model, prompts, answers)
@@ -225,7 +225,7 @@ class _Checks:
 
     def _denoising(self) -> Iterator[Finding]:
         """A recorded run beside a plain one, and the sinks of its first step."""
-        words = self.texts[0].split(" ")
+        words = self.texts[0].split()
         prompt = " ".join(words[: len(words) // 2])
         settings: dict[str, Any] = {"gen_length": self.gen_length, "seed": self.seed}
         recordings: list[Recording] = []

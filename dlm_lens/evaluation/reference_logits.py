@@ -18,8 +18,8 @@ from dlm_lens.printable import counted
 SINGLE, HALF = 1e-3, 0.1
 """What rounding may change in float32, and in half precision, in standard deviations of the logits.
 
-SmolLM2-135M's logits differ by 1e-6 and 0.02 between two attention functions; a wrong rotation or a wrong mask
-changes logits by about 1.
+SmolLM2-135M's logits differ by 1e-6 and 0.02 between two attention functions. In the golden LLaDA a rotation
+of half the frequencies makes 0.7, keys of the opposite sign in one layer 1.2.
 """
 REMEDY = "write it with safetensors.torch.save_file, from input_ids and logits"
 

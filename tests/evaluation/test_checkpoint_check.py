@@ -156,6 +156,15 @@ def test_logits_of_another_network_are_found(wrong: str, tmp_path: Path) -> None
             model.get_decoder().layers[0].self_attn.k_proj.weight.mul_(-1)
     finding = ReferenceLogits.read(path, model).compare(model)
     assert finding.good is False
+    # Several times what half precision is allowed.
+    assert float(finding.found.partition("differ by ")[2].split()[0]) > 0.5, finding.found
+
+
+def test_the_page_shows_what_the_command_finds(toy: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    findings = found(toy)
+    for name in ("network", "special ids", "texts", "reading", "sinks"):
+        assert findings[name].found in page, name
 
 
 def test_the_gap_by_hand() -> None:
