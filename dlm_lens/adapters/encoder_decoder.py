@@ -14,7 +14,7 @@ from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
     DiffusionGemmaTextRouter,
 )
 
-from dlm_lens.attention import position_ids
+from dlm_lens.attention import additive_mask, position_ids
 
 IMAGES = ("pixel_values", "image_position_ids", "mm_token_type_ids")
 """What transformers' processor returns beside ids for a prompt with images."""
@@ -242,7 +242,5 @@ def _positions(content: Tensor, given: Tensor | None) -> Int[Tensor, "#batch pos
 def _additive(
     visible: Bool[Tensor, "batch key"], queries: int, dtype: torch.dtype
 ) -> Float[Tensor, "batch 1 query key"]:
-    """The mask as every attention function of transformers takes it."""
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    mask = mask.masked_fill(~visible, torch.finfo(dtype).min)
-    return mask[:, None, None].expand(-1, -1, queries, -1)
+    """`additive_mask` of every query alike."""
+    return additive_mask(visible, dtype)[:, None, None].expand(-1, -1, queries, -1)

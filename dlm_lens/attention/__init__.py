@@ -74,7 +74,7 @@ from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, sin
 from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
 from dlm_lens.attention.streaming import received_by_class, stream_columns
 from dlm_lens.attention.tiled import pattern_tiles
-from dlm_lens.attention.visibility import AttentionPass, visible_in, visible_keys
+from dlm_lens.attention.visibility import AttentionPass, additive_mask, visible_in, visible_keys
 
 __all__ = [
     "HOOK_POINTS",
@@ -108,6 +108,7 @@ __all__ = [
     "TileStats",
     "add_hook_points",
     "adding_module",
+    "additive_mask",
     "as_hook",
     "attach_hooks",
     "attend",

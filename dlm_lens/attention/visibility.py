@@ -31,6 +31,12 @@ def visible_keys(
     return visible
 
 
+def additive_mask(visible: Bool[Tensor, "*axes"], dtype: torch.dtype) -> Float[Tensor, "*axes"]:
+    """The mask that is added to scores, 0 where a key is seen, which every attention function takes."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill(~visible, torch.finfo(dtype).min)
+
+
 class AttentionPass:
     """One pass through an attention module whose scores and pattern exist: visibility and spare softmax entry.
 

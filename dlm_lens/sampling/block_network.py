@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
-from dlm_lens.attention import BlockLayout, decoder_of, position_ids
+from dlm_lens.attention import BlockLayout, additive_mask, decoder_of, position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits, EditLogits
 
@@ -106,10 +106,7 @@ class BlockLogits(CanvasLogits):
             valid = valid & ~((canvas == self.ignored) & _before(finished, canvas))
         valid = valid.repeat(halves, 1)
         visible = self.layout.repeated(halves).visible(valid, start)
-        # Additive, which every attention function of transformers takes alike.
-        dtype = self.model.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-        mask = mask.masked_fill(~visible, torch.finfo(dtype).min)
+        mask = additive_mask(visible, self.model.dtype)
         inputs = {"attention_mask": mask, "position_ids": position_ids(valid)[:, start:]}
         return {**inputs, "use_cache": False}
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import (
     BlockLayout,
+    additive_mask,
     attends_observed_first,
     decoder_of,
     padding_before,
@@ -107,11 +108,9 @@ def two_copies(
         masked: likewise.
     """
     visible = visible_in_copies(blocks, content, documents, masked)[:, None]
-    # Additive, which every attention function of transformers takes alike.
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return {
         "input_ids": torch.cat([noisy, clean], 1),
-        "attention_mask": mask.masked_fill(~visible, torch.finfo(dtype).min),
+        "attention_mask": additive_mask(visible, dtype),
         "position_ids": positions.repeat(1, 2),
     }
 

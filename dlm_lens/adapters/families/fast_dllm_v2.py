@@ -9,7 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
-from dlm_lens.attention import own_blocks
+from dlm_lens.attention import additive_mask, own_blocks
 
 SAMPLER = {
     "gen_length": 128,
@@ -93,8 +93,7 @@ class FastDllmV2Decoder(Qwen2Model):
         visible = layout.visible(content)
         # As in the other families, queries of padding see the content, so that their states are finite.
         visible = (visible | (content[:, None, None, :] & ~content[:, None, :, None]))[:, :, cached:]
-        additive = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
-        return additive.masked_fill(~visible, torch.finfo(self.dtype).min)
+        return additive_mask(visible, self.dtype)
 
 
 class FastDllmV2Model(MaskedDiffusionMixin, Qwen2ForCausalLM):

@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
-from dlm_lens.attention import observed_first
+from dlm_lens.attention import additive_mask, observed_first
 
 SAMPLER = {
     "gen_length": 128,
@@ -124,9 +124,7 @@ class WeDLMDecoder(Qwen3Model):
         if self.config.mask_token_id is not None:
             masked[:, cached:] = ids == self.config.mask_token_id
         content = torch.ones_like(masked) if mask is None else mask.bool()
-        visible = observed_first(content, masked)[:, :, cached:]
-        additive = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
-        return additive.masked_fill(~visible, torch.finfo(self.dtype).min)
+        return additive_mask(observed_first(content, masked)[:, :, cached:], self.dtype)
 
 
 class WeDLMModel(MaskedDiffusionMixin, Qwen3ForCausalLM):
