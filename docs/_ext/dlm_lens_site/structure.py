@@ -24,6 +24,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "How-to guides": (
         "models",
+        "checkpoints",
         "denoising",
         "hooks",
         "comparing",
