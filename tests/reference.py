@@ -3,6 +3,7 @@
 Written from the formulas, with loops over heads and without any module of transformers or dlm_lens.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,19 +17,50 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float, rounded: bool = False, part: float = 1.0) -> Tensor:
-    """Rotate [batch, position, head, d_head] by position * theta^(-2i/h), halves paired; SMDM rounds the tables.
+def frequencies64(rotation: float | Mapping[str, Any], half: int) -> Tensor:
+    """theta^(-2i/h) for i < h/2; in YaRN (2309.00071, section 3.2) the slow ones are divided by the factor."""
+    theta = float(rotation["rope_theta"]) if isinstance(rotation, Mapping) else rotation
+    plain = theta ** (-torch.arange(half).double() / half)
+    if not isinstance(rotation, Mapping) or rotation.get("rope_type", "default") != "yarn":
+        return plain
+    assert rotation["mscale"] == rotation["mscale_all_dim"]  # no temperature of the attention
+    longest, found = rotation["original_max_position_embeddings"], []
+
+    def place(turns: float) -> float:
+        return half * math.log(longest / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = math.floor(place(rotation["beta_fast"])), math.ceil(place(rotation["beta_slow"]))
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    for i, frequency in enumerate(plain.tolist()):
+        slow = min(1.0, max(0.0, (i - low) / (high - low if high > low else 0.001)))
+        found.append(frequency / rotation["factor"] * slow + frequency * (1 - slow))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def rotated(
+    x: Tensor, positions: Tensor, rotation: float | Mapping[str, Any], rounded: bool = False, part: float = 1.0
+) -> Tensor:
+    """Rotate [batch, position, head, d_head] by position * frequency, halves paired; SMDM rounds the tables.
 
     LLaDA2 rotates the first `part` of the coordinates only, which h then is.
     """
     x, rest = x.split([int(part * x.shape[-1]), x.shape[-1] - int(part * x.shape[-1])], -1)
     half = x.shape[-1] // 2
-    angle = positions[..., None, None].double() * theta ** (-torch.arange(half).double() / half)
+    angle = positions[..., None, None].double() * frequencies64(rotation, half)
     a, b = x[..., :half], x[..., half:]
     cos, sin = angle.cos(), angle.sin()
     if rounded:
         cos, sin = cos.bfloat16().double(), sin.bfloat16().double()
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def scaled64(config: Any, q: Tensor, positions: Tensor) -> Tensor:
+    """Ministral 3's queries times 1 + beta ln(1 + floor(i / n)); those of others as they are."""
+    beta = config.rope_parameters.get("llama_4_scaling_beta")
+    if beta is None:
+        return q
+    turns = torch.floor(positions.double() / config.rope_parameters["original_max_position_embeddings"])
+    return q * (1 + beta * torch.log(1 + turns))[..., None, None]
 
 
 def gated64(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -196,13 +228,13 @@ def forward64(
             v = torch.where(at_sink[:, None, None], torch.zeros_like(v), v)
         v = edit("v", v)
         part = config.rope_parameters.get("partial_rotary_factor", 1.0)
-        turn = (positions, config.rope_parameters["rope_theta"], config.model_type == "smdm", part)
+        turn = (positions, config.rope_parameters, config.model_type == "smdm", part)
         if f"{prefix}self_attn.q_norm.weight" in weights:
             q, k = (
                 normed(one, weights[f"{prefix}self_attn.{name}_norm.weight"], config.rms_norm_eps)
                 for name, one in (("q", q), ("k", k))
             )
-        q, k = edit("rot_q", rotated(q, *turn)), edit("rot_k", rotated(k, *turn))
+        q, k = edit("rot_q", scaled64(config, rotated(q, *turn), positions)), edit("rot_k", rotated(k, *turn))
         z = edit("z", attention64(q, k, v, visible, edit, spare64(config, weights, layer)))
         if getattr(config, "gated_attention", False):
             z = z.flatten(-2) / (1 + torch.exp(-linear("self_attn.gate_proj", x)))

@@ -7,7 +7,7 @@ from dlm_lens.attention.attention_order import (
     observed_order,
     sees_observed_first,
 )
-from dlm_lens.attention.block_layout import BlockLayout, own_blocks
+from dlm_lens.attention.block_layout import BlockLayout, has_causal_context, own_blocks
 from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
 from dlm_lens.attention.column_stats import (
     MIN_VIEWERS,
@@ -130,6 +130,7 @@ __all__ = [
     "decoder_of",
     "exclusive",
     "expected_received",
+    "has_causal_context",
     "has_hook_points",
     "head_width",
     "hidden_mass",

@@ -1,6 +1,6 @@
 """`BlockLayout`: where the blocks of block causal attention begin in every row of a batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,15 +21,24 @@ class BlockLayout:
     Args:
         length: positions of a block; the first and the last block of a row may be shorter.
         first: a position of every row at which a block begins.
+        causal_context: attention before the block that is decoded is causal (Nemotron-Labs-Diffusion), as if each
+            position there were a block of its own; the block that is decoded holds the last of the positions given.
     """
 
     length: int
     first: Int[Tensor, "batch"]
+    causal_context: bool = False
 
     def numbers(self, positions: int) -> Int[Tensor, "batch position"]:
-        """The block of every position; negative before `first`."""
+        """The block of every position, counted from `first`, before which it is negative.
+
+        With `causal_context` a position's number is itself, and in the block that is decoded that of its first one.
+        """
         where = torch.arange(positions, device=self.first.device)
-        return (where - self.first[:, None]).div(self.length, rounding_mode="floor")
+        blocks = (where - self.first[:, None]).div(self.length, rounding_mode="floor")
+        if not self.causal_context:
+            return blocks
+        return where.minimum(blocks[:, -1:] * self.length + self.first[:, None])
 
     def visible(self, content: Bool[Tensor, "batch position"], start: int = 0) -> Bool[Tensor, "batch 1 query key"]:
         """Which query sees which key: content of its own and earlier blocks; padding neither sees nor is seen.
@@ -42,10 +51,23 @@ class BlockLayout:
         earlier = block[:, None, :] <= block[:, start:, None]
         return (earlier & content[:, None, :] & content[:, start:, None])[:, None]
 
-    def bounds(self, positions: int) -> tuple[Int[Tensor, "batch position"], Int[Tensor, "batch position"]]:
-        """First and last canvas position of every position's block."""
+    def bounds(
+        self, inside: Bool[Tensor, "*step batch position"]
+    ) -> tuple[Int[Tensor, "*step batch position"], Int[Tensor, "*step batch position"]]:
+        """First and last canvas position of every position's block.
+
+        Args:
+            inside: the positions of every row's block at a step; `inside`.
+        """
+        positions = inside.shape[-1]
+        if self.causal_context:
+            where = torch.arange(positions, device=inside.device).expand(inside.shape)
+            first, last = where.masked_fill(~inside, positions), where.masked_fill(~inside, -1)
+            start, stop = first.amin(-1, keepdim=True), last.amax(-1, keepdim=True)
+            return torch.where(inside, start, where), torch.where(inside, stop, where)
         start = self.numbers(positions) * self.length + self.first[:, None]
-        return start.clamp(min=0), (start + self.length - 1).clamp(max=positions - 1)
+        found = start.clamp(min=0), (start + self.length - 1).clamp(max=positions - 1)
+        return found[0].expand(inside.shape), found[1].expand(inside.shape)
 
     def spans(self, answer: int, positions: int) -> list[tuple[int, int]]:
         """The span of every block of a run, from the block that holds position `answer` on, over all rows."""
@@ -62,21 +84,21 @@ class BlockLayout:
 
     def inside(self, span: tuple[int, int], positions: int) -> Bool[Tensor, "batch position"]:
         """The positions of every row's block at a step; none in a row whose blocks are all finished."""
-        where, start = torch.arange(positions, device=self.first.device), self.starts(span)[:, None]
-        return (start <= where) & (where < start + self.length)
+        start = self.starts(span)[:, None]
+        return (start <= torch.arange(positions, device=self.first.device)) & self.until(span, positions)
 
     def until(self, span: tuple[int, int], positions: int) -> Bool[Tensor, "batch position"]:
-        """The positions up to the end of every row's block at a step."""
-        stop = self.starts(span)[:, None] + self.length
+        """The positions up to the end of every row's block at a step, which may see a part of it."""
+        stop = (self.starts(span)[:, None] + self.length).clamp(max=span[1])
         return torch.arange(positions, device=self.first.device) < stop
 
     def repeated(self, halves: int) -> "BlockLayout":
         """The same for a batch that repeats these rows (guidance)."""
-        return BlockLayout(self.length, self.first.repeat(halves))
+        return replace(self, first=self.first.repeat(halves))
 
     def to(self, device: torch.device) -> "BlockLayout":
         """The same on a device."""
-        return BlockLayout(self.length, self.first.to(device))
+        return replace(self, first=self.first.to(device))
 
 
 def own_blocks(config: Any, content: Bool[Tensor, "batch position"]) -> BlockLayout | None:
@@ -86,3 +108,8 @@ def own_blocks(config: Any, content: Bool[Tensor, "batch position"]) -> BlockLay
     """
     length = getattr(config, "block_causal_length", None)
     return None if length is None else BlockLayout(length, padding_before(content))
+
+
+def has_causal_context(config: Any) -> bool:
+    """Whether a network attends causally to finished text, and both ways in the block that is decoded."""
+    return bool(getattr(config, "causal_context", False))

@@ -19,6 +19,7 @@ from transformer_lens.model_bridge.generalized_components import (
     RMSNormalizationBridge,
 )
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from dlm_lens.attention import SinkLayout, hooked_attention
 from dlm_lens.attention.model_access import ModelLock
@@ -72,13 +73,13 @@ class NativeAttention:
         mask, tables = kwargs.pop("attention_mask", None), kwargs.pop("position_embeddings", None)
         hidden_states = self.hook_in(hidden_states)
         q, k, v = (heads.transpose(1, 2) for heads in self._normed(*self._project(hidden_states)))
-        q, k = self._rotated(q, k, tables, v.dtype)
+        q, k = self._rotated(q, k, (tables, kwargs.get("position_ids")), v.dtype)
         k, v = self._update_kv_cache(k, v, **kwargs)
         z, pattern = self._attend(q, k, v, mask)
         return self._output(z, hidden_states), pattern
 
-    def _rotated(self, q: Tensor, k: Tensor, tables: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Q and k at their positions, through the hook points after rotation."""
+    def _rotated(self, q: Tensor, k: Tensor, places: tuple[Any, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Q and k at their positions, through the hook points after rotation; `places`: tables and positions."""
         raise NotImplementedError
 
     def _project(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,10 +149,14 @@ class NativeAttention:
 class DiffusionAttentionBridge(NativeAttention, PositionEmbeddingsAttentionBridge):
     """TransformerLens's rotary attention with the masks of this library's families."""
 
-    def _rotated(self, q: Tensor, k: Tensor, tables: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Q and k, rotated, in the model's dtype."""
+    def _rotated(self, q: Tensor, k: Tensor, places: tuple[Any, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Q and k, rotated, in the model's dtype; Ministral 3 scales q by its position."""
+        tables, positions = places
         cos, sin = self._apply_position_embedding_hooks(tables)
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        rotation = self.original_component.config.rope_parameters
+        if (beta := rotation.get("llama_4_scaling_beta")) is not None:
+            q = q * get_llama_4_attn_scale(positions, beta, rotation["original_max_position_embeddings"]).to(q)
         return self.hook_rot_q(q.to(dtype)), self.hook_rot_k(k.to(dtype))
 
 
@@ -171,7 +176,7 @@ class JointAttentionBridge(NativeAttention, JointQKVAttentionBridge):
     `hook_q` and `hook_k` have, as in the native model.
     """
 
-    def _rotated(self, q: Tensor, k: Tensor, tables: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _rotated(self, q: Tensor, k: Tensor, places: tuple[Any, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.hook_rot_q(q), self.hook_rot_k(k)
 
     def _dropout(self) -> float:

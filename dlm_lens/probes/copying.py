@@ -257,8 +257,7 @@ def retrieval_heads(
     ids = [getattr(config, f"{name}_token_id", None) for name in ("mask", "pad", "bos", "eos")]
     named = [one for each in ids if each is not None for one in (each if isinstance(each, list) else [each])]
     skip = frozenset([*named, *run.eos_token_ids])
-    shifted = run.autoregressive or bool(getattr(config, "logit_shift", False))
-    found = {step: find_decisions(run, step, skip, shifted) for step in range(run.steps)}
+    found = {step: find_decisions(run, step, skip, run.predicts_next(step, config)) for step in range(run.steps)}
     reducer = CopyAttention({step: decisions for step, (decisions, _) in found.items()})
     rec = rerun(model, run, [reducer], hooks=hooks, layers=layers, progress=progress)
     sums = rec.copy_attention.nan_to_num().sum(0)

@@ -296,7 +296,6 @@ class _Entries:
         self.hooked = hooked
         self.layout, self.last = SinkLayout.of(stored.model), len(attention_blocks(stored.model)) - 1
         self.translate = (lambda layer, stream: stream) if tuned is None else tuned.translate
-        self.shifted = stored.autoregressive or bool(getattr(stored.model.config, "logit_shift", False))
 
     def at(self, step: int) -> dict[str, Tensor]:
         """All fields of a step's entries; those with hooks are called hooked_..., their KL is `change`."""
@@ -323,7 +322,7 @@ class _Entries:
         names = ("step", "batch", "position", "sink", "sink_layer")
         place = {name: getattr(places, name)[here] for name in names}
         batch, position = place["batch"], place["position"]
-        predicts = position + 1 if self.shifted else position
+        predicts = position + int(run.predicts_next(step, self.stored.model.config))
         predicts = predicts.masked_fill((position >= canvas) | (predicts >= canvas), -1)
         masked = run.masked[step, batch, position.clamp(max=canvas - 1)] & (position < canvas)
         # Under uniform noise the loss covers the whole answer, open or decided.

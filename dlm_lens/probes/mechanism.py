@@ -241,9 +241,9 @@ def _of_predictions(
     model: Any, run: DenoisingRun, mass: Float[Tensor, "step batch position"]
 ) -> Float[Tensor, "step batch position"]:
     """The mass of the query that predicts each position: with a logit shift and in AR runs the one before."""
-    if not (run.autoregressive or getattr(model.config, "logit_shift", False)):
-        return mass
-    return mass.gather(-1, predicting_position(run.attention_mask).expand(mass.shape))
+    before = mass.gather(-1, predicting_position(run.attention_mask).expand(mass.shape))
+    shifted = torch.tensor([run.predicts_next(step, model.config) for step in range(run.steps)])
+    return torch.where(shifted[:, None, None].to(mass.device), before, mass)
 
 
 def _mean_changed(runs: Sequence[Comparison]) -> Tensor:

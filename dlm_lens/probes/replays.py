@@ -330,7 +330,7 @@ class _Passes:
     def _sources(self, step: int) -> Bool[Tensor, "batch position"]:
         """Where the residual stream is compared: the outputs that predict; with a logit shift, those before."""
         predicted = self.stored.predicted(step)
-        if not (self.stored.autoregressive or getattr(self.stored.model.config, "logit_shift", False)):
+        if not self.stored.run.predicts_next(step, self.stored.model.config):
             return predicted
         row, position = predicted.nonzero(as_tuple=True)
         sources = torch.zeros_like(predicted)

@@ -78,8 +78,7 @@ class CanvasFacts:
     def _bounds(self) -> tuple[Int[Tensor, "*run position"], Int[Tensor, "*run position"]]:
         """First and last position of every position's block."""
         assert self.blocks is not None
-        start, end = self.blocks.bounds(self.valid.shape[-1])
-        return start.expand(self.valid.shape), end.expand(self.valid.shape)
+        return self.blocks.bounds(self.block.expand(self.valid.shape))
 
     @property
     def attending(self) -> Bool[Tensor, "*run position"]:
@@ -181,8 +180,8 @@ class CanvasFacts:
         if self.window is not None and self.blocks is None:  # with blocks `_visible` has the window
             seen = seen & (distance < self.window if self.causal else distance.abs() <= self.window)
         if self.blocks is not None:
-            number = self.blocks.numbers(len(where))
-            seen = seen & (number[..., None, :] <= number[..., :, None])
+            start = self._bounds()[0]
+            seen = seen & (start[..., None, :] <= start[..., :, None])
         if self.observed_first:
             seen = seen & sees_observed_first(self.masked & self._visible)
         return seen

@@ -157,6 +157,33 @@ class BlockLogits(CanvasLogits):
         return states[:, start - begin :]
 
 
+class FirstBlockLogits(CanvasLogits):
+    """Logits of canvases each row of which decodes its first block with a mask, after a causal context.
+
+    Args:
+        model: from `dlm_lens.load`.
+        content: False where there is padding.
+        layout: where the blocks are.
+        **options: of `CanvasLogits`.
+    """
+
+    def __init__(
+        self, model: Any, content: Bool[Tensor, "batch position"], *, layout: BlockLayout, **options: Any
+    ) -> None:
+        super().__init__(model, content, **options)
+        self.content, self.blocks = content, layout.numbers(content.shape[1])
+
+    def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
+        """Arguments of a pass over the canvas, beside the ids, for every half."""
+        open_ = (canvas == self.model.config.mask_token_id) & self.content & (self.blocks >= 0)
+        present = self.blocks.masked_fill(~open_, canvas.shape[1]).amin(-1, keepdim=True)
+        inside, where = self.blocks == present, torch.arange(canvas.shape[1], device=canvas.device)
+        visible = (where <= where[:, None]) | (inside[:, None, :] & inside[:, :, None])
+        visible = visible & self.content[:, None, :] & self.content[:, :, None]
+        mask = additive_mask(visible[:, None].repeat(2 if self.cfg_scale else 1, 1, 1, 1), self.model.dtype)
+        return {**self.inputs, "attention_mask": mask, "use_cache": False}
+
+
 def _before(stop: Int[Tensor, "batch"], canvas: Int[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
     """The positions before each row's `stop`."""
     return torch.arange(canvas.shape[1], device=canvas.device) < stop[:, None]

@@ -183,7 +183,7 @@ def prepared_run(
     settings = only_known(algorithm.settings, values, algorithm.name)
     if reference_quirks and len(set(seeds)) > 1:
         raise ValueError("reference_quirks has one random stream for the batch; give a single seed")
-    if algorithm.sampler.grows:
+    if algorithm.sampler.grows and not algorithm.sampler.any_block_length:
         most = None if algorithm.sampler.from_text or algorithm.sampler.whole_blocks else settings.gen_length
         warn_untrained_blocks(model, settings.block_length or settings.gen_length, most)
     noise = SharedNoise(seeds[0]) if reference_quirks else RowNoise(seeds)

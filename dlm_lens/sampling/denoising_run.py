@@ -200,6 +200,18 @@ class DenoisingRun(ShowsItself):
         algorithm = algorithms().get(str(self.settings.get("sampler")))
         return algorithm is not None and algorithm.sampler.autoregressive
 
+    def predicts_next(self, step: int, config: Any) -> bool:
+        """Whether at a step the output at i - 1 predicts position i, instead of its own.
+
+        Args:
+            step: of this run.
+            config: of its model, which may have a `logit_shift`.
+        """
+        algorithm = algorithms().get(str(self.settings.get("sampler")))
+        if algorithm is not None and algorithm.sampler.predicts_next(self.spans[step]):
+            return True
+        return self.autoregressive or bool(getattr(config, "logit_shift", False))
+
     @property
     def attention_blocks(self) -> BlockLayout | None:
         """Where the blocks of block causal attention are in every row; None in all other runs."""

@@ -14,6 +14,7 @@ from dlm_lens.attention import (
     additive_mask,
     attends_observed_first,
     decoder_of,
+    has_causal_context,
     padding_before,
     position_ids,
     sees_observed_first,
@@ -55,6 +56,8 @@ def visible_in_copies(
     content: Bool[Tensor, "batch position"] | None = None,
     documents: Int[Tensor, "batch position"] | None = None,
     masked: Bool[Tensor, "batch position"] | None = None,
+    *,
+    causal: bool = False,
 ) -> Bool[Tensor, "batch query key"]:
     """Which query of [x_t, x_0] sees which key (2503.09573; kuleshov-group/bd3lms, models/dit.py).
 
@@ -68,12 +71,15 @@ def visible_in_copies(
         content: False at padding; None for none.
         documents: positions of different documents do not see each other; None for one document.
         masked: which noisy positions hold [MASK], for networks that attend to observed tokens first; else None.
+        causal: attention is causal among the clean positions, as in Nemotron-Labs-Diffusion's compute_block_mask.
     """
     query, key = blocks[:, :, None], blocks[:, None, :]
     same, earlier = query == key, query > key
     nothing, noisy, clean = torch.zeros_like(same), same, same | earlier
     if masked is not None:
-        noisy, clean = same & sees_observed_first(masked), clean.tril()
+        noisy, causal = same & sees_observed_first(masked), True
+    if causal:
+        clean = clean.tril()
     visible = torch.cat([torch.cat([noisy, earlier], 2), torch.cat([nothing, clean], 2)], 1)
     if documents is not None:
         visible = visible & (documents[:, :, None] == documents[:, None, :]).repeat(1, 2, 2)
@@ -94,6 +100,7 @@ def two_copies(
     content: Bool[Tensor, "batch position"] | None = None,
     documents: Int[Tensor, "batch position"] | None = None,
     masked: Bool[Tensor, "batch position"] | None = None,
+    causal: bool = False,
 ) -> dict[str, Tensor]:
     """Arguments of one pass over [x_t, x_0].
 
@@ -106,8 +113,9 @@ def two_copies(
         content: as in `visible_in_copies`.
         documents: likewise.
         masked: likewise.
+        causal: likewise.
     """
-    visible = visible_in_copies(blocks, content, documents, masked)[:, None]
+    visible = visible_in_copies(blocks, content, documents, masked, causal=causal)[:, None]
     return {
         "input_ids": torch.cat([noisy, clean], 1),
         "attention_mask": additive_mask(visible, dtype),
@@ -115,9 +123,10 @@ def two_copies(
     }
 
 
-def masks_of(config: Any, noisy: Int[Tensor, "batch position"]) -> Bool[Tensor, "batch position"] | None:
-    """Which noisy positions hold [MASK], where the order of attention depends on it; else None."""
-    return noisy == config.mask_token_id if attends_observed_first(config) else None
+def attention_in_copies(config: Any, noisy: Int[Tensor, "batch position"]) -> dict[str, Any]:
+    """The arguments of `two_copies` that say how a network attends, beside blocks, content and documents."""
+    masked = noisy == config.mask_token_id if attends_observed_first(config) else None
+    return {"masked": masked, "causal": has_causal_context(config)}
 
 
 def predicting_output(
@@ -173,7 +182,7 @@ class TwoCopyLogits(CanvasLogits):
         blocks, content = self._repeated()
         inputs = two_copies(
             self._halves(canvas), self._halves(self.clean), blocks, position_ids(content),
-            dtype=self.model.dtype, content=content, masked=masks_of(self.model.config, self._halves(canvas)),
+            dtype=self.model.dtype, content=content, **attention_in_copies(self.model.config, self._halves(canvas)),
         )  # fmt: skip
         return decoder_of(self.model)(**inputs, use_cache=False)
 
@@ -217,7 +226,7 @@ class TwoCopyLogits(CanvasLogits):
         length, decoder = canvas.shape[1], decoder_of(self.model)
         noisy, clean = self._halves(canvas), self._halves(self.clean)
         positions = position_ids(content)
-        given = {"content": content, "masked": masks_of(self.model.config, noisy)}
+        given = {"content": content, **attention_in_copies(self.model.config, noisy)}
         both = two_copies(noisy, clean, blocks, positions, dtype=self.model.dtype, **given)["attention_mask"]
         keys = CleanKeys()
         first = decoder(

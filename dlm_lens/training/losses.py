@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dlm_lens.adapters.head import head_states, logit_scaling
 from dlm_lens.attention import SinkLayout, decoder_of
 from dlm_lens.placement import input_device
-from dlm_lens.sampling.two_copies import masks_of, two_copies
+from dlm_lens.sampling.two_copies import attention_in_copies, two_copies
 from dlm_lens.training.objective import Objective, check_trained_whole
 from dlm_lens.training.sources import Example, Rows
 from dlm_lens.training.tied_gradient import HeadGradient, TiedLookup, tied_gradient
@@ -194,7 +194,7 @@ def masked_loss(
     check_trained_whole(model)
     if "clean_ids" in inputs:
         clean, blocks, positions = (inputs.pop(name) for name in ("clean_ids", "blocks", "position_ids"))
-        options: dict[str, Any] = {**inputs, "masked": masks_of(model.config, input_ids)}
+        options: dict[str, Any] = {**inputs, **attention_in_copies(model.config, input_ids)}
         inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **options)
         input_ids = inputs.pop("input_ids")
     with tied_gradient(model) as tied:

@@ -7,6 +7,12 @@ from torch import Tensor
 
 from dlm_lens.testing import tiny
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 3,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+"""Ministral 3's rotation, which scales queries from position 3 on."""
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llada": ("llada", {}),
     "mmada": ("mmada", {}),
@@ -33,6 +39,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fast-dllm v2": ("fast_dllm_v2", {}),
     "wedlm": ("wedlm", {"head_dim": 10}),
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
+    "nemotron": ("nemotron_labs_diffusion", {"head_dim": 8, "rope_parameters": YARN}),
+    "nemotron, ar": (
+        "causal",
+        {"model_type": "nemotron_labs_diffusion_ar", "head_dim": 8, "rope_parameters": YARN},
+    ),
     "diffugpt": ("diffugpt", {}),
     "diffullama": ("diffugpt", {"model_type": "diffullama"}),
     "qwen2": ("causal", {"model_type": "qwen2"}),
@@ -40,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-CAUSAL = ("llama", "qwen2", "qwen3", "wedlm", "wedlm, qwen2")
+CAUSAL = ("llama", "qwen2", "qwen3", "nemotron, ar", "wedlm", "wedlm, qwen2")
 """Of these no query sees a later key; WeDLM's do where there are masks, which `some_ids` has not."""
 
 

@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.dit import takes_noise_level
-from dlm_lens.attention import BlockLayout, attends_observed_first, padding_before
+from dlm_lens.attention import BlockLayout, attends_observed_first, has_causal_context, padding_before
 from dlm_lens.placement import execution_device, input_device
-from dlm_lens.sampling.block_network import BlockLogits
+from dlm_lens.sampling.block_network import BlockLogits, FirstBlockLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError
 from dlm_lens.sampling.prompts import padding_id
@@ -148,6 +148,8 @@ class Scorer:
             return CanvasLogits(self.model, content, **options)
         layout = self.layout(content, prompt)
         if clean is None:
+            if has_causal_context(self.model.config):
+                return FirstBlockLogits(self.model, content, layout=layout, **options)
             return BlockLogits(self.model, content, layout=layout, **options)
         return TwoCopyLogits(self.model, content, clean=clean, layout=layout, **options)
 

@@ -157,6 +157,7 @@ class Sampler(nn.Module):
         from_text: blocks of block causal attention are counted from each row's first token, so that the prompt's
             rest shares its block with the first masks; otherwise from the first position of the answer.
         whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
+        any_block_length: the authors decode with other blocks than those of the training too.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
         hides_prompt: guidance masks all of the prompt's positions, instead of those that were not masked at first.
         cfg_scale: classifier-free guidance of the run; 0 for none.
@@ -186,6 +187,7 @@ class Sampler(nn.Module):
     adaptive: bool = False
     from_text: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False
+    any_block_length: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
     hides_prompt: ClassVar[bool] = False
     training_block_length: ClassVar[int | None] = None
@@ -229,6 +231,11 @@ class Sampler(nn.Module):
         """Where the blocks of block causal attention are in every row, in samplers that grow."""
         first = padding_before(content)
         return BlockLayout(block_length, first if cls.from_text else torch.full_like(first, prompt_length))
+
+    @classmethod
+    def predicts_next(cls, span: tuple[int, int]) -> bool:
+        """Whether a step with this span reads the output at i - 1 for position i, though the model has no shift."""
+        return False
 
     @property
     def halves(self) -> int:
