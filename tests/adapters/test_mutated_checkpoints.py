@@ -32,10 +32,12 @@ def test_some_mutations_of_a_checkpoint_load_or_are_refused(tmp_path: Path) -> N
     assert counted["the same model"] >= 5
 
 
+MUTATED = ("llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "diffugpt", "sedd", "wedlm")
+MUTATED += ("nemotron_labs_diffusion", "causal")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "family", ["llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "diffugpt", "sedd", "wedlm", "causal"]
-)
+@pytest.mark.parametrize("family", MUTATED)
 def test_many_mutations_of_every_family_load_or_are_refused(family: str, tmp_path: Path) -> None:
     counted = outcomes(tmp_path, family, 1000, 120)
     assert counted["refusal"] >= 30

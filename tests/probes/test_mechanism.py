@@ -118,19 +118,25 @@ def test_what_has_no_order_to_choose_is_refused() -> None:
 BLOCKS: dict[str, dict[str, Any]] = {
     "bd3lm": {"temperature": 0.0, "gen_length": 8, "seed": [3, 4]},
     "sdar": {"temperature": 0.0, "gen_length": 8, "remasking": "sequential", "seed": [3, 4]},
+    "nemotron_labs_diffusion": {"gen_length": 8, "block_length": 4, "parallel": False, "seed": [3, 4]},
 }
+
+
+# The random network's patterns are even.
+RULES = {"nemotron_labs_diffusion": 0.1}
 
 
 @pytest.mark.parametrize("family", BLOCKS)
 def test_known_sinks_of_block_diffusion_are_those_of_every_row_alone(family: str) -> None:
     """A step sees a prefix of the canvas, and rows of unequal prompts have blocks at unequal positions."""
     model, settings = tiny(family), BLOCKS[family]
-    together = sink_mechanism(model, PROMPTS[:2], RULE, controls=(1,), **settings)
+    rule = dl.AboveMean(RULES.get(family, 1.0))
+    together = sink_mechanism(model, PROMPTS[:2], rule, controls=(1,), **settings)
     run = together.run
     assert together.predicted.equal(run.masked[:-1] & run.in_block & run.attention_mask)
     for row in range(2):
         single = sink_mechanism(
-            model, PROMPTS[row : row + 1], RULE, controls=(1,), **{**settings, "seed": settings["seed"][row]}
+            model, PROMPTS[row : row + 1], rule, controls=(1,), **{**settings, "seed": settings["seed"][row]}
         )
         padding = int(run.padding[row])
         width = min(run.tokens.shape[1] - padding, single.run.tokens.shape[1])
@@ -147,10 +153,10 @@ def test_known_sinks_of_block_diffusion_are_those_of_every_row_alone(family: str
     # In the first layer, which no hook has changed, the sinks that were measured are those of the pass itself.
     known, own = (
         replay(model, rec.run, [dl.hooks.at_layers(hook, [0])], attention=False)
-        for hook in (mask_sinks(source=dl.find_sinks(rec, RULE)), mask_sinks(RULE))
+        for hook in (mask_sinks(source=dl.find_sinks(rec, rule)), mask_sinks(rule))
     )
     torch.testing.assert_close(known.confidence_hooked, own.confidence_hooked, equal_nan=True)
-    longer = dl.find_sinks(dl.record(model, PROMPTS[:2], **{**settings, "gen_length": 16}), RULE)
+    longer = dl.find_sinks(dl.record(model, PROMPTS[:2], **{**settings, "gen_length": 16}), rule)
     with pytest.raises(ValueError, match="give one of the same prompts, length and model"):
         replay(model, rec.run, [mask_sinks(source=longer)], attention=False)
 

@@ -51,8 +51,14 @@ def test_the_dependence_of_a_position_is_that_of_the_query_that_predicts_it(fami
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("fast_dllm_v2", {}), ("sdar", {}), ("llada", {"cache": "dual"}), ("llada", {})],
-    ids=["fast-dllm", "sdar", "cached", "whole"],
+    [
+        ("fast_dllm_v2", {}),
+        ("sdar", {}),
+        ("nemotron_labs_diffusion", {}),
+        ("llada", {"cache": "dual"}),
+        ("llada", {}),
+    ],
+    ids=["fast-dllm", "sdar", "nemotron", "cached", "whole"],
 )
 def test_controls_of_sinks_are_among_the_positions_that_a_step_computes(family: str, settings: Any) -> None:
     model = perturbed(family)

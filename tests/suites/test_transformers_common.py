@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sedd": ("sedd", {}),
     "fast-dllm v2": ("fast_dllm_v2", {}),
     "sdar": ("sdar", {}),
+    "nemotron": ("nemotron_labs_diffusion", {}),
     "wedlm": ("wedlm", {}),
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
     "llada2": ("llada2", {}),
@@ -93,6 +94,9 @@ EXCLUDED = {
     },
     "sedd": {
         "test_inputs_embeds": "embeddings do not show how many tokens are masked; sigma has to be passed with them",
+    },
+    "nemotron": {
+        "test_sliding_window_mask": "the authors' diffusion passes have no window, and a config with one is refused"
     },
     "wedlm": {"test_inputs_embeds": MASKS_UNKNOWN},
     "wedlm, qwen2": {"test_inputs_embeds": MASKS_UNKNOWN},

@@ -184,16 +184,18 @@ class NemotronLabsDiffusionSampler(BlockSampler):
         return CausalContextLogits(model, content, layout=self.block_layout, use_cache=self.use_cache)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
-        """Of each block the step of its first token, and as many others as it has positions, at most."""
+        """Of each block the step of its first token, and one for every other position, at most.
+
+        With `reference_quirks` one more, since a first token that is [MASK] is decoded like the others.
+        """
         assert self.block_layout is not None
         self._answer, found = prompt_length, list[StepPlan]()
         spans = self.block_layout.spans(prompt_length, positions)
-        total = sum(1 + stop - start for start, stop in spans)
-        for block, (start, stop) in enumerate(spans):
-            for step in range(1 + stop - start):
+        numbers = [stop - start + self.reference_quirks for start, stop in spans]
+        for block, ((start, stop), steps) in enumerate(zip(spans, numbers, strict=True)):
+            for step in range(steps):
                 span = (start, stop) if step else (start, start + 1)
-                remaining = 1 + stop - start - step
-                found.append(StepPlan(len(found), total, block, span, remaining, seen=span[1]))
+                found.append(StepPlan(len(found), sum(numbers), block, span, steps - step, seen=span[1]))
         return found
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
@@ -204,12 +206,14 @@ class NemotronLabsDiffusionSampler(BlockSampler):
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
-        """One in each row, beside those above the threshold.
+        """One in each row, beside those above the threshold; at the last planned step of a block what is left.
 
         With `reference_quirks` and one token a step no more than the block had masks after its first token.
         """
         one = eligible.any(-1).long()
-        if not self.reference_quirks or self.settings.parallel or self.predicts_next(plan.span):
+        if not self.reference_quirks:
+            return eligible.sum(-1) if plan.remaining == 1 else one
+        if self.settings.parallel or self.predicts_next(plan.span):
             return one
         done = plan.span[1] - plan.span[0] - plan.remaining
         if done == 0 or self._planned is None:
