@@ -24,7 +24,7 @@ class NemotronLabsDiffusionConfig(MaskedDiffusionFields, Ministral3Config):
         mlp_bias: of the MLP; likewise.
 
     Raises:
-        ValueError: another paradigm, biases, or a sliding window.
+        ValueError: another paradigm, or biases.
     """
 
     model_type = "nemotron_labs_diffusion"
@@ -47,12 +47,8 @@ class NemotronLabsDiffusionConfig(MaskedDiffusionFields, Ministral3Config):
                 f"attention_bias is {self.attention_bias} and mlp_bias {self.mlp_bias}; Ministral 3's layers have "
                 "no biases, and no released checkpoint of Nemotron-Labs-Diffusion has any"
             )
-        if self.sliding_window is not None:
-            raise ValueError(
-                f"sliding_window is {self.sliding_window}; no released checkpoint has one, and the authors' code "
-                "leaves it out where it denoises: set it to null"
-            )
         super().__post_init__(**kwargs)
+        self.sliding_window = None  # null in released checkpoints, and not used where the authors' code denoises
 
     @property
     def trained_block_length(self) -> int:
