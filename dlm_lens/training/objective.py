@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import SinkLayout, computed_span
+from dlm_lens.attention import SinkLayout, computed_span, has_causal_context
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
@@ -147,6 +147,8 @@ class MaskedDiffusionLoss:
         block_length: positions of a block; 0 for no blocks, None for the model's.
         blocks_from_text: count blocks from the first token of every row, instead of from its answer; None for the
             model's, whose sampler counts the same way.
+        ar_weight: of the AR loss -sum_i log p(x_0^i | x_0^<i) over the same region, read from the clean copy, in a
+            model whose clean text attends causally (Nemotron-Labs-Diffusion, `ar_loss_weight`); 0 for none.
 
     Raises:
         ValueError: a value out of its range.
@@ -165,6 +167,7 @@ class MaskedDiffusionLoss:
     mask_token_id: int | None = None
     block_length: int | None = None
     blocks_from_text: bool | None = None
+    ar_weight: float = 0.0
 
     def __post_init__(self) -> None:
         check_choices(self, schedule=Schedule, weighting=Weighting, normalisation=Normalisation, masks=Masks)
@@ -177,6 +180,8 @@ class MaskedDiffusionLoss:
             raise ValueError(f"group is {self.group}; it must be 0 (the optimiser's batch) or positive")
         if self.block_length is not None and self.block_length < 0:
             raise ValueError(f"block_length is {self.block_length}; it must be 0 (no blocks) or positive")
+        if not 0 <= self.ar_weight < math.inf:
+            raise ValueError(f"ar_weight is {self.ar_weight}; it must be 0 (no AR loss) or positive")
 
     def rate(self, times: Float[Tensor, "batch"]) -> tuple[Float[Tensor, "batch"], Float[Tensor, "batch"]]:
         """Masking probability tau and the weight of a masked position's loss."""
@@ -245,19 +250,27 @@ class MaskedDiffusionLoss:
         if self.mask_token_id is None or self.logit_shift is None:
             raise ValueError("the objective lacks the model's mask token or shift; call `for_model` first")
         check_no_mask(rows.tokens[rows.visible], self.mask_token_id)
-        weight = noised.weight[:, None].expand_as(noised.masked)
+        each = torch.ones_like(noised.weight)[:, None].expand_as(noised.masked)
         count = float(noised.region.sum())
         if self.normalisation != "token":
             count = float(noised.region.any(-1).sum())
         if self.normalisation == "sequence":
-            weight = weight / noised.region.sum(-1, keepdim=True).clamp(min=1)
+            each = each / noised.region.sum(-1, keepdim=True).clamp(min=1)
         inputs, outputs = self._of_blocks(rows) if self.block_length else self._of_canvas(rows)
+        weight = (noised.weight[:, None] * each)[noised.masked]
+        found = [(outputs[noised.masked], rows.tokens[noised.masked], weight)]
+        if self.ar_weight:
+            following, width = noised.region & ~rows.first(), rows.tokens.shape[1]
+            # The clean copy is the second half, and its output at i - 1 predicts position i.
+            before = (outputs + width - 1)[following]
+            found.append((before, rows.tokens[following], self.ar_weight * each[following]))
+        asked, targets, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
         return {
             "input_ids": rows.tokens.masked_fill(noised.masked, self.mask_token_id),
             **inputs,
-            "outputs": outputs[noised.masked],
-            "targets": rows.tokens[noised.masked],
-            "weights": weight[noised.masked].float(),
+            "outputs": asked,
+            "targets": targets,
+            "weights": weights.float(),
             "count": torch.tensor(count),
         }
 
@@ -282,7 +295,7 @@ class MaskedDiffusionLoss:
 
         Raises:
             ValueError: the model has no mask token, or does not embed the one given; or it has learned sink tokens
-                and blocks.
+                and blocks; or it has no AR loss, and `ar_weight` asks for one.
         """
         check_trained_whole(model)
         mask = getattr(model.config, "mask_token_id", None) if self.mask_token_id is None else self.mask_token_id
@@ -308,6 +321,11 @@ class MaskedDiffusionLoss:
             raise ValueError(
                 f"block_length is {length}, and the model has learned sink tokens, which block diffusion does not "
                 "train; use block_length=0 or a model without sinks"
+            )
+        if self.ar_weight and not (length and has_causal_context(model.config)):
+            raise ValueError(
+                f"ar_weight is {self.ar_weight}, and a {type(model).__name__} with block_length={length} has no "
+                "clean copy that attends causally: leave it out, or train a nemotron_labs_diffusion in blocks"
             )
         from_text = own.from_text if self.blocks_from_text is None else self.blocks_from_text
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -408,3 +408,34 @@ def test_the_training_loss_has_a_causal_clean_copy(length: int) -> None:
     assert float(loss) == pytest.approx(wanted, rel=1e-5)
     own = MaskedDiffusionLoss().for_model(model, 1)
     assert (own.block_length, own.blocks_from_text) == (32, False)
+
+
+@pytest.mark.parametrize(("normalisation", "size"), [("token", 1.0), ("sequence", 6.0)])
+def test_the_ar_loss_is_that_of_the_causal_clean_copy(normalisation: Any, size: float) -> None:
+    """0.5 times the AR loss of the answer beside that of diffusion, in two rows, one padded; against float64."""
+    model = sharp()
+    tokens = torch.tensor([PROMPT + ANSWER, [7, *ANSWER, 0, 0]])
+    visible = torch.tensor([[True] * 9, [True] * 7 + [False] * 2])
+    answer = torch.tensor([[False] * 3 + [True] * 6, [False] + [True] * 6 + [False] * 2])
+    masked = torch.zeros(2, 9, dtype=torch.bool)
+    masked[0, [4, 8]] = masked[1, 5] = True
+    rows, two = Rows(tokens, visible, answer, torch.zeros_like(answer)), torch.full((2,), 2.0, dtype=torch.float64)
+    losses = []
+    for weight in (0.0, 0.5):
+        objective = MaskedDiffusionLoss(block_length=4, ar_weight=weight, normalisation=normalisation)
+        asked = objective.for_model(model, 2).loss_arguments(rows, Noised(masked, two / 4, two, answer))
+        with torch.no_grad():
+            losses.append(
+                float(masked_loss(model, **{name: value for name, value in asked.items() if name != "count"}))
+            )
+    wanted = 0.0
+    for row, first in ((0, 3), (1, 1)):
+        likely = forward64(model, tokens[row : row + 1, : first + 6], causal=True)["logits"][0].log_softmax(-1)
+        wanted -= sum(float(likely[i - 1, tokens[row, i]]) for i in range(first, first + 6))
+    assert losses[1] - losses[0] == pytest.approx(0.5 * wanted / size, rel=1e-5)
+    with pytest.raises(ValueError, match=r"ar_weight is 0\.5, and a .* with block_length=0 has no clean"):
+        MaskedDiffusionLoss(block_length=0, ar_weight=0.5).for_model(model, 2)
+    with pytest.raises(ValueError, match="with block_length=4 has no clean copy that attends causally"):
+        MaskedDiffusionLoss(block_length=4, ar_weight=0.5).for_model(tiny("sdar"), 2)
+    with pytest.raises(ValueError, match="ar_weight is -1; it must be 0"):
+        MaskedDiffusionLoss(ar_weight=-1)

@@ -96,7 +96,7 @@ EXCLUDED = {
         "test_inputs_embeds": "embeddings do not show how many tokens are masked; sigma has to be passed with them",
     },
     "nemotron": {
-        "test_sliding_window_mask": "the authors' diffusion passes have no window, and one in config.json is dropped"
+        "test_sliding_window_mask": "their diffusion passes have no window; one in config.json is dropped"
     },
     "wedlm": {"test_inputs_embeds": MASKS_UNKNOWN},
     "wedlm, qwen2": {"test_inputs_embeds": MASKS_UNKNOWN},
