@@ -16,7 +16,6 @@ from .losses import weighted_cross_entropy as weighted_cross_entropy
 from .objective import MaskedDiffusionLoss as MaskedDiffusionLoss
 from .objective import NextToken as NextToken
 from .objective import Objective as Objective
-from .objective import UniformDiffusionLoss as UniformDiffusionLoss
 from .settings import DataSettings as DataSettings
 from .settings import ModelSettings as ModelSettings
 from .settings import Optimisation as Optimisation
@@ -30,3 +29,4 @@ from .sources import Rows as Rows
 from .sources import RowSource as RowSource
 from .sources import Source as Source
 from .trainer import MaskedDiffusionTrainer as MaskedDiffusionTrainer
+from .uniform_objective import UniformDiffusionLoss as UniformDiffusionLoss

@@ -55,8 +55,9 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
     Raises:
         ValueError: an unknown setting, or a value of the wrong kind.
     """
-    from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, UniformDiffusionLoss
+    from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
     from dlm_lens.training.settings import TrainingSettings
+    from dlm_lens.training.uniform_objective import UniformDiffusionLoss
 
     objectives = {
         "masked_diffusion": MaskedDiffusionLoss,

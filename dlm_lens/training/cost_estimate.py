@@ -127,8 +127,9 @@ def plan(
     """Estimate a run without building its weights.
 
     Operations per token: 6 per weight of the layers (2 forward, 4 backward), 12 S d per layer for attention, and
-    6 d_vocab d for the head on the masked half of the positions only. Block diffusion computes two copies of every
-    token in the layers, each of which attends over 2 S keys, and holds an additive mask [2 S, 2 S] of every row.
+    6 d_vocab d for the head on the masked half of the positions only, with `ar_weight` on all of the clean copy too.
+    Block diffusion computes two copies of every token in the layers, each of which attends over 2 S keys, and holds an
+    additive mask [2 S, 2 S] of every row.
 
     Args:
         settings: of the run.
@@ -163,8 +164,10 @@ def plan(
     total, layers = _parameters(config)
     copies = _copies(config, settings)
     attention = 12 * copies * settings.data.length * _width(config) * config.num_hidden_layers
-    masked = 0.5 if isinstance(settings.objective, MaskedDiffusionLoss) else 1.0
-    head = 6 * masked * config.vocab_size * config.hidden_size
+    objective, predicted = settings.objective, 1.0
+    if isinstance(objective, MaskedDiffusionLoss):
+        predicted = 1.5 if objective.ar_weight else 0.5
+    head = 6 * predicted * config.vocab_size * config.hidden_size
     flops = tokens * (copies * (6 * layers + attention) + head)
     muon = layers if settings.optimisation.optimizer == "muon" else 0
     state = 16 * total - 4 * muon

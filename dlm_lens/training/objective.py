@@ -1,8 +1,8 @@
-"""Training objectives: masked diffusion, also in blocks ("One Token Is Enough", Eq. 3, 4), uniform noise, AR."""
+"""Training objectives: masked diffusion, also in blocks ("One Token Is Enough", Eq. 3, 4), and AR."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -10,10 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.adapters import family_of
 from dlm_lens.attention import SinkLayout, computed_span, has_causal_context
-from dlm_lens.sampling.algorithm_registry import algorithms
-from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
 from dlm_lens.training.sources import Rows
 
@@ -264,11 +261,11 @@ class MaskedDiffusionLoss:
             # The clean copy is the second half, and its output at i - 1 predicts position i.
             before = (outputs + width - 1)[following]
             found.append((before, rows.tokens[following], self.ar_weight * each[following]))
-        asked, targets, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
+        predicting, targets, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
         return {
             "input_ids": rows.tokens.masked_fill(noised.masked, self.mask_token_id),
             **inputs,
-            "outputs": asked,
+            "outputs": predicting,
             "targets": targets,
             "weights": weights.float(),
             "count": torch.tensor(count),
@@ -334,120 +331,6 @@ class MaskedDiffusionLoss:
             | {"mask_token_id": mask, "logit_shift": bool(shift), "group": self.group or batch_size}
             | {"block_length": length, "blocks_from_text": from_text}
         )
-
-
-@dataclass(frozen=True)
-class UniformDiffusionLoss:
-    """L = -E [sum_i log p(x_0^i | x_t)] under uniform noise: D3PM's cross entropy (2107.03006, Eq. 5, second term).
-
-    Each position of the answer is replaced, with probability tau(t) of `MaskedDiffusionLoss`, by a token drawn
-    uniformly from the vocabulary, which is its own one with probability 1 / V (D3PM's uniform transition matrix,
-    appendix A.2.1). The network predicts x_0 at every position of the answer, noise or not, since it is not told
-    which is which, and all count alike. The minimum is the posterior p(x_0^i | x_t), from which
-    `samplers/entropy_bound.py` draws. It is no bound on the likelihood.
-
-    Args:
-        schedule, floor, normalisation, masks, low_discrepancy, group, whole_share, random_length_share: as in
-            `MaskedDiffusionLoss`, with random tokens in place of masks.
-        vocabulary: V, the ids 0, ..., V - 1 of random tokens; 0 for the model's.
-
-    Raises:
-        ValueError: a value out of its range.
-    """
-
-    schedule: Schedule = "linear"
-    floor: float = 1e-3
-    normalisation: Normalisation = "token"
-    masks: Masks = "independent"
-    low_discrepancy: bool = False
-    group: int = 0
-    whole_share: float = 0.0
-    random_length_share: float = 0.0
-    vocabulary: int = 0
-
-    def __post_init__(self) -> None:
-        _ = self.noise
-        if self.vocabulary < 0:
-            raise ValueError(f"vocabulary is {self.vocabulary}; it must be 0 (the model's) or positive")
-
-    @property
-    def noise(self) -> MaskedDiffusionLoss:
-        """The masked objective that draws which positions are noise."""
-        shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "vocabulary"}
-        return MaskedDiffusionLoss(**shared, weighting="uniform")
-
-    def lengths(self, samples: Sequence[int], length: int, seed: int) -> list[int]:
-        """As in `MaskedDiffusionLoss`."""
-        return self.noise.lengths(samples, length, seed)
-
-    def random_tokens(self, samples: Sequence[int], length: int, seed: int) -> Int[Tensor, "batch position"]:
-        """The random token of every position, noise or not.
-
-        Raises:
-            ValueError: the objective lacks the model's vocabulary.
-        """
-        if not self.vocabulary:
-            raise ValueError("the objective lacks the model's vocabulary; call `for_model` first")
-        drawn = [random_numbers(seed, TOKENS, sample).integers(0, self.vocabulary, length) for sample in samples]
-        return torch.from_numpy(np.stack(drawn))
-
-    def prepare(self, rows: Rows, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """Draw the noise, and return the arguments of the loss."""
-        tokens = self.random_tokens(samples, rows.tokens.shape[1], seed)
-        return self.loss_arguments(rows, self.noise.draw(rows, samples, seed), tokens)
-
-    def loss_arguments(
-        self, rows: Rows, noised: Noised, tokens: Int[Tensor, "batch position"]
-    ) -> dict[str, Tensor]:
-        """The canvas with the given noise, and the outputs, targets and weights of its loss.
-
-        Args:
-            rows: the clean rows.
-            noised: which positions are replaced (`masked`), and which count (`region`).
-            tokens: the random token of each position.
-        """
-        region = noised.region
-        weight = torch.ones(region.shape)
-        count = float(region.sum()) if self.normalisation == "token" else float(region.any(-1).sum())
-        if self.normalisation == "sequence":
-            weight = weight / region.sum(-1, keepdim=True).clamp(min=1)
-        index: Int[Tensor, "batch position"] = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
-        return {
-            "input_ids": torch.where(noised.masked, tokens, rows.tokens),
-            **rows.network_inputs(),
-            "outputs": index[region],
-            "targets": rows.tokens[region],
-            "weights": weight[region],
-            "count": torch.tensor(count),
-        }
-
-    def for_model(self, model: Any, batch_size: int) -> "UniformDiffusionLoss":
-        """The same objective, with the vocabulary of the model and the batch size as `group`.
-
-        Raises:
-            ValueError: the model's own sampler does not denoise uniform noise, or has another prediction; or it
-                embeds fewer ids.
-        """
-        check_trained_whole(model)
-        if getattr(model.config, "mask_token_id", None) is not None or not hasattr(model.config, "mask_token_id"):
-            raise ValueError(
-                f"{type(model).__name__} is no model of uniform noise (it has a mask token, or is autoregressive); "
-                "train a uniform_qwen, or use MaskedDiffusionLoss or NextToken"
-            )
-        sampler = family_of(model.config.model_type).sampler_of(model.config)
-        if isinstance(algorithms()[sampler].corruption, UniformCorruption):
-            raise ValueError(
-                f"{type(model).__name__} predicts a token from the others, and its sampler counts the token itself "
-                "beside that (2506.10892): this loss, whose prediction reads the token too, does not train it; "
-                "train a uniform_qwen"
-            )
-        vocabulary = self.vocabulary or int(model.config.vocab_size)
-        rows = int(model.get_input_embeddings().weight.shape[0])
-        if vocabulary > rows:
-            raise ValueError(
-                f"vocabulary is {vocabulary}, and the model embeds {rows} ids; give 0 for the model's own"
-            )
-        return replace(self, vocabulary=vocabulary, group=self.group or batch_size)
 
 
 @dataclass(frozen=True)

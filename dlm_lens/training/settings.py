@@ -6,8 +6,9 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from dlm_lens.attention import Placement
-from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, UniformDiffusionLoss, check_choices
+from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, check_choices
 from dlm_lens.training.sources import Packing
+from dlm_lens.training.uniform_objective import UniformDiffusionLoss
 
 OptimizerName = Literal["adamw", "muon"]
 Precision = Literal["bf16", "fp32"]

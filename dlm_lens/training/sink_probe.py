@@ -17,8 +17,8 @@ from torch import Tensor
 from dlm_lens.attention import SinkLayout, decoder_of
 from dlm_lens.placement import input_device
 from dlm_lens.recording import ReceivedAttention, ValueNorm, record_forward
-from dlm_lens.training.objective import UniformDiffusionLoss
 from dlm_lens.training.sources import Example, Rows
+from dlm_lens.training.uniform_objective import UniformDiffusionLoss
 
 LEVELS = (0.9, 0.6, 0.3)
 """Masked shares of the canvases, from the most masked to the least, as in a denoising run."""
