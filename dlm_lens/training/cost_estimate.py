@@ -127,9 +127,9 @@ def plan(
     """Estimate a run without building its weights.
 
     Operations per token: 6 per weight of the layers (2 forward, 4 backward), 12 S d per layer for attention, and
-    6 d_vocab d for the head on the masked half of the positions only, with `ar_weight` on all of the clean copy too.
-    Block diffusion computes two copies of every token in the layers, each of which attends over 2 S keys, and holds an
-    additive mask [2 S, 2 S] of every row.
+    6 d_vocab d for the head on the masked half of the positions only, with `ar_weight` on all of the clean copy
+    too. Block diffusion computes two copies of every token in the layers, each of which attends over 2 S keys, and
+    holds an additive mask [2 S, 2 S] of every row.
 
     Args:
         settings: of the run.
