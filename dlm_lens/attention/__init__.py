@@ -7,7 +7,7 @@ from dlm_lens.attention.attention_order import (
     observed_order,
     sees_observed_first,
 )
-from dlm_lens.attention.block_layout import BlockLayout, has_causal_context, own_blocks
+from dlm_lens.attention.block_layout import BlockLayout, Context, has_causal_context, own_blocks
 from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
 from dlm_lens.attention.column_stats import (
     MIN_VIEWERS,
@@ -89,6 +89,7 @@ __all__ = [
     "ColumnHook",
     "ColumnMask",
     "ColumnStats",
+    "Context",
     "Hook",
     "HookContext",
     "HookKey",

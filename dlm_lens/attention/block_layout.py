@@ -1,13 +1,15 @@
 """`BlockLayout`: where the blocks of block causal attention begin in every row of a batch."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.attention.left_padding import padding_before
+
+Context = Literal["blocks", "whole", "causal"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,23 +23,25 @@ class BlockLayout:
     Args:
         length: positions of a block; the first and the last block of a row may be shorter.
         first: a position of every row at which a block begins.
-        causal_context: attention before the block that is decoded is causal (Nemotron-Labs-Diffusion), as if each
-            position there were a block of its own; the block that is decoded holds the last of the positions given.
+        context: how positions before the block that is decoded attend. "blocks": those before `first` are cut into
+            blocks too. "whole": those before `first` are one block, however many (Efficient-DLM). "causal": each is
+            a block of its own (Nemotron-Labs-Diffusion), and the block that is decoded holds the last of the
+            positions given.
     """
 
     length: int
     first: Int[Tensor, "batch"]
-    causal_context: bool = False
+    context: Context = "blocks"
 
     def numbers(self, positions: int) -> Int[Tensor, "batch position"]:
         """The block of every position, counted from `first`, before which it is negative.
 
-        With `causal_context` a position's number is itself, and in the block that is decoded that of its first one.
+        In a causal context a position's number is itself, and in the block that is decoded that of its first one.
         """
         where = torch.arange(positions, device=self.first.device)
         blocks = (where - self.first[:, None]).div(self.length, rounding_mode="floor")
-        if not self.causal_context:
-            return blocks
+        if self.context != "causal":
+            return blocks.clamp(min=-1) if self.context == "whole" else blocks
         return where.minimum(blocks[:, -1:] * self.length + self.first[:, None])
 
     def visible(self, content: Bool[Tensor, "batch position"], start: int = 0) -> Bool[Tensor, "batch 1 query key"]:
@@ -60,13 +64,16 @@ class BlockLayout:
             inside: the positions of every row's block at a step; `inside`.
         """
         positions = inside.shape[-1]
-        if self.causal_context:
+        if self.context == "causal":
             where = torch.arange(positions, device=inside.device).expand(inside.shape)
             first, last = where.masked_fill(~inside, positions), where.masked_fill(~inside, -1)
             start, stop = first.amin(-1, keepdim=True), last.amax(-1, keepdim=True)
             return torch.where(inside, start, where), torch.where(inside, stop, where)
         start = self.numbers(positions) * self.length + self.first[:, None]
-        found = start.clamp(min=0), (start + self.length - 1).clamp(max=positions - 1)
+        stop = start + self.length - 1
+        if self.context == "whole":
+            start = start.masked_fill(start < self.first[:, None], 0)
+        found = start.clamp(min=0), stop.clamp(max=positions - 1)
         return found[0].expand(inside.shape), found[1].expand(inside.shape)
 
     def spans(self, answer: int, positions: int) -> list[tuple[int, int]]:

@@ -31,10 +31,12 @@ class Blocks:
     Args:
         length: positions of a block.
         from_text: counted from the first token of every row, instead of from the answer.
+        whole_prompt: the prompt is one block; otherwise it is cut into blocks too.
     """
 
     length: int
     from_text: bool
+    whole_prompt: bool = False
 
     @classmethod
     def of(cls, config: Any) -> "Blocks | None":
@@ -48,7 +50,8 @@ class Blocks:
         trained = getattr(config, "trained_block_length", None)
         settings = {**family.samplers[name], **({} if trained is None else {"block_length": trained})}
         settings |= getattr(config, "sampler_defaults", None) or {}
-        return cls(int(settings.get("block_length") or settings["gen_length"]), sampler.from_text)
+        length = int(settings.get("block_length") or settings["gen_length"])
+        return cls(length, sampler.from_text, sampler.context == "whole")
 
 
 def visible_in_copies(

@@ -150,8 +150,14 @@ def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> N
     labels[0], shown[0] = -100, tokens[0]
     labels[0, 6], shown[0, 6] = tokens[0, 6], mask
     wanted = losses64(model, shown, labels)[0]
-    if has_causal_context(model.config):  # a block of one position after a causal text
-        wanted = -forward64(model, shown[:1], causal=True)["logits"][0, 6].log_softmax(-1)[tokens[0, 6]]
+    blocks = Blocks.of(model.config)
+    if has_causal_context(model.config) or (blocks is not None and blocks.whole_prompt):
+        # A block of one position after a text that does not see it.
+        visible = torch.ones(1, 1, 7, 7, dtype=torch.bool)
+        visible[..., :6, 6] = False
+        visible = visible.tril() if has_causal_context(model.config) else visible
+        logits = forward64(model, shown[:1], visible=visible)["logits"]
+        wanted = -logits[0, 6].log_softmax(-1)[tokens[0, 6]]
     assert float(-last.value) == pytest.approx(float(wanted), rel=1e-5)
 
 

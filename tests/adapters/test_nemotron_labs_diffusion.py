@@ -44,7 +44,7 @@ def test_both_readings_are_the_originals(kind: str) -> None:
 @torch.no_grad()
 def test_a_block_after_a_causal_context_is_the_original() -> None:
     ids, model = TENSORS["8b.ids"][:, :32], dl.load(STORED / "8b")
-    layout = BlockLayout(8, torch.tensor([24, 24]), causal_context=True)
+    layout = BlockLayout(8, torch.tensor([24, 24]), context="causal")
     visible = layout.visible(torch.ones_like(ids, dtype=torch.bool))
     assert visible[:1].equal(visible_to(32, 24))
     logits = model(ids, attention_mask=additive_mask(visible, torch.float32)).logits
@@ -82,7 +82,7 @@ def layout_by_hand(positions: int, start: int) -> Tensor:
     ("positions", "starts"), [(9, [6, 7]), (8, [6, 7]), (7, [6, 4]), (10, [9, 7]), (5, [3, 4])]
 )
 def test_the_last_block_of_the_canvas_is_the_one_that_sees_itself(positions: int, starts: list[int]) -> None:
-    layout = BlockLayout(3, torch.tensor([3, 4]), causal_context=True)
+    layout = BlockLayout(3, torch.tensor([3, 4]), context="causal")
     content = torch.ones(2, positions, dtype=torch.bool)
     for row, start in enumerate(starts):
         assert layout.visible(content)[row, 0].equal(layout_by_hand(positions, start))
@@ -95,7 +95,7 @@ def test_the_last_block_of_the_canvas_is_the_one_that_sees_itself(positions: int
 
 
 def test_bounds_of_positions_are_their_own_before_the_block() -> None:
-    layout = BlockLayout(3, torch.tensor([3]), causal_context=True)
+    layout = BlockLayout(3, torch.tensor([3]), context="causal")
     first, last = layout.bounds(layout.inside((6, 9), 11)[None])
     assert first.tolist() == [[[0, 1, 2, 3, 4, 5, 6, 6, 6, 9, 10]]]
     assert last.tolist() == [[[0, 1, 2, 3, 4, 5, 8, 8, 8, 9, 10]]]

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fast-dllm v2": ("fast_dllm_v2", {}),
     "wedlm": ("wedlm", {"head_dim": 10}),
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
+    "efficient-dlm": ("efficient_dlm", {"head_dim": 10}),
     "nemotron": ("nemotron_labs_diffusion", {"head_dim": 8, "rope_parameters": YARN}),
     "nemotron, ar": (
         "causal",

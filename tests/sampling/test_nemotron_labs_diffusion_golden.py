@@ -15,14 +15,15 @@ RUNS = json.loads((GOLDEN / "sampling.json").read_text())["runs"]
 MASK = 90
 
 
-def named(method: str) -> list[dict[str, Any]]:
+def named(method: str, causal_context: bool = True) -> list[dict[str, Any]]:
     """The runs of a method, without those of settings that are not here."""
-    absent = ("max_thinking_tokens",)
-    found = [run for run in RUNS if run["method"] == method and run["arguments"].get("causal_context", True)]
-    return [run for run in found if not any(name in run["arguments"] for name in absent)]
+    found = [run for run in RUNS if run["method"] == method and "max_thinking_tokens" not in run["arguments"]]
+    return [run for run in found if run["arguments"].get("causal_context", True) == causal_context]
 
 
 GENERATED, DECODED = named("generate"), named("ar_generate")
+WHOLE = named("generate", causal_context=False)
+"""Runs whose prompt and finished blocks attend in both directions."""
 
 
 def run_of(case: dict[str, Any], **options: Any) -> dl.DenoisingRun:
@@ -32,9 +33,9 @@ def run_of(case: dict[str, Any], **options: Any) -> dl.DenoisingRun:
     settings |= {"threshold": given["threshold"]} if "threshold" in given else {}
     if "eos_token_id" in given:
         settings["stop_tokens"] = [end for end in [given["eos_token_id"]] if end >= 0]
-    return dl.denoise(
-        loaded(GOLDEN / "8b"), torch.tensor(case["prompt"]), seed=case["seed"] or 0, **settings | options
-    )
+    sampler = {} if given.get("causal_context", True) else {"sampler": "efficient_dlm"}
+    model, prompts = loaded(GOLDEN / "8b", **sampler), torch.tensor(case["prompt"])
+    return dl.denoise(model, prompts, seed=case["seed"] or 0, **settings | options)
 
 
 def drawn(case: dict[str, Any]) -> bool:
@@ -42,13 +43,13 @@ def drawn(case: dict[str, Any]) -> bool:
 
 
 def test_the_cases_cover_what_they_should() -> None:
-    assert len(GENERATED) == 32
+    assert (len(GENERATED), len(WHOLE)) == (32, 5)
     assert sum(map(drawn, GENERATED)) == 5
     assert sum(MASK in row for case in GENERATED for row in case["output"]) > 4  # masks that are left
     assert sum(len(case["prompt"]) > 1 for case in GENERATED) > 6
 
 
-@pytest.mark.parametrize("case", GENERATED, ids=lambda case: case["label"])
+@pytest.mark.parametrize("case", GENERATED + WHOLE, ids=lambda case: case["label"])
 def test_reference_quirks_are_generate_token_for_token(case: dict[str, Any]) -> None:
     if drawn(case) and not torch.__version__.startswith("2.13"):
         pytest.skip("torch.multinomial's stream belongs to a torch build; the golden's is 2.13")
@@ -56,9 +57,11 @@ def test_reference_quirks_are_generate_token_for_token(case: dict[str, Any]) -> 
     assert run.tokens[:, :positions].tolist() == case["output"]
     assert positions > run.tokens.shape[1] - case["arguments"]["block_length"]
     # The authors count the denoising passes, and for each block the one that stores its keys and values; here the
-    # first step of a block is that pass over the one before. A pass that transfers nothing is left out here.
-    assert run.steps <= case["nfe"]
-    assert run.steps == case["nfe"] or any(MASK in row for row in case["output"])
+    # first step of a block is that pass over the one before, or there is none. Passes that transfer nothing are
+    # left out here.
+    passes = run.steps + (len(set(run.blocks)) if case in WHOLE else 0)
+    assert passes <= case["nfe"]
+    assert passes == case["nfe"] or any(MASK in row for row in case["output"])
     assert run_of(case, reference_quirks=True, use_cache=False).tokens.equal(run.tokens)
 
 

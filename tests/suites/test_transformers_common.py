@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "fast-dllm v2": ("fast_dllm_v2", {}),
     "sdar": ("sdar", {}),
     "nemotron": ("nemotron_labs_diffusion", {}),
+    "efficient-dlm": ("efficient_dlm", {}),
     "wedlm": ("wedlm", {}),
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
     "llada2": ("llada2", {}),

@@ -89,7 +89,8 @@ _VLM = (
 FAMILY = Family(
     name="nemotron_labs_diffusion",
     layouts={"nemotron_labs_diffusion": (NemotronLabsDiffusionConfig, NemotronLabsDiffusionModel)},
-    samplers={"nemotron_labs_diffusion": SAMPLER},
+    # The second one is `generate` with causal_context=False.
+    samplers={"nemotron_labs_diffusion": SAMPLER, "efficient_dlm": SAMPLER},
     hub_names=(
         "nvidia/Nemotron-Labs-Diffusion-3B",
         "nvidia/Nemotron-Labs-Diffusion-3B-Base",

@@ -157,7 +157,8 @@ class Scorer:
         """Where the blocks of every row are."""
         assert self.blocks is not None
         first = padding_before(content)
-        return BlockLayout(self.blocks.length, first if self.blocks.from_text else first + prompt.sum(-1))
+        first = first if self.blocks.from_text else first + prompt.sum(-1)
+        return BlockLayout(self.blocks.length, first, "whole" if self.blocks.whole_prompt else "blocks")
 
     def logits(self, batch: Batch, rows: Sequence[Query]) -> Float[Tensor, "scored d_vocab"]:
         """Logits of the scored positions of a batch.

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention import BlockLayout, in_mask_window, padding_before
+from dlm_lens.attention import BlockLayout, Context, in_mask_window, padding_before
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
@@ -156,6 +156,7 @@ class Sampler(nn.Module):
             out, without a forward pass, and the others are counted through.
         from_text: blocks of block causal attention are counted from each row's first token, so that the prompt's
             rest shares its block with the first masks; otherwise from the first position of the answer.
+        context: how positions before the block that is decoded attend; `BlockLayout.context`.
         whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
         any_block_length: the authors decode with other blocks than those of the training too.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
@@ -186,6 +187,7 @@ class Sampler(nn.Module):
     grows: ClassVar[bool] = False
     adaptive: bool = False
     from_text: ClassVar[bool] = False
+    context: ClassVar[Context] = "blocks"
     whole_blocks: ClassVar[bool] = False
     any_block_length: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
@@ -230,7 +232,8 @@ class Sampler(nn.Module):
     ) -> BlockLayout:
         """Where the blocks of block causal attention are in every row, in samplers that grow."""
         first = padding_before(content)
-        return BlockLayout(block_length, first if cls.from_text else torch.full_like(first, prompt_length))
+        first = first if cls.from_text else torch.full_like(first, prompt_length)
+        return BlockLayout(block_length, first, cls.context)
 
     @classmethod
     def predicts_next(cls, span: tuple[int, int]) -> bool:

@@ -1,22 +1,20 @@
 """Nemotron-Labs-Diffusion's sampler: blocks after a causal context, whose first token the context predicts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import BlockLayout, predicting_position
+from dlm_lens.attention import Context, predicting_position
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Select, SpecialIds
-from dlm_lens.sampling.samplers.blocks import BlockSampler
-from dlm_lens.sampling.samplers.cached_blocks import SelectConfident, SpanNoise
+from dlm_lens.sampling.noise import SharedNoise
+from dlm_lens.sampling.samplers.context_blocks import ContextBlockSampler, answer_to_write
 from dlm_lens.sampling.samplers.llada import GumbelPropose, without
 from dlm_lens.sampling.settings import at_least_one, not_negative
 
@@ -100,76 +98,22 @@ class CausalContextLogits(BlockLogits):
         return predicting_position(self.content[:, :length])
 
 
-class NemotronLabsDiffusionSampler(BlockSampler):
+class NemotronLabsDiffusionSampler(ContextBlockSampler):
     """Blocks from left to right: prompt and finished blocks are seen causally, the block itself in both directions.
 
     The first step of a block sees the canvas up to the block's first position, all of it causally: the output at
     the last decided token predicts that position, as in an AR model. Further steps see the whole block, and each of
-    its masks is predicted at its own position. A row ends when a stop token in its answer has no mask before it;
-    the rest of its canvas stays masked.
-
-    `reference_quirks`: all rows leave a block when one of them has its end in it, and the masks that are left stay
-    in the context; they go on until each has an end somewhere. The canvas then ends with the block, which the
-    authors cut off after the last row's first end.
+    its masks is predicted at its own position.
     """
 
-    adaptive, any_block_length = True, True
-    reference_quirks = False
-
-    def __init__(
-        self,
-        settings: NemotronLabsDiffusionSettings,
-        noise: Noise,
-        ids: SpecialIds,
-        *,
-        reference_quirks: bool = False,
-    ) -> None:
-        super().__init__()
-        self.stream: SpanNoise | None = None
-        if reference_quirks and isinstance(noise, SharedNoise):
-            noise = self.stream = SpanNoise(noise)
-        self.settings, self.reference_quirks, self.mask = settings, reference_quirks, ids.mask
-        self.block_length, self.use_cache = settings.block_length, settings.use_cache
-        self.propose: FirstOrGumbelPropose = FirstOrGumbelPropose(settings, noise, ids, reference_quirks)
-        self.select = SelectConfident(settings.threshold, None) if settings.parallel else Select()
-        self.select.by_topk = reference_quirks and not settings.parallel
-        ends = ids.ends if reference_quirks else (*ids.ends, *([] if ids.eot is None else [ids.eot]))
-        self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
-        self._answer = 0
-        self._planned: Int[Tensor, "batch"] | None = None
-        self._left = False
-        self._end: int | None = None
-
-    @classmethod
-    def block_layout_of(
-        cls, block_length: int, content: Bool[Tensor, "batch position"], prompt_length: int
-    ) -> BlockLayout:
-        """Blocks counted from the answer, after a causal context."""
-        return replace(super().block_layout_of(block_length, content, prompt_length), causal_context=True)
+    context: ClassVar[Context] = "causal"
+    propose_class = FirstOrGumbelPropose
+    propose: FirstOrGumbelPropose
 
     @classmethod
     def predicts_next(cls, span: tuple[int, int]) -> bool:
         """The first step of a block, whose span is its first position."""
         return span[1] - span[0] == 1
-
-    def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
-        """The tokens requested.
-
-        Raises:
-            ValueError: what the authors' code cannot do, with `reference_quirks`.
-        """
-        settings = self.settings
-        if self.reference_quirks and gen_length % settings.block_length:
-            raise ValueError(
-                f"the authors' code decodes whole blocks, and gen_length {gen_length} is no multiple of "
-                f"block_length {settings.block_length}: leave reference_quirks out, or change one of them"
-            )
-        if self.reference_quirks and not bool(prompts.all()):
-            raise ValueError(
-                f"the authors' code takes no padding, and these prompts have {prompts.sum(-1).tolist()} tokens: "
-                "with reference_quirks give prompts of one length"
-            )
-        return gen_length
 
     def network(
         self,
@@ -198,11 +142,6 @@ class NemotronLabsDiffusionSampler(BlockSampler):
                 found.append(StepPlan(len(found), sum(numbers), block, span, steps - step, seen=span[1]))
         return found
 
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The masks of the block that the step sees, in rows that have not ended."""
-        found = super().eligible(masked, plan)
-        return torch.zeros_like(found) if self._left and not self.predicts_next(plan.span) else found
-
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
@@ -222,67 +161,17 @@ class NemotronLabsDiffusionSampler(BlockSampler):
 
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
         """What the step decides, and the positions that the random stream draws for and `torch.topk` is given."""
+        super().prepare(masked, plan)
         self.propose.first = self.predicts_next(plan.span)
-        self._left = self._left and not self.propose.first
-        self.select.span = plan.span  # type: ignore[assignment]
-        if self.stream is not None:
-            self.stream.span = plan.span
-
-    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
-        """Whether every row has a stop token in its answer without a mask before it."""
-        answer = canvas[:, self._answer :]
-        stops = torch.isin(answer, torch.tensor(self.stops, dtype=answer.dtype, device=answer.device))
-        masks = answer == torch.tensor(self.mask, device=answer.device)
-        if self.reference_quirks:
-            return self._finished_as_reference(stops, masks, plan)
-        self.ended = (stops & (masks.cumsum(-1) == 0)).any(-1)
-        return bool(self.ended.all())
-
-    def _finished_as_reference(
-        self, stops: Bool[Tensor, "batch answer"], masks: Bool[Tensor, "batch answer"], plan: StepPlan
-    ) -> bool:
-        start = plan.span[0] - self._answer
-        block = slice(start, min(start + self.block_length, masks.shape[1]))
-        if not self.predicts_next(plan.span) or self.block_length == 1:
-            before = masks[:, block].cumsum(-1) > 0
-            self._left = bool((stops[:, block] & ~before).any())
-        over = self._left or plan.remaining == 1 or not bool(masks[:, block].any())
-        written = stops[:, : block.stop]
-        if not over or not bool(written.any(-1).all()):
-            return False
-        self._end = self._answer + block.stop
-        return True
-
-    def final_length(self, positions: int, steps: int) -> int:
-        """All positions; with `reference_quirks` up to the end of the block in which the run ended."""
-        return positions if self._end is None else self._end
-
-    def state(self) -> dict[str, Tensor]:
-        """The rows that have ended, and with `reference_quirks` what is known of the block."""
-        found = {**super().state(), "left": torch.tensor(self._left)}
-        return found if self._planned is None else {**found, "planned": self._planned}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from such a state."""
-        super().restore(state)
-        self._left, self._planned = bool(state["left"]), state.get("planned")
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """The caller's settings, then the checkpoint's; lists of ids become tuples.
+    """The caller's settings, then the checkpoint's.
 
     Raises:
         ValueError: there is no answer to write.
     """
-    values = {**defaults, **given}
-    if values["gen_length"] < 1:
-        raise ValueError(
-            f"gen_length is {values['gen_length']}; block diffusion writes an answer after the prompt: give "
-            "gen_length of at least 1"
-        )
-    if values.get("stop_tokens") is not None:
-        values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
-    return values
+    return answer_to_write({**defaults, **given})
 
 
 ALGORITHM = Algorithm(

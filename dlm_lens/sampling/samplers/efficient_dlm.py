@@ -1,0 +1,121 @@
+"""Efficient-DLM's sampler: blocks after a prompt that is seen whole, by a threshold or in planned numbers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.attention import Context
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
+from dlm_lens.sampling.samplers.context_blocks import ContextBlockSampler, answer_to_write
+from dlm_lens.sampling.settings import at_least_one, not_negative
+
+
+@dataclass(frozen=True)
+class EfficientDLMSettings:
+    """Settings of `generate` (nvidia/Efficient-DLM-8B; generate_with_prefix_cache_block_diff).
+
+    Args:
+        gen_length: tokens of the answer (`max_new_tokens`).
+        block_length: tokens of a block, counted from the answer; the last one may be short.
+        steps: denoising steps in all, of which each block gets steps / blocks, at most; None: one for each token.
+        threshold: a step unmasks the proposals of the block whose probability is at least this, and at least the
+            most likely one.
+        parallel: False unmasks the planned number at each step, whatever the threshold (the authors' `threshold`
+            None): of a block of b positions in n steps b // n, one more in the first b % n steps.
+        temperature: 0 takes the most likely token.
+        stop_tokens: ids that end a row; None for the model's ends of text and turn.
+        use_cache: compute prompt and finished blocks once, which is exact.
+
+    Raises:
+        ValueError: a value is out of its range, or the steps do not divide into the blocks.
+    """
+
+    gen_length: int
+    block_length: int
+    steps: int | None = None
+    threshold: float = 0.9
+    parallel: bool = True
+    temperature: float = 0.7
+    stop_tokens: tuple[int, ...] | None = None
+    use_cache: bool = True
+    remasking: ClassVar[str] = "low_confidence"
+    float64_confidence: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "gen_length", "block_length", "steps")
+        not_negative(self, "temperature", zero="greedy")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(
+                f"threshold is {self.threshold}; it is a probability from 0 to 1 (parallel=False: planned numbers)"
+            )
+        blocks = -(-self.gen_length // self.block_length)
+        if self.steps is not None and self.steps % blocks:
+            raise ValueError(
+                f"{self.steps} steps do not divide into {blocks} blocks (gen_length {self.gen_length} / "
+                f"block_length {self.block_length}); choose steps as a multiple of {blocks}"
+            )
+
+    def block_steps(self, positions: int) -> int:
+        """Steps of a block of so many positions, at most."""
+        if self.steps is None:
+            return positions
+        return self.steps // -(-self.gen_length // self.block_length)
+
+
+class EfficientDLMSampler(ContextBlockSampler):
+    """Blocks from left to right; a block sees itself, the finished blocks and the whole prompt.
+
+    The prompt sees itself in both directions, and every mask is predicted at its own position. The last planned
+    step of a block unmasks what is left; with `reference_quirks` it stays masked.
+    """
+
+    context: ClassVar[Context] = "whole"
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """Every step of every block, at most."""
+        assert self.block_layout is not None
+        self._answer, found = prompt_length, list[StepPlan]()
+        spans = self.block_layout.spans(prompt_length, positions)
+        numbers = [self.settings.block_steps(stop - start) for start, stop in spans]
+        for block, (span, steps) in enumerate(zip(spans, numbers, strict=True)):
+            for step in range(steps):
+                found.append(StepPlan(len(found), sum(numbers), block, span, steps - step, seen=span[1]))
+        return found
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """One in each row beside those above the threshold, or the planned number; at the last step what is left.
+
+        With `reference_quirks` the planned number is that of the block's masks at its first step.
+        """
+        left, positions = eligible.sum(-1), plan.span[1] - plan.span[0]
+        steps = self.settings.block_steps(positions)
+        done = steps - plan.remaining
+        if self.reference_quirks and not self.settings.parallel:
+            if done == 0 or self._planned is None:
+                self._planned = left
+            return self._planned // steps + (done < self._planned % steps)
+        if plan.remaining == 1 and not self.reference_quirks:
+            return left
+        one = eligible.any(-1).long()
+        return one if self.settings.parallel else left.clamp(max=positions // steps + (done < positions % steps))
+
+
+def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """The caller's settings, then the checkpoint's.
+
+    Raises:
+        ValueError: there is no answer to write.
+    """
+    return answer_to_write({**defaults, **given})
+
+
+ALGORITHM = Algorithm(
+    "efficient_dlm", EfficientDLMSettings, EfficientDLMSampler, resolve, corruption=CountCorruption()
+)
