@@ -99,6 +99,10 @@ def test_values_out_of_range_are_refused() -> None:
         dl.denoise(model, "w5", **RUN | {"steps": 4})
     with pytest.raises(ValueError, match=r"threshold is 1\.5; it is a probability from 0 to 1"):
         dl.denoise(model, "w5", **RUN | {"threshold": 1.5})
+    with pytest.raises(ValueError, match="compares probabilities, which remasking='random' does not have"):
+        dl.denoise(model, "w5", **RUN | {"remasking": "random"})
+    with pytest.raises(ValueError, match="remasking"):
+        dl.denoise(model, "w5", **RUN | {"remasking": "topk_margin"})
     with pytest.raises(ValueError, match="disable_qk_norm is True"):
         tiny("efficient_dlm", disable_qk_norm=True)
 

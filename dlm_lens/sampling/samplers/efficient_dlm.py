@@ -12,7 +12,8 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.samplers.context_blocks import ContextBlockSampler, answer_to_write
-from dlm_lens.sampling.settings import at_least_one, not_negative
+from dlm_lens.sampling.samplers.llada import REMASKING
+from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class EfficientDLMSettings:
         parallel: False unmasks the planned number at each step, whatever the threshold (the authors' `threshold`
             None): of a block of b positions in n steps b // n, one more in the first b % n steps.
         temperature: 0 takes the most likely token.
+        remasking: "low_confidence", the most probable proposals first; "random" with `parallel=False`.
         stop_tokens: ids that end a row; None for the model's ends of text and turn.
         use_cache: compute prompt and finished blocks once, which is exact.
 
@@ -41,17 +43,22 @@ class EfficientDLMSettings:
     threshold: float = 0.9
     parallel: bool = True
     temperature: float = 0.7
+    remasking: str = "low_confidence"
     stop_tokens: tuple[int, ...] | None = None
     use_cache: bool = True
-    remasking: ClassVar[str] = "low_confidence"
     float64_confidence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least_one(self, "gen_length", "block_length", "steps")
         not_negative(self, "temperature", zero="greedy")
+        known_remasking(self.remasking, REMASKING, REMASKING, "Efficient-DLM")
         if not 0 <= self.threshold <= 1:
             raise ValueError(
                 f"threshold is {self.threshold}; it is a probability from 0 to 1 (parallel=False: planned numbers)"
+            )
+        if self.parallel and self.remasking == "random":
+            raise ValueError(
+                "the threshold compares probabilities, which remasking='random' does not have; give parallel=False"
             )
         blocks = -(-self.gen_length // self.block_length)
         if self.steps is not None and self.steps % blocks:
