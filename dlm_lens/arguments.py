@@ -185,7 +185,8 @@ def checked_arguments(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """A decorator that checks the arguments of a function, and its further settings, against `RULES`.
 
-    None is accepted where it is an argument's default; single numbers of numpy's arrive as Python's.
+    None is accepted where it is an argument's default; single numbers of numpy's arrive as Python's, and objects
+    that stand for another one as that.
 
     Args:
         **own: rules of this function's own, in place of those; None for an argument that it checks itself.
@@ -202,8 +203,8 @@ def checked_arguments(
                 bound = signature.bind(*args, **kwargs)
             except TypeError as error:
                 _raise_misfit(call.__name__, signature, kwargs, error)
-            for name, value in bound.arguments.items():
-                parameter = signature.parameters[name]
+            for name, given in bound.arguments.items():
+                parameter, value = signature.parameters[name], meant(given)
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     check_values(value, rules)
                     bound.arguments[name] = {key: plain_number(one) for key, one in value.items()}
@@ -244,6 +245,12 @@ def near_name(name: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> 
         return f" ({name} is {elsewhere[name]} here)"
     near = difflib.get_close_matches(name, list(names), 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def meant(value: Any) -> Any:
+    """The object that an argument stands for, by a method `stands_for` of its class; most stand for themselves."""
+    own = getattr(type(value), "stands_for", None)
+    return value if own is None else own(value)
 
 
 def plain_number(value: Any) -> Any:

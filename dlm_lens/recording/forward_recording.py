@@ -23,7 +23,10 @@ from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
 
 
 class ForwardRecording:
-    """The result of `record_forward`: the `Recording` of the forward passes so far, and its attributes."""
+    """The result of `record_forward`: the `Recording` of the forward passes so far, and its attributes.
+
+    Public calls take it where they take a Recording.
+    """
 
     def __init__(self, recorder: "_ForwardRecorder") -> None:
         self._recorder = recorder
@@ -36,6 +39,10 @@ class ForwardRecording:
             ValueError: no forward pass has run yet.
         """
         return self._recorder.result()
+
+    def stands_for(self) -> Recording:
+        """What public calls take it for."""
+        return self.recording
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import meant
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Level, Received, Trajectories, received_of
 from dlm_lens.sinks.received import AXES
@@ -90,6 +91,7 @@ def as_received(given: Any) -> Received:
         TypeError: neither of them.
         ValueError: a recording without received attention, or no steps, rows, layers, heads or keys.
     """
+    given = meant(given)
     if isinstance(given, Recording):
         given = received_of(given)
     if not isinstance(given, Received):

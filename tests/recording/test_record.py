@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dlm_lens
-from dlm_lens import hooks
+from dlm_lens import hooks, viz
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.recording import (
     KeyNorm,
@@ -293,6 +293,26 @@ def test_record_forward_is_any_forward_of_the_users(tmp_path):
     # e_j of the first key under a causal mask is the harmonic number H_9.
     assert float(rec.expected()[0, 0, 0]) == pytest.approx(sum(1 / i for i in range(1, 10)))
     assert rec.received[0, 0, 0, 0].isnan().tolist() == [False] * 2 + [True] * 7
+
+
+def test_recorded_passes_are_taken_where_a_recording_is(tmp_path):
+    model = tiny("llada")
+    with torch.no_grad(), record_forward(model, [ReceivedAttention(), RegionMass()]) as seen:
+        model(input_ids=torch.randint(0, 60, (2, 16)))
+        sinks = dlm_lens.find_sinks(seen, dlm_lens.AboveMean(0.1))  # also before the block is left
+        model(input_ids=torch.randint(0, 60, (2, 16)))
+    assert sinks.is_sink.equal(dlm_lens.find_sinks(seen.recording, dlm_lens.AboveMean(0.1)).is_sink[:1])
+    found = dlm_lens.received_of(seen)
+    torch.testing.assert_close(found.values, dlm_lens.received_of(seen.recording).values, equal_nan=True)
+    for draw in (viz.sink_strength, viz.region_mass):
+        lines = [
+            [line.get_ydata() for axes in draw(one).axes for line in axes.lines] for one in (seen, seen.recording)
+        ]
+        assert len(lines[0]) > 1
+        for ours, theirs in zip(*lines, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    pages = [viz.report(one, tmp_path / f"{name}.html") for name, one in (("a", seen), ("b", seen.recording))]
+    assert pages[0].read_text() == pages[1].read_text()
 
 
 def test_recorder_is_an_observer_of_denoise_and_of_a_trace():

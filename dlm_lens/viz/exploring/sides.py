@@ -9,6 +9,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
+from dlm_lens.arguments import meant
 from dlm_lens.attention import HookLike, SinkToken, attention_blocks
 from dlm_lens.recording import ReceivedAttention, Recorder, Recording
 from dlm_lens.sampling import DenoisingRun, RunObserver, algorithms, denoise
@@ -189,6 +190,7 @@ def given_source(given: Any) -> tuple[DenoisingRun, Any] | None:
     Raises:
         ValueError: a recording of a part of the steps, or without received attention of all queries.
     """
+    given = meant(given)
     if isinstance(given, DenoisingRun):
         return given, None
     if isinstance(given, Recording):

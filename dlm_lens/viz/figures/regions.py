@@ -12,6 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_lens.arguments import meant
 from dlm_lens.printable import counted
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
@@ -63,6 +64,7 @@ def region_mass(
         TypeError: not a `Recording`.
         ValueError: a recording without RegionMass; an unknown class, layer or head.
     """
+    recording = meant(recording)
     if not isinstance(recording, Recording):
         raise TypeError(f"the first argument is a {type(recording).__name__}; give a Recording (dlm_lens.record)")
     if "region_mass" not in recording.specs:

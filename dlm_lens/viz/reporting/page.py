@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from dlm_lens.arguments import meant
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.paths import check_file
 from dlm_lens.recording import Recording
@@ -72,7 +73,7 @@ def report(
     """
     check_file(Path(path))
     rule = START if detector is None else as_detector(detector)
-    sources = [source] if compare is None else [source, compare]
+    sources = [meant(one) for one in ([source] if compare is None else [source, compare])]
     rows = range(shown_rows(sources)) if row is None else [row]
     prompts = [[Subject.of(given, one) for given in sources] for one in rows]
     subjects = prompts[0]
