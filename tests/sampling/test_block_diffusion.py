@@ -14,6 +14,7 @@ from dlm_lens.sampling.block_network import block_causal
 from dlm_lens.sampling.run_plan import plan_run
 from dlm_lens.testing import tiny
 from tests.reference import forward64
+from tests.sampling.interrupted import resumed_as_unbroken
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10]]
 RUN: dict[str, Any] = {"gen_length": 12, "block_length": 4, "steps": 6, "seed": 1, "temperature": 0.7}
@@ -209,25 +210,4 @@ def test_what_cannot_be() -> None:
 
 
 def test_a_recording_is_stored_and_resumed(tmp_path: Path) -> None:
-    model, reducers = model_of(), [dl.ReceivedAttention(min_viewers=1), dl.ValueNorm()]
-    whole = dl.record(model, PROMPTS, reducers, **RUN)
-
-    passes: list[int] = []
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 4:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
-    handle.remove()
-    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
-    stored = dl.Recording.load(tmp_path / "rec")
-    for other in (resumed, stored):
-        assert other.run.canvases.equal(whole.run.canvases)
-        assert other.expected().equal(whole.expected())
-        torch.testing.assert_close(
-            dl.received_of(other).values, dl.received_of(whole).values, rtol=0, atol=0, equal_nan=True
-        )
+    resumed_as_unbroken(model_of(), PROMPTS, tmp_path / "rec", reducers=[dl.ValueNorm()], **RUN)

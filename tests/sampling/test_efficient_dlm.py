@@ -2,6 +2,7 @@
 
 from itertools import product
 from math import comb
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import dlm_lens as dl
 from dlm_lens.hooks import mask_positions, mask_top_sinks
 from dlm_lens.testing import tiny
 from tests.reference import forward64
+from tests.sampling.interrupted import resumed_as_unbroken
 from tests.sampling.test_likelihood_blocks import ANSWER, PROMPT
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
@@ -118,6 +120,18 @@ def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked() -> None:
         places = (answer[row] == stop).nonzero().flatten().tolist()
         kept = places[0] + 1 if places else 11
         assert run.tokens[row, free.prompt_length :][:kept].equal(answer[row, :kept])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reference_quirks": True, "gen_length": 12, "steps": 9, "parallel": False}]
+)
+def test_a_recording_is_stored_and_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+    model, given = sharp(), RUN | options
+    prompts = [PROMPTS[0], PROMPTS[2][:7]] if options else PROMPTS
+    free = dl.denoise(model, prompts, **given)
+    given["stop_tokens"] = [int(free.tokens[0, free.prompt_length + 1])]
+    whole = resumed_as_unbroken(model, prompts, tmp_path / "rec", passes=3, **given)
+    assert whole.run.steps < free.steps or not options
 
 
 def test_received_attention_and_its_expectation_count_what_each_query_sees() -> None:

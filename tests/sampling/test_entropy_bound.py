@@ -17,6 +17,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 import dlm_lens as dl
 from dlm_lens.testing import tiny
 from tests.reference import forward64
+from tests.sampling.interrupted import resumed_as_unbroken
 
 PROMPTS = [[5, 6], [9, 3, 7, 4]]
 RUN: dict[str, Any] = {"gen_length": 9, "steps": 6, "entropy_bound": 5.0, "seed": [3, 8]}
@@ -124,24 +125,7 @@ def test_the_first_canvas_can_be_planted_and_stays_open() -> None:
 
 
 def test_a_recording_is_stored_and_resumed(tmp_path: Path) -> None:
-    model, reducers = tiny("uniform_qwen"), [dl.ReceivedAttention(min_viewers=1)]
-    whole = dl.record(model, PROMPTS, reducers, **EARLY)
-    passes: list[int] = []
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 4:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **EARLY)
-    handle.remove()
-    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **EARLY)
-    for other in (resumed, dl.Recording.load(tmp_path / "rec")):
-        for name in ("canvases", "open", "unmasked", "revised", "proposals"):
-            assert getattr(other.run, name).equal(getattr(whole.run, name)), name
-        assert torch.equal(dl.received_of(other).values.nan_to_num(), dl.received_of(whole).values.nan_to_num())
+    resumed_as_unbroken(tiny("uniform_qwen"), PROMPTS, tmp_path / "rec", **EARLY)
 
 
 @pytest.mark.parametrize(

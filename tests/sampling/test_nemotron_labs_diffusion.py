@@ -17,6 +17,7 @@ from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
 from dlm_lens.training.sources import Rows
 from tests.bridging.cases import YARN
 from tests.reference import forward64
+from tests.sampling.interrupted import resumed_as_unbroken
 from tests.sampling.test_likelihood_blocks import ANSWER, PROMPT
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
@@ -152,31 +153,12 @@ def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"reference_quirks": True, "gen_length": 12}])
 def test_a_recording_is_stored_and_resumed(options: dict[str, Any], tmp_path: Path) -> None:
-    model, reducers, given = sharp(), [dl.ReceivedAttention(min_viewers=1), dl.ValueNorm()], RUN | options
+    model, given = sharp(), RUN | options
     prompts = [PROMPTS[0], PROMPTS[2][:7]] if options else PROMPTS
     free = dl.denoise(model, prompts, **given)
     given["stop_tokens"] = [int(free.tokens[0, free.prompt_length + 1])]
-    whole = dl.record(model, prompts, reducers, **given)
+    whole = resumed_as_unbroken(model, prompts, tmp_path / "rec", reducers=[dl.ValueNorm()], **given)
     assert whole.run.steps >= 5
-    passes: list[int] = []
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 4:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, prompts, reducers, to=tmp_path / "rec", **given)
-    handle.remove()
-    resumed = dl.record(model, prompts, reducers, to=tmp_path / "rec", **given)
-    stored = dl.Recording.load(tmp_path / "rec")
-    for other in (resumed, stored):
-        assert other.run.canvases.equal(whole.run.canvases)
-        assert other.expected().equal(whole.expected())
-        torch.testing.assert_close(
-            dl.received_of(other).values, dl.received_of(whole).values, rtol=0, atol=0, equal_nan=True
-        )
 
 
 def test_received_attention_and_its_expectation_count_what_each_query_sees() -> None:

@@ -19,6 +19,7 @@ from dlm_lens.training.losses import masked_loss
 from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
 from dlm_lens.training.sources import Rows
 from tests.reference import forward64
+from tests.sampling.interrupted import resumed_as_unbroken
 from tests.sampling.test_likelihood_blocks import ANSWER, PROMPT
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
@@ -346,31 +347,12 @@ def test_hosts_run_the_same(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"reference_quirks": True}])
 def test_a_recording_is_stored_and_resumed(options: dict[str, Any], tmp_path: Path) -> None:
-    model, reducers, given = sharp(), [dl.ReceivedAttention(min_viewers=1), dl.ValueNorm()], RUN | options
+    model, given = sharp(), RUN | options
     # The first row ends before the others.
     free = dl.denoise(model, PROMPTS, **given)
     given["stop_tokens"] = [int(free.tokens[0, free.prompt_length + 2])]
-    whole = dl.record(model, PROMPTS, reducers, **given)
+    whole = resumed_as_unbroken(model, PROMPTS, tmp_path / "rec", reducers=[dl.ValueNorm()], **given)
     assert whole.run.steps >= 5
-    passes: list[int] = []
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 4:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **given)
-    handle.remove()
-    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **given)
-    stored = dl.Recording.load(tmp_path / "rec")
-    for other in (resumed, stored):
-        assert other.run.canvases.equal(whole.run.canvases)
-        assert other.expected().equal(whole.expected())
-        torch.testing.assert_close(
-            dl.received_of(other).values, dl.received_of(whole).values, rtol=0, atol=0, equal_nan=True
-        )
 
 
 def test_the_lens_reads_each_row_as_alone() -> None:
