@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "wedlm": ("wedlm", {"head_dim": 10}),
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
     "efficient-dlm": ("efficient_dlm", {"head_dim": 10}),
+    "stable-diffcoder": ("stable_diffcoder", {}),
     "nemotron": ("nemotron_labs_diffusion", {"head_dim": 8, "rope_parameters": YARN}),
     "nemotron, ar": (
         "causal",

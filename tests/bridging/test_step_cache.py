@@ -38,7 +38,7 @@ def test_a_step_is_the_cache_of_its_canvas(case: str) -> None:
     tl, causal = dl.bridge(model), CASES[case][0] == "causal"
     given = {"steps": 4, "cfg_scale": 0.0}
     settings = {"gen_length": 4, **{name: given[name] for name in given if name in model.sampler_defaults}}
-    if case == "sdar":
+    if case in ("sdar", "stable-diffcoder"):
         settings["block_length"] = 16  # one block, so that a step sees the whole canvas as the plain pass does
     run, cache = tl.denoise_with_cache(IDS, cache_steps=2, **settings)
     canvas = run.canvases[2][:, :8] if causal else run.canvases[2]

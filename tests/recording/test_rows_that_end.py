@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sdar": {"gen_length": 16, "block_length": 4, "remasking": "sequential", "temperature": 0.0},
     "nemotron_labs_diffusion": {"gen_length": 16, "block_length": 4, "parallel": False},
     "efficient_dlm": {"gen_length": 16, "block_length": 4, "parallel": False, "temperature": 0.0},
+    "stable_diffcoder": {"gen_length": 16, "parallel": False},
     "wedlm": {"gen_length": 12, "window_length": 4, "entropy_threshold": 0.0, "temperature": 0.0},
     "mmada": {"steps": 12, "gen_length": 12, "block_length": 4},
 }

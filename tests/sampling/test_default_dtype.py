@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "wedlm": {"gen_length": 4, "temperature": 0.7},
     "nemotron_labs_diffusion": {"gen_length": 4, "temperature": 0.7},
     "efficient_dlm": {"gen_length": 4, "temperature": 0.7},
+    "stable_diffcoder": {"gen_length": 4, "temperature": 0.7},
     "diffugpt": MDLM | {"temperature": 0.7},
     "rnd1": MDLM | {"temperature": 0.7},
     "open_dcoder": MDLM | {"temperature": 0.7},

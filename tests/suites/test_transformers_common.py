@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sdar": ("sdar", {}),
     "nemotron": ("nemotron_labs_diffusion", {}),
     "efficient-dlm": ("efficient_dlm", {}),
+    "stable-diffcoder": ("stable_diffcoder", {}),
     "wedlm": ("wedlm", {}),
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
     "llada2": ("llada2", {}),

@@ -112,17 +112,23 @@ class ContextBlockSampler(BlockSampler):
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row has a stop token in its answer without a mask before it."""
-        answer = canvas[:, self._answer :]
-        stops = torch.isin(answer, torch.tensor(self.stops, dtype=answer.dtype, device=answer.device))
-        masks = answer == torch.tensor(self.mask, device=answer.device)
-        if self.reference_quirks:
-            return self._finished_as_reference(stops, masks, plan)
+        return self._finished_as_reference(canvas, plan) if self.reference_quirks else self.rows_ended(canvas)
+
+    def rows_ended(self, canvas: Int[Tensor, "batch position"]) -> bool:
+        """Note the rows that have ended; whether all have."""
+        stops, masks = self._stops_and_masks(canvas)
         self.ended = (stops & (masks.cumsum(-1) == 0)).any(-1)
         return bool(self.ended.all())
 
-    def _finished_as_reference(
-        self, stops: Bool[Tensor, "batch answer"], masks: Bool[Tensor, "batch answer"], plan: StepPlan
-    ) -> bool:
+    def _stops_and_masks(
+        self, canvas: Int[Tensor, "batch position"]
+    ) -> tuple[Bool[Tensor, "batch answer"], Bool[Tensor, "batch answer"]]:
+        answer = canvas[:, self._answer :]
+        stops = torch.tensor(self.stops, dtype=answer.dtype, device=answer.device)
+        return torch.isin(answer, stops), answer == torch.tensor(self.mask, device=answer.device)
+
+    def _finished_as_reference(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        stops, masks = self._stops_and_masks(canvas)
         start = plan.span[0] - self._answer
         block = slice(start, min(start + self.block_length, masks.shape[1]))
         if not self.predicts_next(plan.span) or self.block_length == 1:

@@ -46,12 +46,13 @@ class EfficientDLMSettings:
     remasking: str = "low_confidence"
     stop_tokens: tuple[int, ...] | None = None
     use_cache: bool = True
+    family_name: ClassVar[str] = "Efficient-DLM"
     float64_confidence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least_one(self, "gen_length", "block_length", "steps")
         not_negative(self, "temperature", zero="greedy")
-        known_remasking(self.remasking, REMASKING, REMASKING, "Efficient-DLM")
+        known_remasking(self.remasking, REMASKING, REMASKING, self.family_name)
         if not 0 <= self.threshold <= 1:
             raise ValueError(
                 f"threshold is {self.threshold}; it is a probability from 0 to 1 (parallel=False: planned numbers)"
@@ -88,7 +89,7 @@ class EfficientDLMSampler(ContextBlockSampler):
         assert self.block_layout is not None
         self._answer, found = prompt_length, list[StepPlan]()
         spans = self.block_layout.spans(prompt_length, positions)
-        numbers = [self.settings.block_steps(stop - start) for start, stop in spans]
+        numbers = [self._steps(span) for span in spans]
         for block, (span, steps) in enumerate(zip(spans, numbers, strict=True)):
             for step in range(steps):
                 found.append(StepPlan(len(found), sum(numbers), block, span, steps - step, seen=span[1]))
@@ -99,19 +100,21 @@ class EfficientDLMSampler(ContextBlockSampler):
     ) -> Int[Tensor, "batch"]:
         """One in each row beside those above the threshold, or the planned number; at the last step what is left.
 
-        With `reference_quirks` the planned number is that of the block's masks at its first step.
+        The planned number is that of the row's masks at the first step of the block.
         """
-        left, positions = eligible.sum(-1), plan.span[1] - plan.span[0]
-        steps = self.settings.block_steps(positions)
+        left, steps = eligible.sum(-1), self._steps(plan.span)
         done = steps - plan.remaining
-        if self.reference_quirks and not self.settings.parallel:
-            if done == 0 or self._planned is None:
-                self._planned = left
-            return self._planned // steps + (done < self._planned % steps)
+        if done == 0 or self._planned is None:
+            self._planned = left
         if plan.remaining == 1 and not self.reference_quirks:
             return left
-        one = eligible.any(-1).long()
-        return one if self.settings.parallel else left.clamp(max=positions // steps + (done < positions % steps))
+        if self.settings.parallel:
+            return eligible.any(-1).long()
+        return self._planned // steps + (done < self._planned % steps)
+
+    def _steps(self, span: tuple[int, int]) -> int:
+        """Steps of a block, at most; the span holds the blocks of all rows, which may be at unequal positions."""
+        return self.settings.block_steps(min(span[1] - max(span[0], self._answer), self.block_length))
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""Stable-DiffCoder's sampler: steps in float64, unequal prompts, ends, statistics, hooks and hosts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.testing import tiny
+from tests.reference import forward64
+from tests.sampling.interrupted import resumed_as_unbroken
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
+RUN: dict[str, Any] = {"gen_length": 11, "threshold": 0.1, "seed": 1, "stop_tokens": ()}
+
+
+def sharp() -> Any:
+    """A tiny network whose confidences are on both sides of the threshold."""
+    model = tiny("stable_diffcoder")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight.copy_(0.5 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+def visible_to(positions: int, length: int = 4) -> Tensor:
+    """A position sees its own block of the text and all before it; entry by entry."""
+    found = torch.zeros(positions, positions, dtype=torch.bool)
+    for query in range(positions):
+        for key in range(positions):
+            found[query, key] = key // length <= query // length
+    return found[None, None]
+
+
+def step64(
+    model: Any, run: dl.DenoisingRun, step: int, row: int, stop: int, shown: Any = True
+) -> dict[str, Tensor]:
+    """The row alone up to `stop`, without padding, in float64."""
+    padding = int(run.padding[row])
+    ids = run.canvases[step, row : row + 1, padding:stop]
+    return forward64(model, ids, visible=visible_to(stop - padding) & shown)
+
+
+@pytest.mark.parametrize("options", [{}, {"parallel": False, "steps": 6}])
+def test_steps_are_those_of_a_network_in_float64(options: dict[str, Any]) -> None:
+    model = sharp()
+    run = dl.denoise(model, PROMPTS, **RUN | options)
+    mask, several, length = torch.tensor(model.config.mask_token_id), 0, run.tokens.shape[1]
+    planned = dict[tuple[int, int], tuple[int, int]]()
+    for step in range(run.steps):
+        for row, padding in enumerate(run.padding.tolist()):
+            block = len(PROMPTS[row]) // 4 + int(run.blocks[step])
+            stop = min(padding + 4 * block + 4, length)
+            masks = (run.canvases[step, row, :stop] == mask).nonzero().flatten()
+            assert run.confidence[step, row].isfinite().nonzero().flatten().equal(masks)
+            if not len(masks):  # the row waits for the others' blocks
+                continue
+            likely = step64(model, run, step, row, stop)["logits"][0].softmax(-1)[masks - padding]
+            tokens = likely.index_fill(-1, mask, 0).argmax(-1)
+            assert run.proposals[step, row, masks].equal(tokens)
+            confidence = likely.gather(-1, tokens[:, None]).squeeze(-1)
+            torch.testing.assert_close(run.confidence[step, row, masks].double(), confidence, atol=1e-5, rtol=1e-4)
+            chosen = confidence >= 0.1
+            chosen[confidence.argmax()] = True
+            if options:  # two steps a block
+                of_block, done = planned.get((row, block), (len(masks), 0))
+                count = of_block // 2 + (done < of_block % 2)
+                planned[row, block] = of_block, done + 1
+                chosen = torch.zeros_like(chosen)
+                chosen[confidence.topk(count).indices] = True
+            assert run.unmasked[step, row].nonzero().flatten().equal(masks[chosen])
+            several += int(chosen.sum()) > 1
+    assert several > 3
+    assert run.masks_left.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7}, {"parallel": False}, {"steps": 3, "threshold": 0.9}, {"block_length": 1},
+     {"block_length": 8, "steps": 4, "parallel": False, "remasking": "random"}],
+)  # fmt: skip
+def test_a_row_is_what_it_is_alone_and_the_cache_is_exact(options: dict[str, Any]) -> None:
+    model, given = sharp(), RUN | options
+    together = dl.denoise(model, PROMPTS, **given)
+    assert together.masks_left.tolist() == [0, 0, 0]
+    assert "steps" not in options or together.steps <= 6
+    whole = dl.denoise(model, PROMPTS, **given, use_cache=False)
+    assert whole.canvases.equal(together.canvases)
+    for row, prompt in enumerate(PROMPTS):
+        alone, kept = dl.denoise(model, [prompt], **given), together.attention_mask[row]
+        assert together.tokens[row, kept].equal(alone.tokens[0])
+
+
+def test_values_out_of_range_are_refused() -> None:
+    model = tiny("stable_diffcoder")
+    with pytest.raises(ValueError, match="4 steps do not divide into 3 blocks"):
+        dl.denoise(model, "w5", **RUN | {"steps": 4})
+    with pytest.raises(ValueError, match=r"threshold is -0\.5; it is a probability from 0 to 1"):
+        dl.denoise(model, "w5", **RUN | {"threshold": -0.5})
+    with pytest.raises(ValueError, match="Stable-DiffCoder"):
+        dl.denoise(model, "w5", **RUN | {"remasking": "topk_margin"})
+
+
+def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked(tmp_path: Path) -> None:
+    model, given = sharp(), RUN | {"parallel": False}
+    free = dl.denoise(model, PROMPTS, **given)
+    answer = free.tokens[:, free.prompt_length :]
+    stop = int(answer[0, 2])
+    run = dl.denoise(model, PROMPTS, **given | {"stop_tokens": [stop]})
+    assert run.masks_left[0] > 0
+    for row in range(3):
+        places = (answer[row] == stop).nonzero().flatten().tolist()
+        kept = places[0] + 1 if places else 11
+        assert run.tokens[row, free.prompt_length :][:kept].equal(answer[row, :kept])
+    resumed_as_unbroken(model, PROMPTS, tmp_path / "rec", passes=3, **given | {"stop_tokens": [stop]})
+
+
+def test_received_attention_and_its_expectation_count_what_each_query_sees() -> None:
+    model = sharp()
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **RUN)
+    run, received = recording.run, dl.received_of(recording)
+    assert run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
+    expected, viewers, checked = recording.expected(), recording.viewers(), 0
+    for step in range(run.steps):
+        for row, padding in enumerate(run.padding.tolist()):
+            if not run.running[step, row]:
+                continue
+            stop = int(viewers[step, row].nonzero().max()) + 1
+            inside = slice(padding, stop)
+            visible = visible_to(stop - padding)[0, 0].double()
+            even = (visible / visible.sum(-1, keepdim=True)).sum(0)
+            torch.testing.assert_close(expected[step, row, inside].double(), even, atol=1e-5, rtol=1e-5)
+            assert viewers[step, row, inside].tolist() == visible.sum(0).tolist()
+            kept = step64(model, run, step, row, stop)
+            for layer in range(2):
+                sums = received.column_sums[step, row, layer][:, inside].double()
+                torch.testing.assert_close(sums, kept[f"pattern{layer}"][0].sum(-2), atol=2e-5, rtol=2e-4)
+            checked += 1
+    assert checked > 10
+    again = dl.received_over_steps(model, run, min_viewers=1)
+    torch.testing.assert_close(again.values, received.values, equal_nan=True)
+
+
+def test_hooks_and_hosts_act_as_in_every_row_alone() -> None:
+    model, seen = sharp(), list[Tensor]()
+
+    def keep(step: int, canvas: Tensor, logits: Tensor) -> None:
+        seen.append(logits.clone())
+
+    run = dl.denoise(model, PROMPTS[1:2], hooks=[mask_positions(2)], on_logits=keep, **RUN)
+    for step in range(run.steps):
+        stop = run.spans[step][1]
+        logits = step64(model, run, step, 0, stop, torch.arange(stop) != 2)["logits"][0]
+        torch.testing.assert_close(seen[step][0, :stop].double(), logits, atol=2e-5, rtol=2e-4)
+    plain = dl.denoise(model, PROMPTS, **RUN)
+    hooked = dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1)], **RUN)
+    assert not hooked.canvases.equal(plain.canvases)
+    lm: Any = dl.DiffusionLM(model)
+    with lm.generate(PROMPTS, **RUN) as tracer:
+        patterns = [].save()
+        for step in tracer.steps[:]:
+            patterns.append((int(step), lm.layers[0].attn.pattern))
+        traced = tracer.result.save()
+    assert traced.canvases.equal(plain.canvases)
+    assert len(patterns) == plain.steps
+    tl = dl.bridge(sharp())
+    assert tl.denoise(PROMPTS, **RUN).canvases.equal(plain.canvases)
+    assert tl.denoise(PROMPTS, hooks=[mask_top_sinks(1)], **RUN).canvases.equal(hooked.canvases)
