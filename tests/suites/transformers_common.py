@@ -5,6 +5,7 @@ files of other folders, which stay empty here: exporters (torch.export) and gene
 DLMs refuse).
 """
 
+import copy
 import importlib
 import sys
 import types
@@ -62,9 +63,8 @@ class FamilyTester:
     num_hidden_layers = 2
     is_training = True
 
-    def __init__(self, family: str, settings: Mapping[str, Any]) -> None:
-        model: Any = tiny(family, **settings)
-        self.config, self.canvas = model.config, computed_span(model, LENGTH) is not None
+    def __init__(self, config: Any, canvas: bool) -> None:
+        self.config, self.canvas = config, canvas
         self.hidden_size = self.config.hidden_size
         self.num_attention_heads = self.config.num_attention_heads
         self.encoder_seq_length = self.key_length = LENGTH + getattr(self.config, "num_sinks", 0)
@@ -86,16 +86,19 @@ class FamilyTester:
 def common_tests(family: str, settings: Mapping[str, Any]) -> type[unittest.TestCase]:
     """The common tests of a tiny model of a family, as a class of unittest."""
     mixin = model_tester_mixin()
+    # Built once, for its config: each of more than a hundred tests has a tester of its own, which asks for it.
+    model: Any = tiny(family, **settings)
+    canvas = computed_span(model, LENGTH) is not None
 
     class CommonTests(mixin, unittest.TestCase):  # type: ignore[misc, valid-type]
-        all_model_classes: ClassVar = (type(tiny(family, **settings)),)
+        all_model_classes: ClassVar = (type(model),)
         # "if the model doesn't fully support the original `generate`": a masked DLM refuses it.
         all_generative_model_classes: ClassVar = ()
         test_can_init_all_missing_weights_before_2023 = True
         additional_model_inputs: ClassVar = ["decoder_input_ids"]
 
         def setUp(self) -> None:
-            self.model_tester = FamilyTester(family, settings)
+            self.model_tester = FamilyTester(copy.deepcopy(model.config), canvas)  # tests change it
 
         def _prepare_for_class(self, inputs_dict: Any, model_class: Any, return_labels: bool = False) -> Any:
             inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels)
