@@ -10,6 +10,9 @@ Placement = Literal["one", "split", "cpu", "disk"]
 
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
+EVERYWHERE = ("sink_llama", "causal", "llada2")
+"""Families whose calls are all made in every placement; the others' on one device, and `denoise` in every one."""
+
 
 def placed(model: Any, where: Placement, folder: Path) -> Any:
     """The model, moved; `folder` takes what is offloaded to the disk."""
