@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test downloads anything. Without this, each unknown name waits 23 seconds for a hub that cannot be reached.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import gc
 import random
 
 import numpy
@@ -13,6 +14,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# A full collection of garbage walks through all objects of the imported modules, and with Python's settings one may
+# start after seventy thousand new objects: several tiny models.
+gc.set_threshold(5000, 10, 10)
 
 
 @pytest.hookimpl(tryfirst=True)
