@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "wedlm": {"entropy_threshold": 0.0},
     "nemotron_labs_diffusion": {"parallel": False, "block_length": 8},
     "efficient_dlm": {"parallel": False, "block_length": 8},
-    "stable_diffcoder": {"parallel": False, "block_length": 8},
+    "stable_diffcoder": {"parallel": False},
 }
 
 

@@ -105,6 +105,11 @@ def test_values_out_of_range_are_refused() -> None:
         dl.denoise(model, "w5", **RUN | {"remasking": "topk_margin"})
 
 
+def test_blocks_of_another_length_than_those_of_the_training_warn() -> None:
+    with pytest.warns(UserWarning, match="block_length is 8, but the model was trained with blocks of 4"):
+        dl.denoise(tiny("stable_diffcoder"), "w5", **RUN | {"block_length": 8})
+
+
 def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked(tmp_path: Path) -> None:
     model, given = sharp(), RUN | {"parallel": False}
     free = dl.denoise(model, PROMPTS, **given)

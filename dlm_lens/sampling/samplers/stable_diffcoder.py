@@ -51,6 +51,7 @@ class StableDiffCoderSampler(EfficientDLMSampler):
 
     context: ClassVar[Context] = "blocks"
     from_text: ClassVar[bool] = True
+    any_block_length: ClassVar[bool] = False
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
         """The tokens requested.
