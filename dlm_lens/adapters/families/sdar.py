@@ -35,7 +35,14 @@ FAMILY = Family(
     name="sdar",
     layouts={"sdar": (SDARConfig, SDARModel)},
     samplers={"sdar": SDAR_SAMPLER},
-    hub_names=("JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat", "JetLM/SDAR-8B-Chat"),
+    hub_names=(
+        "JetLM/SDAR-1.7B-Chat",
+        "JetLM/SDAR-4B-Chat",
+        "JetLM/SDAR-8B-Chat",
+        "Gen-Verse/TraDo-4B-Instruct",
+        "Gen-Verse/TraDo-8B-Instruct",
+        "Gen-Verse/TraDo-8B-Thinking",
+    ),
     # config.json has the mask and <|endoftext|>; a turn ends with <|im_end|>.
     special_ids={151936: {"mask": 151669, "eos": 151643, "eot": 151645}},
     refused={"sdar_moe": _EXPERTS, "SDARMoeForCausalLM": _EXPERTS},
