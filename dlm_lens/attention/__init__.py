@@ -65,6 +65,7 @@ from dlm_lens.attention.layers import (
     writing_module,
 )
 from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
+from dlm_lens.attention.mask_window import in_window, mask_window_of, sees_window, until_window, window_layout
 from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
 from dlm_lens.attention.model_access import exclusive, in_use
 from dlm_lens.attention.pattern_reductions import QUERY_STATS, PatternStats, QueryStat, TileStats, pattern_stats
@@ -143,10 +144,12 @@ __all__ = [
     "hooked_attentions",
     "in_mask_window",
     "in_use",
+    "in_window",
     "is_hook",
     "is_hooked_attention",
     "layer_windows",
     "listening",
+    "mask_window_of",
     "observed_first",
     "observed_order",
     "output_weight",
@@ -162,12 +165,15 @@ __all__ = [
     "refuse_row_lists",
     "run_of",
     "sees_observed_first",
+    "sees_window",
     "sink",
     "step_in_stack",
     "stream_columns",
     "top_columns",
+    "until_window",
     "viewers",
     "visible_in",
     "visible_keys",
+    "window_layout",
     "writing_module",
 ]

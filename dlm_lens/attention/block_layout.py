@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.attention.left_padding import padding_before
 
-Context = Literal["blocks", "whole", "causal"]
+Context = Literal["blocks", "whole", "causal", "window"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,8 @@ class BlockLayout:
         context: how positions before the block that is decoded attend. "blocks": those before `first` are cut into
             blocks too. "whole": those before `first` are one block, however many (Efficient-DLM). "causal": each is
             a block of its own (Nemotron-Labs-Diffusion), and the block that is decoded holds the last of the
-            positions given.
+            positions given. "window": likewise, with a block whose place the masks of every step say (SDLM), so
+            that `bounds` alone is defined.
     """
 
     length: int
@@ -64,7 +65,7 @@ class BlockLayout:
             inside: the positions of every row's block at a step; `inside`.
         """
         positions = inside.shape[-1]
-        if self.context == "causal":
+        if self.context in ("causal", "window"):
             where = torch.arange(positions, device=inside.device).expand(inside.shape)
             first, last = where.masked_fill(~inside, positions), where.masked_fill(~inside, -1)
             start, stop = first.amin(-1, keepdim=True), last.amax(-1, keepdim=True)

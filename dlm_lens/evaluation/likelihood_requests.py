@@ -20,6 +20,7 @@ from dlm_lens.sampling import log_likelihood
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
+from dlm_lens.sampling.likelihood.estimates import likelihood_method
 from dlm_lens.sampling.likelihood.scoring import Scorer
 
 CHUNK = 64
@@ -175,7 +176,7 @@ class Likelihoods:
 
     def _values(self, items: Sequence[Item]) -> list[float]:
         settings, extra = self.settings, dict(self.settings.options)
-        method = settings.method or "mc"
+        method = likelihood_method(self.model, settings.method)
         if method == "mc":
             extra |= {"samples": settings.samples, "strata": settings.strata, "seed": [item.seed for item in items]}
         return [float(value) for value in self._likelihood(items, method, **extra).value]

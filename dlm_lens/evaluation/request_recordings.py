@@ -27,6 +27,7 @@ from dlm_lens.recording.reducer_registry import parse_reducers
 from dlm_lens.recording.storage import save_recording
 from dlm_lens.recording.storing_recorder import StoringRecorder
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
+from dlm_lens.sampling.likelihood.estimates import likelihood_method
 
 
 class CanvasRecorder(Recorder):
@@ -399,7 +400,7 @@ class RecordedLikelihoods:
 
     @property
     def _method(self) -> str:
-        return self.settings.method or ("chain_rule" if self._causal else "mc")
+        return likelihood_method(self.recordings.model, self.settings.method)
 
 
 @dataclass(frozen=True)

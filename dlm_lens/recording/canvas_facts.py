@@ -70,13 +70,16 @@ class CanvasFacts:
 
     @property
     def present(self) -> Bool[Tensor, "*run position"]:
-        """Content that the network sees: all of it, in an AR run what is written, with blocks up to the current."""
-        if self.blocks is not None:
+        """Content that the network sees: all of it, in an AR run what is written, with blocks up to the current.
+
+        With a window of masks (SDLM) `valid` says what is seen.
+        """
+        if self.blocks is not None and self.blocks.context != "window":
             return self.valid & (self.block.flip(-1).long().cumsum(-1).flip(-1) > 0)
         return self.valid & ~self.masked if self.causal else self.valid
 
-    def _bounds(self) -> tuple[Int[Tensor, "*run position"], Int[Tensor, "*run position"]]:
-        """First and last position of every position's block."""
+    def block_bounds(self) -> tuple[Int[Tensor, "*run position"], Int[Tensor, "*run position"]]:
+        """First and last position of every position's block, in block causal attention."""
         assert self.blocks is not None
         return self.blocks.bounds(self.block.expand(self.valid.shape))
 
@@ -141,7 +144,7 @@ class CanvasFacts:
             return torch.empty_like(each).scatter(-1, order, each)
         if self.blocks is not None:
             # Key j is seen by the queries from its block's start on; query i sees the keys up to its block's end.
-            start, end = self._bounds()
+            start, end = self.block_bounds()
             each = queries.double() / seen.cumsum(-1).gather(-1, end).clamp(min=1)
             return (each.flip(-1).cumsum(-1).flip(-1).gather(-1, start) * seen).float()
         if not self.causal and self._whole:
@@ -163,7 +166,7 @@ class CanvasFacts:
             each = queries.gather(-1, order).flip(-1).cumsum(-1).flip(-1)
             return torch.empty_like(each).scatter(-1, order, each) * seen
         if self.blocks is not None:
-            return queries.flip(-1).cumsum(-1).flip(-1).gather(-1, self._bounds()[0]) * seen
+            return queries.flip(-1).cumsum(-1).flip(-1).gather(-1, self.block_bounds()[0]) * seen
         if not self.causal and self._whole:
             return self._beside_sinks(seen) * queries.sum(-1, keepdim=True)
         if self._whole:
@@ -180,7 +183,7 @@ class CanvasFacts:
         if self.window is not None and self.blocks is None:  # with blocks `_visible` has the window
             seen = seen & (distance < self.window if self.causal else distance.abs() <= self.window)
         if self.blocks is not None:
-            start = self._bounds()[0]
+            start = self.block_bounds()[0]
             seen = seen & (start[..., None, :] <= start[..., :, None])
         if self.observed_first:
             seen = seen & sees_observed_first(self.masked & self._visible)

@@ -15,6 +15,7 @@ from dlm_lens.attention import (
     computed_span,
     decoder_of,
     listening,
+    mask_window_of,
     own_blocks,
 )
 from dlm_lens.recording.recorder import Recorder, Storage
@@ -152,6 +153,7 @@ class _ForwardRecorder(Recorder):
         answer = masked if not self.canvases else self._masked(self.canvases[0], span).to(ids.device) & content
         sampler, index = Sampler(), len(self.canvases)
         sampler.block_layout = own_blocks(self.model.config, content)
+        sampler.mask_window = mask_window_of(self.model.config)
         if span is not None:
             sampler.block_layout = BlockLayout(span[1] - span[0], torch.full_like(ids[:, 0], span[0]))
         self.start(sampler, content, answer)
@@ -201,6 +203,8 @@ class _ForwardRecorder(Recorder):
         attention: dict[str, Any] = {} if length is None else {"block_causal_length": length}
         if attends_observed_first(self.model.config):
             attention["observed_first"] = True
+        if (window := mask_window_of(self.model.config)) is not None:
+            attention["mask_window"] = window
         return DenoisingRun.of_canvases(
             canvases,
             masked,

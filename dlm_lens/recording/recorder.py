@@ -241,14 +241,13 @@ class Recorder(StepObserver):
     def _facts_on(self, run: RunStep, device: torch.device, window: int | None) -> CanvasFacts:
         """The facts of the step's canvas, computed once per step, device and sliding window."""
         if (device, window) not in self._facts:
-            layout, positions = self.sampler.block_layout, run.tokens.shape[1]
-            where = torch.arange(positions, device=device)
-            block = ((where >= run.span[0]) & (where < run.span[1])).expand(run.tokens.shape)
+            where = torch.arange(run.tokens.shape[1], device=device)
+            block, layout = self.sampler.blocks_at(run.valid, run.masked, run.span)
             self._facts[device, window] = CanvasFacts(
                 valid=run.valid.to(device),
                 masked=run.masked.to(device),
                 answer=run.answer.to(device),
-                block=block if layout is None else layout.inside(run.span, positions).to(device),
+                block=block.to(device),
                 causal=self.causal,
                 sinks=self.layout.count,
                 unpadded=self._unpadded,

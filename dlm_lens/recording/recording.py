@@ -155,7 +155,7 @@ class Recording(ShowsItself, RecordingFields):
             sinks=self.sinks,
             unpadded=self.unpadded,
             window=window,
-            blocks=self.run.attention_blocks,
+            blocks=self.run.counted_blocks,
             computed=self.run.in_span,
             observed_first=self.run.observed_first,
         )

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import BlockLayout, in_mask_window, padding_before
+from dlm_lens.attention import BlockLayout, in_mask_window, in_window, padding_before, until_window, window_layout
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview
@@ -229,6 +229,22 @@ class DenoisingRun(ShowsItself):
         return found
 
     @property
+    def mask_window(self) -> int | None:
+        """The length of the window of `attention.sees_window`, where attention is causal but for it; else None."""
+        algorithm = algorithms().get(str(self.settings.get("sampler")))
+        if algorithm is not None and algorithm.sampler.windowed:
+            return int(self.settings["window_length"])
+        own = self.settings.get("mask_window")
+        return None if own is None else int(own)
+
+    @property
+    def counted_blocks(self) -> BlockLayout | None:
+        """The layout by which statistics count: `attention_blocks`, or that of a window of masks."""
+        if self.mask_window is None:
+            return self.attention_blocks
+        return window_layout(self.attention_mask, self.mask_window)
+
+    @property
     def observed_first(self) -> bool:
         """Whether attention is causal in the order of `attention.observed_order`: observed tokens, then masks."""
         algorithm = algorithms().get(str(self.settings.get("sampler")))
@@ -241,6 +257,8 @@ class DenoisingRun(ShowsItself):
         """The content that the network sees at each step: all, or without masks after a window of them (WeDLM)."""
         masked = self.masked[:-1]
         content = self.attention_mask.expand(masked.shape)
+        if self.mask_window is not None and "mask_window" not in self.settings:  # a forward pass sees all
+            return until_window(content, masked, self.mask_window)
         window = self.settings.get("window_length") if self.observed_first else None
         return content if window is None else content & in_mask_window(masked & content, int(window))
 
@@ -248,6 +266,9 @@ class DenoisingRun(ShowsItself):
     def in_block(self) -> Bool[Tensor, "step batch position"]:
         """The positions of every row's block at each step."""
         steps, batch, positions = self.unmasked.shape
+        if self.mask_window is not None:
+            masked = self.masked[:-1]
+            return in_window(self.attention_mask.expand(masked.shape), masked, self.mask_window)
         layout = self.attention_blocks
         if layout is not None and steps:
             return torch.stack([layout.inside(span, positions) for span in self.spans])

@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_lens.attention import SinkLayout, attends_observed_first, attention_blocks, computed_span
+from dlm_lens.attention import (
+    SinkLayout,
+    attends_observed_first,
+    attention_blocks,
+    computed_span,
+    mask_window_of,
+)
 from dlm_lens.placement import input_device
 
 LENGTH = 6
@@ -27,6 +33,8 @@ def check_model(lm: Any) -> None:
     ids = torch.arange(LENGTH, device=input_device(module))[None] % module.get_input_embeddings().weight.shape[0]
     if attends_observed_first(module.config):
         ids[:, 0] = module.config.mask_token_id  # a mask sees the tokens after it
+    if mask_window_of(module.config) is not None:
+        ids[:, 1] = module.config.mask_token_id  # the token before a mask sees it
     block = attention_blocks(module)[-1]  # the last layer may have no attention (Jamba)
     last = next(index for index, layer in enumerate(lm.layers) if layer._module is block)
     pattern, logits = _clean(lm, ids, last)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import SinkLayout, computed_span, has_causal_context
+from dlm_lens.attention import SinkLayout, computed_span, has_causal_context, mask_window_of
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
 from dlm_lens.training.sources import Rows
 
@@ -72,8 +72,13 @@ def check_trained_whole(model: Any) -> None:
     """Raise unless a forward pass of the model has outputs at every position, which all objectives read.
 
     Raises:
-        ValueError: the model has an encoder, and outputs on its canvas alone.
+        ValueError: the model has an encoder, and outputs on its canvas alone; or it is an SDLM.
     """
+    if mask_window_of(model.config) is not None:
+        raise ValueError(
+            f"{type(model).__name__} is not trained here: its loss is that of a window of masks after every "
+            "prefix (2509.24007), and the objectives draw masks at random; an sdar is trained with these"
+        )
     if computed_span(model, 2) is not None:
         raise ValueError(
             f"{type(model).__name__} is not trained here: it predicts its canvas alone, after an encoder, and an "

@@ -15,6 +15,7 @@ from dlm_lens.testing import tiny
 from dlm_lens.training.losses import masked_loss
 from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
 from dlm_lens.training.sources import Rows
+from tests.adapters.test_sdlm import visible_to
 from tests.dit64 import dit64
 from tests.modernbert64 import modernbert64
 from tests.reference import forward64
@@ -70,6 +71,9 @@ def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
         moved = torch.cat(order)
         logits = forward64(model, ids[:, moved], causal=True, positions=moved[None])["logits"][0]
         return logits[moved.argsort()]
+    if model.config.model_type == "sdlm":
+        visible = visible_to((ids[0] == model.config.mask_token_id).tolist(), 4)
+        return forward64(model, ids, visible=visible)["logits"][0]
     if not hasattr(model.config, "cond_dim"):
         return forward64(model, ids, causal=causal)["logits"][0]
     width = getattr(model.config, "block_causal_length", None)
@@ -127,6 +131,8 @@ def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> N
     mask = getattr(model.config, "mask_token_id", None)
     if mask is None:
         pytest.skip("a model without masks; its loss is compared in test_objective.py and test_likelihood.py")
+    if model.config.model_type == "sdlm":
+        pytest.skip("an SDLM is not trained here; its likelihoods are those of test_sdlm.py")
     tokens = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
     masked = torch.tensor([[False, False, False, True, False, True, True]])
     labels = tokens.masked_fill(~masked, -100)

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
     "efficient-dlm": ("efficient_dlm", {"head_dim": 10}),
     "stable-diffcoder": ("stable_diffcoder", {}),
+    "sdlm": ("sdlm", {}),
     "nemotron": ("nemotron_labs_diffusion", {"head_dim": 8, "rope_parameters": YARN}),
     "nemotron, ar": (
         "causal",
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-CAUSAL = ("llama", "qwen2", "qwen3", "nemotron, ar", "wedlm", "wedlm, qwen2")
+CAUSAL = ("llama", "qwen2", "qwen3", "nemotron, ar", "wedlm", "wedlm, qwen2", "sdlm")
 """Of these no query sees a later key; WeDLM's do where there are masks, which `some_ids` has not."""
 
 

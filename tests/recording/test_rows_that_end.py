@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nemotron_labs_diffusion": {"gen_length": 16, "block_length": 4, "parallel": False},
     "efficient_dlm": {"gen_length": 16, "block_length": 4, "parallel": False, "temperature": 0.0},
     "stable_diffcoder": {"gen_length": 16, "parallel": False},
+    "sdlm": {"gen_length": 16, "threshold": 1.0},
     "wedlm": {"gen_length": 12, "window_length": 4, "entropy_threshold": 0.0, "temperature": 0.0},
     "mmada": {"steps": 12, "gen_length": 12, "block_length": 4},
 }

@@ -136,6 +136,7 @@ def test_the_first_step_is_what_the_formulas_say(model: PreTrainedModel) -> None
         ("nemotron_labs_diffusion", {"parallel": False, "block_length": 2}),
         ("efficient_dlm", {"block_length": 1}),
         ("stable_diffcoder", {"parallel": False}),
+        ("sdlm", {"threshold": 1.0}),
         ("wedlm", {"window_length": 1}),  # its entropy has [MASK], too
         # In these two the probability of [MASK] has a part in which position comes first, not in its token.
         ("open_dcoder", {"steps": 1}),

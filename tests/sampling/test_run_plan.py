@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "modernbert": {"steps": 16},
     "a2d_qwen3": {"steps": 16},
     "wedlm": {"entropy_threshold": 0.0},
+    "sdlm": {"threshold": 1.0},
     "nemotron_labs_diffusion": {"parallel": False, "block_length": 8},
     "efficient_dlm": {"parallel": False, "block_length": 8},
     "stable_diffcoder": {"parallel": False},

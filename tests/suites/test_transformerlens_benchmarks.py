@@ -24,6 +24,7 @@ import dlm_lens as dl
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.registry import families
 from dlm_lens.testing import tiny
+from tests.adapters.test_sdlm import visible_to
 from tests.bridging.cases import CASES, model_of
 from tests.bridging.test_hook_points import causal, place
 from tests.reference import forward64
@@ -213,6 +214,8 @@ def test_masked_objective_and_ablation_of_diffusion_models(case: str) -> None:
     if case.startswith("wedlm"):  # causal in the order of observed tokens, then masks
         rank = torch.cat([torch.nonzero(~masked), torch.nonzero(masked)])[:, 0].argsort()
         visible = (rank <= rank[:, None])[None, None]
+    if case == "sdlm":  # causal, but for the token before the first mask and the three after it
+        visible = visible_to(masked.tolist(), 4)
     want = forward64(at.model, ids, visible=visible)["logits"]
     edited = forward64(at.model, ids, edits={(0, "v"): without_first_head}, visible=visible)["logits"]
     got = at.tl.run_with_hooks(ids, fwd_hooks=[("blocks.0.attn.hook_v", without_first_head)])

@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron_labs_diffusion", {}),
     "efficient-dlm": ("efficient_dlm", {}),
     "stable-diffcoder": ("stable_diffcoder", {}),
+    "sdlm": ("sdlm", {}),
     "wedlm": ("wedlm", {}),
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
     "llada2": ("llada2", {}),
@@ -101,6 +102,7 @@ EXCLUDED = {
         "test_sliding_window_mask": "their diffusion passes have no window; one in config.json is dropped"
     },
     "wedlm": {"test_inputs_embeds": MASKS_UNKNOWN},
+    "sdlm": {"test_inputs_embeds": MASKS_UNKNOWN},
     "wedlm, qwen2": {"test_inputs_embeds": MASKS_UNKNOWN},
     "sink_qwen, sinks": {
         "test_sliding_window_mask": "indexes patterns by a mask of the canvas; theirs have the sinks' rows too"

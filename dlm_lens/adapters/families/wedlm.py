@@ -2,17 +2,17 @@
 
 from typing import Any, ClassVar
 
-import torch
 from huggingface_hub.dataclasses import strict
-from jaxtyping import Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
+from dlm_lens.adapters.mask_ordered import MaskOrderedDecoder
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
-from dlm_lens.attention import additive_mask, observed_first
+from dlm_lens.attention import observed_first
 
 SAMPLER = {
     "gen_length": 128,
@@ -63,7 +63,7 @@ class WeDLMConfig(MaskedDiffusionFields, Qwen3Config):
         return "DlmLensQwen3" if self.qk_norm else "DlmLensQwen2"
 
 
-class WeDLMDecoder(Qwen3Model):
+class WeDLMDecoder(MaskOrderedDecoder, Qwen3Model):
     """Qwen3's or Qwen2.5's layers, whose attention is causal in the order of `attention.observed_order`.
 
     The authors' code moves observed tokens before the masks, attends causally and keeps every token's own rotary
@@ -82,49 +82,11 @@ class WeDLMDecoder(Qwen3Model):
                 layer.self_attn = Qwen2Attention(config, index)
             self.post_init()
 
-    def forward(
-        self,
-        input_ids: Int[Tensor, "batch position"] | None = None,
-        attention_mask: Any = None,
-        position_ids: Int[Tensor, "#batch position"] | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Float[Tensor, "batch position d_model"] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """The states; a mask [batch, position] is 1 for content and covers the cached positions too.
-
-        A mask [batch, 1, query, key] is taken as it is. Cached positions are taken for observed ones.
-
-        Raises:
-            ValueError: embeddings without ids and without such a mask.
-        """
-        whole = isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4)
-        if input_ids is not None and not whole:
-            attention_mask = {"full_attention": self._order(input_ids, attention_mask, past_key_values)}
-        elif inputs_embeds is not None and not whole:
-            raise ValueError(
-                "WeDLM attends in an order that depends on which ids are [MASK]: give input_ids, or beside "
-                "inputs_embeds an attention_mask of [batch, 1, query, key]"
-            )
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-
-    def _order(
-        self, ids: Int[Tensor, "batch position"], mask: Tensor | None, cache: Any
-    ) -> Float[Tensor, "batch 1 query key"]:
-        """The additive mask."""
-        cached = 0 if cache is None else cache.get_seq_length()
-        masked = torch.zeros(len(ids), cached + ids.shape[1], dtype=torch.bool, device=ids.device)
-        if self.config.mask_token_id is not None:
-            masked[:, cached:] = ids == self.config.mask_token_id
-        content = torch.ones_like(masked) if mask is None else mask.bool()
-        return additive_mask(observed_first(content, masked)[:, :, cached:], self.dtype)
+    def visible(
+        self, content: Bool[Tensor, "batch key"], masked: Bool[Tensor, "batch key"]
+    ) -> Bool[Tensor, "batch 1 key key"]:
+        """Which position sees which: observed tokens come first."""
+        return observed_first(content, masked)
 
 
 class WeDLMModel(MaskedDiffusionMixin, Qwen3ForCausalLM):

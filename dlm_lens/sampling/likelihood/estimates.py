@@ -248,7 +248,7 @@ def log_likelihood(
         model: from `dlm_lens.load`.
         prompt: as for `denoise`: text, chat messages, token ids, or a list of any of them.
         answer: text, token ids, or a list of either; one per prompt, or several for one prompt.
-        method: "mc", "chain_rule" or "greedy_completion"; None for "mc", and "chain_rule" of an AR model.
+        method: "mc", "chain_rule" or "greedy_completion"; None for "mc", of AR models and SDLM "chain_rule".
         samples: random masks per item, for "mc".
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); u sees a masked prompt.
         seed: one number, or one per item.
@@ -272,7 +272,7 @@ def log_likelihood(
     check_model(model)
     algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
     causal = algorithm.sampler.autoregressive
-    method = method or ("chain_rule" if causal else "mc")
+    method = likelihood_method(model, method)
     _check_masks(model, algorithm, method, cfg_scale)
     if "mc_num" in settings:
         raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
@@ -294,7 +294,7 @@ def log_likelihood(
         _check_names(settings, (), method, algorithm)
         return _greedy(scorer, pairs, bar, causal, record)
     if method == "chain_rule":
-        _check_names(settings, () if causal else ("order",), method, algorithm)
+        _check_names(settings, () if causal or algorithm.sampler.windowed else ("order",), method, algorithm)
         return _chain_rule(scorer, pairs, bar, causal, settings.get("order", "left_to_right"), record)
     corruption = _corruption(algorithm, settings, pairs, cfg_scale, reference_quirks)
     if reference_quirks:
@@ -305,6 +305,12 @@ def log_likelihood(
         scorer = UniformScorer(model, batch_size=batch_size)
         return _estimate(uniform_losses(scorer, pairs, bar, corruption, record), pairs, record)
     return monte_carlo(scorer, pairs, bar, corruption, record)
+
+
+def likelihood_method(model: Any, method: str | None = None) -> str:
+    """The given method, or the model's own: "mc" where its authors draw masks, else "chain_rule"."""
+    algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
+    return method or ("mc" if algorithm.corruption is not None else "chain_rule")
 
 
 def _check_masks(model: Any, algorithm: Algorithm, method: str, cfg_scale: float) -> None:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dlm_lens.attention import mask_window_of
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items, decodable, shared
 from dlm_lens.sampling.prompts import padding_id
@@ -18,8 +19,8 @@ def greedy_completions(
     """The token ids that the model decodes in place of each answer, item by item in the given `order`.
 
     One token per forward: the argmax of the position whose argmax is the most probable (ML-GSAI/SMDM,
-    evaluate_diff.py), in block diffusion among the first block's that is not finished; of an AR model, the next
-    one. Answers of one length to one prompt are one completion.
+    evaluate_diff.py), in block diffusion among the first block's that is not finished; of an AR model and an SDLM
+    the next one. Answers of one length to one prompt are one completion.
     `allow_mask` lets [MASK] be decoded, as in the reference; in models of SUBS it has no probability (`decodable`).
 
     Raises:
@@ -41,11 +42,12 @@ def _complete(
     network = scorer.network(content, prompt)
     blocks = None if scorer.blocks is None else scorer.layout(content, prompt).numbers(canvas.shape[1])
     mask = None if causal else model.config.mask_token_id
+    next_alone = causal or mask_window_of(model.config) is not None
     if mask is None:
         canvas = canvas.masked_fill(left, padding_id(model))
     never = None if allow_mask else mask
     for _ in range(max(len(query.pair.answer) for query in queries)):
-        needed = left & (left.cumsum(-1) == 1) if causal else left
+        needed = left & (left.cumsum(-1) == 1) if next_alone else left
         if blocks is not None:
             present = blocks.masked_fill(~left, canvas.shape[1]).amin(-1, keepdim=True)
             needed = left & (blocks == present)

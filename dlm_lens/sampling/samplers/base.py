@@ -17,7 +17,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention import BlockLayout, Context, in_mask_window, padding_before
+from dlm_lens.attention import (
+    BlockLayout,
+    Context,
+    in_mask_window,
+    in_window,
+    padding_before,
+    until_window,
+    window_layout,
+)
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
@@ -170,6 +178,8 @@ class Sampler(nn.Module):
         observed_first: attention is causal in the order of `attention.observed_order`, observed tokens, then masks.
         window_length: masks that are so many positions or more after the first mask of their row are not seen; None
             where all are.
+        windowed: attention is causal, but for the window of `attention.sees_window`, of `window_length` positions.
+        mask_window: the length of that window; None for none.
         cache: the approximate cache of the network; None for none.
         use_cache: the network keeps keys and values of the prefix.
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
@@ -194,6 +204,7 @@ class Sampler(nn.Module):
     hides_prompt: ClassVar[bool] = False
     training_block_length: ClassVar[int | None] = None
     observed_first: ClassVar[bool] = False
+    windowed: ClassVar[bool] = False
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")
     cfg_scale: float = 0.0
     guidance_keeps: tuple[int, ...] = ()
@@ -203,6 +214,7 @@ class Sampler(nn.Module):
     block_length: int = 0
     block_layout: BlockLayout | None = None
     window_length: int | None = None
+    mask_window: int | None = None
     proposes_all: bool = False
     sigma: float | None = None
     mask_id: int | None = None
@@ -326,9 +338,25 @@ class Sampler(nn.Module):
         self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Bool[Tensor, "batch position"]:
         """The content that the network sees of a canvas with these open positions: all, or a window of masks."""
+        if self.windowed and self.mask_window is not None:
+            return until_window(content, masked, self.mask_window)
         if self.window_length is None:
             return content
         return content & in_mask_window(masked & content, self.window_length)
+
+    def blocks_at(
+        self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], span: tuple[int, int]
+    ) -> tuple[Bool[Tensor, "batch position"], BlockLayout | None]:
+        """The positions of each row's block at a step, and the layout by which its statistics count.
+
+        Without blocks they are those of the span, and there is no layout.
+        """
+        where = torch.arange(masked.shape[1], device=masked.device)
+        if self.mask_window is not None:
+            return in_window(content, masked, self.mask_window), window_layout(content, self.mask_window)
+        if self.block_layout is None:
+            return ((where >= span[0]) & (where < span[1])).expand(masked.shape), None
+        return self.block_layout.inside(span, masked.shape[1]), self.block_layout
 
     def rerun_network(
         self,

@@ -12,12 +12,12 @@ from dlm_lens.attention import position_ids
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.network import CanvasLogits
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
+from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
+from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resolve_window
 from dlm_lens.sampling.samplers.sdar import SelectAbove
 from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
 
@@ -111,45 +111,19 @@ class WeDLMPropose(nn.Module):
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
 
-class WindowLogits(CanvasLogits):
-    """Logits of canvases of which the network does not see the masks after the window.
-
-    Args:
-        model: from `dlm_lens.load`.
-        content: False where there is padding.
-        window_length: positions of the window.
-    """
-
-    def __init__(self, model: Any, content: Bool[Tensor, "batch position"], window_length: int) -> None:
-        super().__init__(model, content)
-        self.content, self.sampler = content, Sampler()
-        self.sampler.window_length = window_length
-
-    def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
-        """Arguments of a pass over the canvas; positions count the hidden masks too."""
-        seen = self.sampler.seen_content(self.content, canvas == self.model.config.mask_token_id)
-        return {"attention_mask": seen.long(), "position_ids": position_ids(self.content), "use_cache": False}
-
-
-class WeDLMSampler(Sampler):
+class WeDLMSampler(MovingWindowSampler):
     """Streaming parallel decoding (2512.22737): observed tokens first, then a window of masks.
 
     The window of a row begins at its first mask. A step predicts the masks in it, each at its own position, and
     fills those that `WeDLMSettings.entropy_threshold` says. Tokens that are filled in are observed from the next
-    step on, and their keys and values are computed anew; those before the first mask no longer change. No cache is
-    kept: what the authors' engine caches are the keys and values of the tokens before the first mask, which see
-    only each other, so that its numbers are the same.
+    step on, and their keys and values are computed anew; those before the first mask no longer change.
 
-    A row ends with a stop token in its answer that has no mask before it; masks after it stay. How many steps run
-    depends on the entropies. With `reference_quirks` the window reaches beyond `gen_length`, so that the canvas is
-    longer by window_length - 1 positions, and tokens are drawn row by row from one stream, [MASK] among them.
+    With `reference_quirks` the window reaches beyond `gen_length`, so that the canvas is longer by
+    window_length - 1 positions, and tokens are drawn row by row from one stream, [MASK] among them.
     """
 
-    observed_first, adaptive, from_text = True, True, True
+    observed_first, from_text = True, True
     training_block_length = 32  # finetune/configs/example.yaml
-    ended: Bool[Tensor, "batch"] | None = None
-    reference_quirks = False
-    _content: Bool[Tensor, "batch position"] | None = None
 
     def __init__(
         self, settings: WeDLMSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
@@ -163,44 +137,17 @@ class WeDLMSampler(Sampler):
         self.select = SelectAbove(-settings.entropy_threshold)
         ends = (*ids.ends, *([] if ids.eot is None else [ids.eot]))
         self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
-        self._most = 0
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
         """The tokens requested; with `reference_quirks` as many more as the last window has after its first."""
         return gen_length + (self.settings.window_length - 1 if self.reference_quirks else 0)
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> WindowLogits:
-        """The network of the windows.
-
-        Raises:
-            ValueError: masks in a prompt, with `reference_quirks`.
-        """
-        assert self.window_length is not None
-        if self.reference_quirks and bool((masked & content)[:, :prompt_length].any()):
-            raise ValueError(
-                "the authors' engine keeps a [MASK] in a prompt as a token, and here it is filled in: leave "
-                "reference_quirks or the masks in the prompt out"
-            )
-        self._content, self._most = content, int((masked & content).sum(-1).max())
-        return WindowLogits(model, content, self.window_length)
-
-    def inputs(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch seen"],
-        canvas: Int[Tensor, "batch seen"],
-        prompt_length: int,
+    def window_inputs(
+        self, model: Any, content: Bool[Tensor, "batch position"], canvas: Int[Tensor, "batch position"]
     ) -> dict[str, Any]:
-        """The window of each row."""
-        assert self.window_length is not None
-        return WindowLogits(model, content, self.window_length).inputs_of(canvas)
+        """What is seen, of which the network knows the order; positions count the hidden masks too."""
+        seen = self.seen_content(content, canvas == model.config.mask_token_id)
+        return {"attention_mask": seen.long(), "position_ids": position_ids(content), "use_cache": False}
 
     @classmethod
     def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
@@ -209,51 +156,10 @@ class WeDLMSampler(Sampler):
         sampler.window_length = int(settings["window_length"])
         return sampler
 
-    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
-        """As many steps as there are masks, at most."""
-        self._answer = prompt_length
-        return one_block(self._most, prompt_length, positions, self.settings.gen_length)
-
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """All that the network sees."""
         content = torch.ones_like(masked) if self._content is None else self._content
         return self.seen_content(content, masked)
 
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The masks of the window, in rows that have not ended."""
-        masks = masked & self.reach(masked, plan)
-        return masks if self.ended is None else masks & ~self.ended[:, None]
 
-    def count(
-        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
-    ) -> Int[Tensor, "batch"]:
-        """One in each row, beside those below the threshold."""
-        return eligible.any(-1).long()
-
-    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
-        """Whether every row has its answer, or a stop token in it without a mask before."""
-        assert self._content is not None
-        decided = (self.open_positions(canvas, plan.index + 1) & self._content).cumsum(-1) == 0
-        end = self._answer + self.settings.gen_length
-        stops = torch.isin(canvas, torch.tensor(self.stops, dtype=canvas.dtype, device=canvas.device)) & decided
-        self.ended = stops[:, self._answer : end].any(-1) | decided[:, end - 1]
-        return bool(self.ended.all())
-
-    def state(self) -> dict[str, Tensor]:
-        """The rows that have ended."""
-        return {} if self.ended is None else {"ended": self.ended}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from such a state."""
-        self.ended = state.get("ended")
-
-
-def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """The caller's settings, then the checkpoint's; lists of ids become tuples."""
-    values = {**defaults, **given}
-    if values.get("stop_tokens") is not None:
-        values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
-    return values
-
-
-ALGORITHM = Algorithm("wedlm", WeDLMSettings, WeDLMSampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm("wedlm", WeDLMSettings, WeDLMSampler, resolve_window, corruption=CountCorruption())

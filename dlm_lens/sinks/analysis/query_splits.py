@@ -101,8 +101,7 @@ class SplitAttention(Reducer):
         positions = facts.valid.shape[-1]
         blocks = facts.attending.new_zeros((len(facts.attending), positions), dtype=torch.long)
         if facts.blocks is not None:
-            numbers = facts.blocks.numbers(positions)
-            blocks += (numbers - numbers.min()).to(blocks.device)
+            blocks += facts.block_bounds()[0]
         rows = []
         for row, (inside, masked, block) in enumerate(
             zip(facts.attending, facts.queries("masked"), blocks, strict=True)

@@ -1,0 +1,130 @@
+"""`MovingWindowSampler`: what the samplers share whose window begins at each row's first mask (WeDLM, SDLM)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.network import CanvasLogits
+from dlm_lens.sampling.samplers.base import Sampler, one_block
+
+
+class WindowLogits(CanvasLogits):
+    """Logits of canvases of which each row's network sees a window of masks.
+
+    Args:
+        model: from `dlm_lens.load`.
+        content: False where there is padding.
+        sampler: which gives the arguments of a pass.
+    """
+
+    def __init__(self, model: Any, content: Bool[Tensor, "batch position"], sampler: "MovingWindowSampler") -> None:
+        super().__init__(model, content)
+        self.content, self.sampler = content, sampler
+
+    def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
+        """Arguments of a pass over the canvas."""
+        return self.sampler.window_inputs(self.model, self.content, canvas)
+
+
+class MovingWindowSampler(Sampler):
+    """Base class of samplers that decide masks of a window, which then moves on to the row's next masks.
+
+    A row ends with a stop token in its answer that has no mask before it; masks after it stay. How many steps run
+    depends on the confidences. No cache is kept: what the authors' code caches are the keys and values of the
+    tokens before the window, which do not see it, so that its numbers are the same.
+
+    Attributes:
+        window_length: positions of the window.
+        ended: the rows that have ended.
+    """
+
+    adaptive = True
+    reference_quirks = False
+    ended: Bool[Tensor, "batch"] | None = None
+    settings: Any
+    stops: tuple[int, ...]
+    _content: Bool[Tensor, "batch position"] | None = None
+    _most = 0
+    _answer = 0
+
+    def window_inputs(
+        self, model: Any, content: Bool[Tensor, "batch position"], canvas: Int[Tensor, "batch position"]
+    ) -> dict[str, Any]:
+        """Arguments of a pass over a canvas, beside the ids."""
+        raise NotImplementedError
+
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
+    ) -> WindowLogits:
+        """The network of the windows.
+
+        Raises:
+            ValueError: masks in a prompt, with `reference_quirks`.
+        """
+        if self.reference_quirks and bool((masked & content)[:, :prompt_length].any()):
+            raise ValueError(
+                "the authors' code keeps a [MASK] in a prompt as a token, and here it is filled in: leave "
+                "reference_quirks or the masks in the prompt out"
+            )
+        self._content, self._most = content, int((masked & content).sum(-1).max())
+        return WindowLogits(model, content, self)
+
+    def inputs(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch seen"],
+        canvas: Int[Tensor, "batch seen"],
+        prompt_length: int,
+    ) -> dict[str, Any]:
+        """The window of each row."""
+        return self.window_inputs(model, content, canvas)
+
+    def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
+        """As many steps as there are masks, at most."""
+        self._answer = prompt_length
+        return one_block(self._most, prompt_length, positions, self.settings.gen_length)
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The masks that the window predicts, in rows that have not ended."""
+        masks = masked & self.reach(masked, plan)
+        return masks if self.ended is None else masks & ~self.ended[:, None]
+
+    def count(
+        self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
+    ) -> Int[Tensor, "batch"]:
+        """One in each row, beside those that are confident enough."""
+        return eligible.any(-1).long()
+
+    def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
+        """Whether every row has its answer, or a stop token in it without a mask before."""
+        assert self._content is not None
+        decided = (self.open_positions(canvas, plan.index + 1) & self._content).cumsum(-1) == 0
+        end = self._answer + self.settings.gen_length
+        stops = torch.isin(canvas, torch.tensor(self.stops, dtype=canvas.dtype, device=canvas.device)) & decided
+        self.ended = stops[:, self._answer : end].any(-1) | decided[:, end - 1]
+        return bool(self.ended.all())
+
+    def state(self) -> dict[str, Tensor]:
+        """The rows that have ended."""
+        return {} if self.ended is None else {"ended": self.ended}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        self.ended = state.get("ended")
+
+
+def resolve_window(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """The caller's settings, then the checkpoint's; lists of ids become tuples."""
+    values = {**defaults, **given}
+    if values.get("stop_tokens") is not None:
+        values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
+    return values

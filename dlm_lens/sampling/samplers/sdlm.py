@@ -1,0 +1,183 @@
+"""SDLM's sampler: each step predicts a window of tokens, and keeps those before the first that is not confident."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log
+from typing import Any, ClassVar, Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from dlm_lens.attention import additive_mask, position_ids, sees_window, until_window
+from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.samplers.base import Select, SpecialIds
+from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.samplers.llada import without
+from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resolve_window
+from dlm_lens.sampling.samplers.wedlm import RowDraws
+from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, nucleus
+
+REMASKING = ("probability", "entropy")
+
+
+@dataclass(frozen=True)
+class SDLMSettings:
+    """Settings of `SDLM_generate` (OpenGVLab/SDLM, sdlm_inference.py; 2509.24007, longest prefix decoding).
+
+    Args:
+        gen_length: tokens of the answer (`max_gen_len`).
+        window_length: D, the tokens that a step predicts, from the last token and D - 1 masks (`n_future_tokens`);
+            1 decodes as an AR model.
+        threshold: a step keeps the tokens before the first whose confidence is not above this, at least one; 1
+            keeps one a step (`only_first_token_keep`).
+        remasking: "probability", that of the token after temperature and filters (`alg` "prob_conf"); "entropy",
+            1 - H / ln V with the entropy H of the same distribution ("entropy_conf").
+        temperature: 0 takes the most likely token.
+        top_p: sample from the smallest set of tokens with this probability.
+        top_k: sample from the k most likely tokens, after `top_p`; None for all.
+        stop_tokens: ids that end a row; None for the model's ends of text and turn.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    gen_length: int
+    window_length: int = 4
+    threshold: float = 0.9
+    remasking: str = "probability"
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_tokens: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "gen_length", "window_length", "top_k")
+        not_negative(self, "temperature", zero="greedy")
+        nucleus(self, "top_p")
+        known_remasking(self.remasking, REMASKING, REMASKING, "SDLM")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; it is a confidence, from 0 to 1")
+
+
+class SDLMPropose(nn.Module):
+    """x0 from the filtered softmax(logits / temperature), and the confidence of the rule.
+
+    [MASK] is never an x0, unless `reference_quirks`: the filters are those of the other tokens, and without a
+    filter the probabilities are those of all tokens.
+    """
+
+    def __init__(self, settings: SDLMSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+        super().__init__()
+        self.settings, self.noise = settings, noise
+        self.never = [] if reference_quirks else [ids.mask]
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        settings = self.settings
+        if settings.temperature > 0:
+            logits = logits / settings.temperature
+        if settings.top_p is not None or settings.top_k is not None:
+            # [MASK] leaves before the filter, which may keep nothing else.
+            logits = without(logits, self.never)
+        kept = filtered(logits, settings.top_p, settings.top_k)
+        likely, choice = kept.softmax(-1), without(kept, self.never).softmax(-1)
+        chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
+        if settings.remasking == "entropy":
+            found = 1 - torch.special.entr(likely).sum(-1) / log(likely.shape[-1])
+        else:
+            found = likely.gather(-1, chosen[:, None]).squeeze(-1)
+        confidence = torch.zeros(canvas.shape, dtype=torch.float32, device=canvas.device).masked_scatter(
+            evaluated, found.float()
+        )
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+
+class SelectPrefix(Select):
+    """Choose the eligible positions before the first whose confidence is not above a threshold, at least one."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(
+        self,
+        confidence: Float[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        count: Int[Tensor, "batch"],
+    ) -> Bool[Tensor, "batch position"]:
+        """Return the positions that this step unmasks."""
+        doubtful = eligible & (confidence <= self.threshold)
+        first = eligible & (eligible.cumsum(-1) <= count[:, None])
+        return first | (eligible & (doubtful.cumsum(-1) == 0))
+
+
+class SDLMSampler(MovingWindowSampler):
+    """Longest prefix decoding (2509.24007): a step predicts the next D tokens, and keeps the confident ones.
+
+    The window of a row is its last token before the first mask, and D - 1 masks, which see each other and all
+    before them; the output at i - 1 predicts position i. With `reference_quirks` the window reaches beyond
+    `gen_length`, so that the canvas is longer by D - 1 positions, and tokens are drawn from one stream, [MASK]
+    among them.
+    """
+
+    windowed: ClassVar[bool] = True
+
+    def __init__(
+        self, settings: SDLMSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
+    ) -> None:
+        super().__init__()
+        if reference_quirks and isinstance(noise, SharedNoise):
+            noise = RowDraws(noise)
+        self.settings, self.reference_quirks = settings, reference_quirks
+        self.mask_window = settings.window_length
+        self.propose = SDLMPropose(settings, noise, ids, reference_quirks)
+        self.select = SelectPrefix(settings.threshold)
+        ends = (*ids.ends, *([] if ids.eot is None else [ids.eot]))
+        self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
+
+    def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
+        """The tokens requested; with `reference_quirks` as many more as the last window has after its first.
+
+        Raises:
+            ValueError: several prompts, with `reference_quirks`.
+        """
+        if self.reference_quirks and len(prompts) > 1:
+            raise ValueError(
+                f"the authors' code denoises one prompt at a time, and there are {len(prompts)}: leave "
+                "reference_quirks out, or give one prompt"
+            )
+        return gen_length + (self.settings.window_length - 1 if self.reference_quirks else 0)
+
+    def window_inputs(
+        self, model: Any, content: Bool[Tensor, "batch position"], canvas: Int[Tensor, "batch position"]
+    ) -> dict[str, Any]:
+        """The attention of the windows."""
+        assert self.mask_window is not None
+        visible = sees_window(content, canvas == model.config.mask_token_id, self.mask_window)
+        mask = additive_mask(visible, model.dtype)
+        return {"attention_mask": mask, "position_ids": position_ids(content), "use_cache": False}
+
+    @classmethod
+    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
+        """A sampler for passes over the canvases of a finished run."""
+        sampler = super().for_rerun(settings)
+        sampler.mask_window = int(settings["window_length"])
+        return sampler
+
+    def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The positions up to the last one that the window predicts, after its last mask."""
+        assert self.mask_window is not None
+        content = torch.ones_like(masked) if self._content is None else self._content
+        return until_window(content, masked, self.mask_window + 1)
+
+
+ALGORITHM = Algorithm("sdlm", SDLMSettings, SDLMSampler, resolve_window)
