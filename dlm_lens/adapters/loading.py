@@ -28,7 +28,7 @@ from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, read_headers
 from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
 from dlm_lens.arguments import checked_arguments, flag, instance, whole
-from dlm_lens.attention import add_hook_points, check_hook_points
+from dlm_lens.attention import add_hook_points, check_hook_points, mask_window_of
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.printable import one_line, printable_name, shown
 
@@ -228,7 +228,7 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
     extras.tokenizer = tokenizer
     own = getattr(model.config, "sampler_defaults", None) or {}
     defaults = dict(family.samplers[family.sampler_of(model.config)])
-    trained = getattr(model.config, "trained_block_length", None)
+    trained, window = getattr(model.config, "trained_block_length", None), mask_window_of(model.config)
     generation = dict(getattr(model, "generation_settings", {}))
     if family.causal:
         generation["eos_token_id"] = getattr(model.generation_config, "eos_token_id", None)
@@ -237,6 +237,7 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
     extras.sampler_defaults = {
         **defaults,
         **({} if trained is None else {"block_length": trained}),
+        **({} if window is None else {"window_length": window}),
         **generation,
         **own,
     }

@@ -95,6 +95,9 @@ def test_a_checkpoint_in_the_released_format_loads_and_is_written_back(tmp_path:
     config = model.config
     assert (config.mask_token_id, config.eos_token_id) == (151665, 2)
     assert config.mask_window == config.block_size == 4
+    # The window of a run is that of the training, 8 in SDLM-3B-D8.
+    assert model.sampler_defaults["window_length"] == 4
+    assert tiny("sdlm", block_size=8).sampler_defaults["window_length"] == 8
     assert config.rope_parameters["rope_theta"] == 1_000_000
     model.save_pretrained(tmp_path / "again")
     with safe_open(tmp_path / "again" / "model.safetensors", framework="pt") as file:
