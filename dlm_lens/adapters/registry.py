@@ -70,8 +70,9 @@ class Family:
             where the config.json has that of another class.
         adapted: model type of an AR model -> model type in `layouts`, for checkpoints that have the config.json of
             the AR model that they were made from: those in `hub_names` and `architectures`, those with
-            `adapted_tensors`, and those that the caller says are the family's.
+            `adapted_tensors` or `adapted_field`, and those that the caller says are the family's.
         adapted_tensors: pattern of the tensors' names in such checkpoints, where the AR model has others.
+        adapted_field: a field of such checkpoints' config.json that the AR model's has not.
         refused: model type or architecture of a config.json -> what such a checkpoint is, and the remedy.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
@@ -108,6 +109,7 @@ class Family:
     architectures: Mapping[str, str] = field(default_factory=dict)
     adapted: Mapping[str, str] = field(default_factory=dict)
     adapted_tensors: str | None = None
+    adapted_field: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     special_ids: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     special_ids_of_types: Mapping[str, Mapping[int, Mapping[str, int]]] = field(default_factory=dict)
@@ -228,7 +230,7 @@ def model_type_of(
     if family is not None:
         return _type_in(family, own, source)
     for each in families():
-        if own in each.adapted and _is_adapted(each, source, tensors):
+        if own in each.adapted and (each.adapted_field in values or _is_adapted(each, source, tensors)):
             return each.adapted[own]
     types = [
         each.adapted.get(own, each.architectures[name])

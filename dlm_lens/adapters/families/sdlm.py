@@ -79,6 +79,7 @@ FAMILY = Family(
     hub_names=("OpenGVLab/SDLM-3B-D4", "OpenGVLab/SDLM-3B-D8", "OpenGVLab/SDLM-32B-D4"),
     # The authors' training starts from Qwen2.5 and keeps its names.
     adapted={"qwen2": "sdlm"},
+    adapted_field="text_mask_token_id",
     # The newest generator's default, <mask>, where config.json has no text_mask_token_id.
     special_ids={151936: _IDS, 152064: _IDS},
 )
