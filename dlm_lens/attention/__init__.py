@@ -2,10 +2,10 @@
 
 from dlm_lens.attention.attention_order import (
     attends_observed_first,
-    in_mask_window,
     observed_first,
     observed_order,
     sees_observed_first,
+    without_later_masks,
 )
 from dlm_lens.attention.block_layout import BlockLayout, Context, has_causal_context, own_blocks
 from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
@@ -142,7 +142,6 @@ __all__ = [
     "hook_point",
     "hooked_attention",
     "hooked_attentions",
-    "in_mask_window",
     "in_use",
     "in_window",
     "is_hook",
@@ -175,5 +174,6 @@ __all__ = [
     "visible_in",
     "visible_keys",
     "window_layout",
+    "without_later_masks",
     "writing_module",
 ]

@@ -42,7 +42,7 @@ def observed_first(
     return (seen & content[:, None, :])[:, None]
 
 
-def in_mask_window(masked: Bool[Tensor, "*run position"], length: int) -> Bool[Tensor, "*run position"]:
+def without_later_masks(masked: Bool[Tensor, "*run position"], length: int) -> Bool[Tensor, "*run position"]:
     """All positions but the masks that are `length` or more positions after the first mask of their row."""
     where, positions = torch.arange(masked.shape[-1], device=masked.device), masked.shape[-1]
     first = torch.where(masked, where, positions).amin(-1, keepdim=True)

@@ -9,7 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import BlockLayout, in_mask_window, in_window, padding_before, until_window, window_layout
+from dlm_lens.attention import (
+    BlockLayout,
+    in_window,
+    padding_before,
+    until_window,
+    window_layout,
+    without_later_masks,
+)
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview
@@ -260,7 +267,7 @@ class DenoisingRun(ShowsItself):
         if self.mask_window is not None and "mask_window" not in self.settings:  # a forward pass sees all
             return until_window(content, masked, self.mask_window)
         window = self.settings.get("window_length") if self.observed_first else None
-        return content if window is None else content & in_mask_window(masked & content, int(window))
+        return content if window is None else content & without_later_masks(masked & content, int(window))
 
     @property
     def in_block(self) -> Bool[Tensor, "step batch position"]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dlm_lens
 from dlm_lens.adapters.families.wedlm import FAMILY, WeDLMConfig
-from dlm_lens.attention import check_hook_points, in_mask_window, observed_first
+from dlm_lens.attention import check_hook_points, observed_first, without_later_masks
 from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, collect
 from tests.reference import forward64
@@ -95,7 +95,7 @@ def test_padding_is_no_key_and_its_queries_see_the_content() -> None:
 
 def test_the_window_ends_after_so_many_positions_from_each_rows_first_mask() -> None:
     masked = torch.tensor([[0, 1, 0, 1, 1, 0, 1], [1, 1, 1, 1, 0, 0, 1], [0] * 7]).bool()
-    assert in_mask_window(masked, 3).int().tolist() == [[1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 1, 1, 0], [1] * 7]
+    assert without_later_masks(masked, 3).int().tolist() == [[1, 1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 1, 1, 0], [1] * 7]
 
 
 @torch.no_grad()

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from dlm_lens.attention import (
     BlockLayout,
     Context,
-    in_mask_window,
     in_window,
     padding_before,
     until_window,
     window_layout,
+    without_later_masks,
 )
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
@@ -342,7 +342,7 @@ class Sampler(nn.Module):
             return until_window(content, masked, self.mask_window)
         if self.window_length is None:
             return content
-        return content & in_mask_window(masked & content, self.window_length)
+        return content & without_later_masks(masked & content, self.window_length)
 
     def blocks_at(
         self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], span: tuple[int, int]
