@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -124,6 +124,30 @@ def sums_to_one(probabilities: Float[Tensor, "n d_vocab"]) -> bool:
     return bool(((divided.sum(-1) - 1).abs() < 1e-6).all())
 
 
+class FilteredSettings(Protocol):
+    """The settings that `DreamPropose` reads."""
+
+    @property
+    def temperature(self) -> float:
+        """0 takes the most likely token."""
+        ...
+
+    @property
+    def top_p(self) -> float | None:
+        """The probability of the smallest set of tokens to draw from; None for all."""
+        ...
+
+    @property
+    def top_k(self) -> int | None:
+        """How many of the most likely tokens to draw from, after `top_p`; None for all."""
+        ...
+
+    @property
+    def remasking(self) -> str:
+        """The rule of the confidence."""
+        ...
+
+
 class DreamPropose(nn.Module):
     """x0 from softmax(filtered(logits / temperature)), and the confidence of the rule.
 
@@ -137,7 +161,7 @@ class DreamPropose(nn.Module):
     position. So does `reference_quirks`.
     """
 
-    def __init__(self, settings: DreamSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+    def __init__(self, settings: FilteredSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
         self.settings, self.noise, self.rule = settings, noise, settings.remasking
         self.never = [] if reference_quirks else [ids.mask]

@@ -7,15 +7,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlm_lens.attention import additive_mask, position_ids, sees_window, until_window
 from dlm_lens.sampling.algorithm_registry import Algorithm
-from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Select, SpecialIds
-from dlm_lens.sampling.samplers.dream import filtered
-from dlm_lens.sampling.samplers.llada import without
+from dlm_lens.sampling.samplers.dream import DreamPropose
 from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resolve_window
 from dlm_lens.sampling.samplers.wedlm import RowDraws
 from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, nucleus
@@ -62,43 +61,13 @@ class SDLMSettings:
             raise ValueError(f"threshold is {self.threshold}; it is a confidence, from 0 to 1")
 
 
-class SDLMPropose(nn.Module):
-    """x0 from the filtered softmax(logits / temperature), and the confidence of the rule.
+class SDLMPropose(DreamPropose):
+    """x0 as Dream has it, from the same filters, and the confidence of SDLM's rule."""
 
-    [MASK] is never an x0, unless `reference_quirks`: the filters are those of the other tokens, and without a
-    filter the probabilities are those of all tokens.
-    """
-
-    def __init__(self, settings: SDLMSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
-        super().__init__()
-        self.settings, self.noise = settings, noise
-        self.never = [] if reference_quirks else [ids.mask]
-
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        eligible: Bool[Tensor, "batch position"],
-    ) -> Proposal:
-        """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        settings = self.settings
-        if settings.temperature > 0:
-            logits = logits / settings.temperature
-        if settings.top_p is not None or settings.top_k is not None:
-            # [MASK] leaves before the filter, which may keep nothing else.
-            logits = without(logits, self.never)
-        kept = filtered(logits, settings.top_p, settings.top_k)
-        likely, choice = kept.softmax(-1), without(kept, self.never).softmax(-1)
-        chosen = self.noise.tokens(choice, evaluated, eligible) if settings.temperature > 0 else choice.argmax(-1)
-        if settings.remasking == "entropy":
-            found = 1 - torch.special.entr(likely).sum(-1) / log(likely.shape[-1])
-        else:
-            found = likely.gather(-1, chosen[:, None]).squeeze(-1)
-        confidence = torch.zeros(canvas.shape, dtype=torch.float32, device=canvas.device).masked_scatter(
-            evaluated, found.float()
-        )
-        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+    def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+        if self.rule == "entropy":
+            return 1 - torch.special.entr(likely).sum(-1) / log(likely.shape[-1])
+        return super()._confidence(likely, chosen)
 
 
 class SelectPrefix(Select):
