@@ -10,26 +10,16 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.hooks import mask_positions
 from dlm_lens.testing import tiny
 from tests.reference import forward64
+from tests.sampling.block_families import PROMPTS, Alone, check_ends, check_hosts, check_received_attention, sharp
 from tests.sampling.interrupted import resumed_as_unbroken
 from tests.sampling.test_likelihood_blocks import ANSWER, PROMPT
 
-PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
 RUN: dict[str, Any] = {
     "gen_length": 11, "block_length": 4, "threshold": 0.1, "temperature": 0.0, "seed": 1, "stop_tokens": (),
 }  # fmt: skip
-
-
-def sharp() -> Any:
-    """A tiny network whose confidences are on both sides of the threshold."""
-    model = tiny("efficient_dlm")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        weight = model.lm_head.weight
-        weight.copy_(0.5 * torch.randn(weight.shape, generator=generator))
-    return model
 
 
 def visible_to(prompt: int, positions: int, length: int) -> Tensor:
@@ -50,9 +40,20 @@ def step64(model: Any, run: dl.DenoisingRun, step: int, row: int, shown: Any = T
     return forward64(model, ids, visible=visible & shown)
 
 
+def alone(model: Any) -> Alone:
+    """A row at a step for `block_families`."""
+
+    def found(run: dl.DenoisingRun, step: int, row: int) -> tuple[slice, Tensor, dict[str, Tensor]]:
+        stop, padding = run.spans[step][1], int(run.padding[row])
+        visible = visible_to(run.prompt_length - padding, stop - padding, run.settings["block_length"])
+        return slice(padding, stop), visible, step64(model, run, step, row)
+
+    return found
+
+
 @pytest.mark.parametrize("options", [{}, {"parallel": False, "steps": 6}])
 def test_steps_are_those_of_a_network_in_float64(options: dict[str, Any]) -> None:
-    model = sharp()
+    model = sharp("efficient_dlm")
     run = dl.denoise(model, PROMPTS, **RUN | options)
     mask, several = torch.tensor(model.config.mask_token_id), 0
     for step in range(run.steps):
@@ -84,7 +85,7 @@ def test_steps_are_those_of_a_network_in_float64(options: dict[str, Any]) -> Non
     "options", [{}, {"temperature": 0.7}, {"parallel": False}, {"steps": 3, "threshold": 0.9}, {"block_length": 1}]
 )
 def test_a_row_is_what_it_is_alone_and_the_cache_is_exact(options: dict[str, Any]) -> None:
-    model, given = sharp(), RUN | options
+    model, given = sharp("efficient_dlm"), RUN | options
     together = dl.denoise(model, PROMPTS, **given)
     assert together.masks_left.tolist() == [0, 0, 0]
     assert together.steps <= (3 if "steps" in options else 11)
@@ -110,23 +111,14 @@ def test_values_out_of_range_are_refused() -> None:
 
 
 def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked() -> None:
-    model, given = sharp(), RUN | {"parallel": False}
-    free = dl.denoise(model, PROMPTS, **given)
-    answer = free.tokens[:, free.prompt_length :]
-    stop = int(answer[0, 2])
-    run = dl.denoise(model, PROMPTS, **given | {"stop_tokens": [stop]})
-    assert run.masks_left[0] > 0
-    for row in range(3):
-        places = (answer[row] == stop).nonzero().flatten().tolist()
-        kept = places[0] + 1 if places else 11
-        assert run.tokens[row, free.prompt_length :][:kept].equal(answer[row, :kept])
+    check_ends(sharp("efficient_dlm"), RUN | {"parallel": False})
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"reference_quirks": True, "gen_length": 12, "steps": 9, "parallel": False}]
 )
 def test_a_recording_is_stored_and_resumed(options: dict[str, Any], tmp_path: Path) -> None:
-    model, given = sharp(), RUN | options
+    model, given = sharp("efficient_dlm"), RUN | options
     prompts = [PROMPTS[0], PROMPTS[2][:7]] if options else PROMPTS
     free = dl.denoise(model, prompts, **given)
     given["stop_tokens"] = [int(free.tokens[0, free.prompt_length + 1])]
@@ -135,33 +127,14 @@ def test_a_recording_is_stored_and_resumed(options: dict[str, Any], tmp_path: Pa
 
 
 def test_received_attention_and_its_expectation_count_what_each_query_sees() -> None:
-    model = sharp()
+    model = sharp("efficient_dlm")
     recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **RUN)
-    run, received = recording.run, dl.received_of(recording)
-    assert run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
-    expected, viewers = recording.expected(), recording.viewers()
-    for step in range(run.steps):
-        stop = run.spans[step][1]
-        for row in range(3):
-            if not run.running[step, row]:
-                continue
-            padding = int(run.padding[row])
-            visible = visible_to(run.prompt_length - padding, stop - padding, 4)[0, 0].double()
-            even = (visible / visible.sum(-1, keepdim=True)).sum(0)
-            inside = slice(padding, stop)
-            torch.testing.assert_close(expected[step, row, inside].double(), even, atol=1e-5, rtol=1e-5)
-            assert viewers[step, row, inside].tolist() == visible.sum(0).tolist()
-            assert recording.facts.pairs()[step, row][inside, inside].equal(visible.bool())
-            kept = step64(model, run, step, row)
-            for layer in range(2):
-                sums = received.column_sums[step, row, layer][:, inside].double()
-                torch.testing.assert_close(sums, kept[f"pattern{layer}"][0].sum(-2), atol=2e-5, rtol=2e-4)
-    again = dl.received_over_steps(model, run, min_viewers=1)
-    torch.testing.assert_close(again.values, received.values, equal_nan=True)
+    assert recording.run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
+    check_received_attention(model, recording, alone(model))
 
 
-def test_hooks_and_hosts_act_as_in_every_row_alone() -> None:
-    model, seen = sharp(), list[Tensor]()
+def test_a_hook_acts_as_in_the_row_alone() -> None:
+    model, seen = sharp("efficient_dlm"), list[Tensor]()
 
     def keep(step: int, canvas: Tensor, logits: Tensor) -> None:
         seen.append(logits.clone())
@@ -171,26 +144,16 @@ def test_hooks_and_hosts_act_as_in_every_row_alone() -> None:
         stop = run.spans[step][1]
         logits = step64(model, run, step, 0, torch.arange(stop) != 2)["logits"][0]
         torch.testing.assert_close(seen[step][0, :stop].double(), logits, atol=2e-5, rtol=2e-4)
-    plain = dl.denoise(model, PROMPTS, **RUN)
-    hooked = dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1)], **RUN)
-    lm: Any = dl.DiffusionLM(model)
-    with lm.generate(PROMPTS, **RUN) as tracer:
-        patterns = [].save()
-        for step in tracer.steps[:]:
-            patterns.append((int(step), lm.layers[0].attn.pattern))
-        traced = tracer.result.save()
-    assert traced.canvases.equal(plain.canvases)
-    for number, pattern in patterns:
-        want = step64(model, plain, number, 2)["pattern0"]
-        torch.testing.assert_close(pattern[2:].double(), want, atol=2e-5, rtol=2e-4)
-    tl = dl.bridge(sharp())
-    assert tl.denoise(PROMPTS, **RUN).canvases.equal(plain.canvases)
-    assert tl.denoise(PROMPTS, hooks=[mask_top_sinks(1)], **RUN).canvases.equal(hooked.canvases)
+
+
+def test_hosts_run_the_same() -> None:
+    model = sharp("efficient_dlm")
+    check_hosts(model, sharp("efficient_dlm"), RUN, alone(model))
 
 
 @pytest.mark.parametrize("length", [1, 4])
 def test_likelihoods_see_the_prompt_whole(length: int) -> None:
-    model, bound, end = sharp(), 0.0, len(PROMPT + ANSWER)
+    model, bound, end = sharp("efficient_dlm"), 0.0, len(PROMPT + ANSWER)
     for start in range(len(PROMPT), end, length):
         stop = min(start + length, end)
         for mask in product([False, True], repeat=stop - start):

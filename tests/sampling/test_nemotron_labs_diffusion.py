@@ -17,21 +17,16 @@ from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
 from dlm_lens.training.sources import Rows
 from tests.bridging.cases import YARN
 from tests.reference import forward64
+from tests.sampling.block_families import PROMPTS, Alone, check_ends, check_hosts, check_received_attention, sharp
 from tests.sampling.interrupted import resumed_as_unbroken
 from tests.sampling.test_likelihood_blocks import ANSWER, PROMPT
 
-PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
 RUN: dict[str, Any] = {"gen_length": 11, "block_length": 4, "threshold": 0.1, "seed": 1, "stop_tokens": ()}
 
 
-def sharp() -> Any:
-    """A tiny network whose confidences are on both sides of the threshold, with scaled queries."""
-    model = tiny("nemotron_labs_diffusion", rope_parameters=YARN)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        weight = model.lm_head.weight
-        weight.copy_(0.5 * torch.randn(weight.shape, generator=generator))
-    return model
+def scaled() -> Any:
+    """A sharp network with scaled queries."""
+    return sharp("nemotron_labs_diffusion", rope_parameters=YARN)
 
 
 def visible_to(positions: int, start: int, stop: int | None = None) -> Tensor:
@@ -49,13 +44,24 @@ def step64(model: Any, run: dl.DenoisingRun, step: int, row: int, **options: Any
     return forward64(model, ids, visible=visible & options.pop("seen", True), **options)
 
 
+def alone(model: Any) -> Alone:
+    """A row at a step for `block_families`."""
+
+    def found(run: dl.DenoisingRun, step: int, row: int) -> tuple[slice, Tensor, dict[str, Tensor]]:
+        (start, stop), padding = run.spans[step], int(run.padding[row])
+        visible = visible_to(stop - padding, start - padding)
+        return slice(padding, stop), visible, step64(model, run, step, row)
+
+    return found
+
+
 def first_steps(run: dl.DenoisingRun) -> list[int]:
     """The steps that decide the first token of a block."""
     return [step for step, (start, stop) in enumerate(run.spans) if stop == start + 1]
 
 
 def test_steps_are_those_of_a_network_in_float64() -> None:
-    model = sharp()
+    model = scaled()
     run = dl.denoise(model, PROMPTS, **RUN)
     mask, several, firsts = torch.tensor(model.config.mask_token_id), 0, first_steps(run)
     assert len(firsts) == 3
@@ -85,7 +91,7 @@ def test_steps_are_those_of_a_network_in_float64() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"parallel": False}, {"block_length": 1}])
 def test_a_row_is_what_it_is_alone_and_the_cache_is_exact(options: dict[str, Any]) -> None:
-    model, given = sharp(), RUN | options
+    model, given = scaled(), RUN | options
     together = dl.denoise(model, PROMPTS, **given)
     whole = dl.denoise(model, PROMPTS, **given, use_cache=False)
     assert whole.canvases.equal(together.canvases)
@@ -99,18 +105,21 @@ def test_a_row_is_what_it_is_alone_and_the_cache_is_exact(options: dict[str, Any
 
 
 def test_one_token_a_step_and_the_numbers_of_steps() -> None:
-    run = dl.denoise(sharp(), PROMPTS[0], **RUN | {"parallel": False})
+    run = dl.denoise(scaled(), PROMPTS[0], **RUN | {"parallel": False})
     assert run.counts.eq(1).all()
     assert run.steps == 11
     assert first_steps(run) == [0, 4, 8]
-    assert dl.denoise(sharp(), PROMPTS[0], **RUN | {"threshold": 0.0}).counts[:, 0].tolist() == [1, 3, 1, 3, 1, 2]
-    ones = dl.denoise(sharp(), PROMPTS[0], **RUN | {"block_length": 1})
+    assert dl.denoise(scaled(), PROMPTS[0], **RUN | {"threshold": 0.0}).counts[:, 0].tolist() == [1, 3, 1, 3, 1, 2]
+    ones = dl.denoise(scaled(), PROMPTS[0], **RUN | {"block_length": 1})
     assert ones.spans == tuple((7 + step, 8 + step) for step in range(11))
 
 
 def test_blocks_of_one_are_the_autoregressive_reading_of_the_weights() -> None:
     """With blocks of one every token is the next one: what the same weights decode as an AR model."""
-    model, ar = sharp(), tiny("causal", model_type="nemotron_labs_diffusion_ar", rope_parameters=YARN)
+    model, ar = (
+        scaled(),
+        tiny("causal", model_type="nemotron_labs_diffusion_ar", rope_parameters=YARN),
+    )
     ar.load_state_dict(model.state_dict())
     run = dl.denoise(model, PROMPTS, **RUN | {"block_length": 1})
     ar.config.eos_token_id = None
@@ -135,17 +144,10 @@ def test_values_out_of_range_are_refused() -> None:
 
 
 def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked() -> None:
-    model = sharp()
-    free = dl.denoise(model, PROMPTS, **RUN)
-    answer = free.tokens[:, free.prompt_length :]
-    stop = int(answer[0, 2])
-    run = dl.denoise(model, PROMPTS, **RUN | {"stop_tokens": [stop]})
-    assert run.masks_left[0] > 0
+    model = scaled()
+    run, stop = check_ends(model, RUN)
     for row in range(3):
-        places = (answer[row] == stop).nonzero().flatten().tolist()
-        kept = places[0] + 1 if places else 11
-        assert run.tokens[row, free.prompt_length :][:kept].equal(answer[row, :kept])
-        if places:
+        if bool((run.tokens[row, run.prompt_length :] == stop).any()):
             alone = dl.denoise(model, PROMPTS[row], **RUN | {"stop_tokens": [stop]})
             assert alone.steps <= run.steps
             assert int(run.counts[:, row].sum()) == int(alone.counts.sum())
@@ -153,7 +155,7 @@ def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"reference_quirks": True, "gen_length": 12}])
 def test_a_recording_is_stored_and_resumed(options: dict[str, Any], tmp_path: Path) -> None:
-    model, given = sharp(), RUN | options
+    model, given = scaled(), RUN | options
     prompts = [PROMPTS[0], PROMPTS[2][:7]] if options else PROMPTS
     free = dl.denoise(model, prompts, **given)
     given["stop_tokens"] = [int(free.tokens[0, free.prompt_length + 1])]
@@ -162,37 +164,15 @@ def test_a_recording_is_stored_and_resumed(options: dict[str, Any], tmp_path: Pa
 
 
 def test_received_attention_and_its_expectation_count_what_each_query_sees() -> None:
-    model = sharp()
+    model = scaled()
     recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **RUN)
-    run, received = recording.run, dl.received_of(recording)
-    assert run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
-    expected, viewers = recording.expected(), recording.viewers()
-    for step in range(run.steps):
-        start, stop = run.spans[step]
-        for row in range(3):
-            if not run.running[step, row]:
-                continue
-            padding = int(run.padding[row])
-            visible = visible_to(stop - padding, start - padding)[0, 0].double()
-            even = (visible / visible.sum(-1, keepdim=True)).sum(0)
-            inside = slice(padding, stop)
-            torch.testing.assert_close(expected[step, row, inside].double(), even, atol=1e-5, rtol=1e-5)
-            assert viewers[step, row, inside].tolist() == visible.sum(0).tolist()
-            assert not expected[step, row, :padding].any()
-            assert not expected[step, row, stop:].any()
-            assert recording.facts.pairs()[step, row][inside, inside].equal(visible.bool())
-            kept = step64(model, run, step, row)
-            for layer in range(2):
-                sums = received.column_sums[step, row, layer][:, inside].double()
-                torch.testing.assert_close(sums, kept[f"pattern{layer}"][0].sum(-2), atol=2e-5, rtol=2e-4)
-    again = dl.received_over_steps(model, run, min_viewers=1)
-    torch.testing.assert_close(again.values, received.values, equal_nan=True)
-    assert recording.select(batch=1).expected()[:, 0].equal(expected[:, 1])
+    assert recording.run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
+    check_received_attention(model, recording, alone(model))
 
 
 @pytest.mark.parametrize("queries", ["masked", "unmasked", "prompt", "block"])
 def test_classes_of_queries_are_counted_with_what_they_see(queries: Any) -> None:
-    model = sharp()
+    model = scaled()
     recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(queries=queries, min_viewers=1)], **RUN)
     run, facts = recording.run, recording.facts
     for step in (0, 1, 2, run.steps - 1):
@@ -218,7 +198,7 @@ def test_classes_of_queries_are_counted_with_what_they_see(queries: Any) -> None
 
 @torch.no_grad()
 def test_a_recorded_pass_sees_the_whole_canvas() -> None:
-    model = sharp()
+    model = scaled()
     ids = torch.randint(5, 40, (2, 9))
     with dl.record_forward(model, [dl.ReceivedAttention(min_viewers=1)]) as recording:
         model(ids)
@@ -228,7 +208,7 @@ def test_a_recorded_pass_sees_the_whole_canvas() -> None:
 
 
 def test_hooks_act_in_every_row_as_alone() -> None:
-    model, seen = sharp(), list[Tensor]()
+    model, seen = scaled(), list[Tensor]()
 
     def keep(step: int, canvas: Tensor, logits: Tensor) -> None:
         seen.append(logits.clone())
@@ -251,32 +231,12 @@ def test_hooks_act_in_every_row_as_alone() -> None:
 
 
 def test_hosts_run_the_same() -> None:
-    model = sharp()
-    plain = dl.denoise(model, PROMPTS, **RUN)
-    hooked = dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1)], **RUN)
-    lm: Any = dl.DiffusionLM(model)
-    with lm.generate(PROMPTS, **RUN) as tracer:
-        patterns = [].save()
-        for step in tracer.steps[:]:
-            patterns.append((int(step), lm.layers[0].attn.pattern))
-        traced = tracer.result.save()
-    assert traced.canvases.equal(plain.canvases)
-    for number, pattern in patterns:
-        want = step64(model, plain, number, 2)["pattern0"]
-        torch.testing.assert_close(pattern[2:].double(), want, atol=2e-5, rtol=2e-4)
-    with lm.generate(PROMPTS, **RUN) as tracer:
-        for step in tracer.steps[:]:
-            for layer in lm.layers:
-                layer.attn.apply(mask_top_sinks(1), step)
-        edited = tracer.result.save()
-    assert edited.canvases.equal(hooked.canvases)
-    tl = dl.bridge(sharp())
-    assert tl.denoise(PROMPTS, **RUN).canvases.equal(plain.canvases)
-    assert tl.denoise(PROMPTS, hooks=[mask_top_sinks(1)], **RUN).canvases.equal(hooked.canvases)
+    model = scaled()
+    check_hosts(model, scaled(), RUN, alone(model))
 
 
 def test_the_lens_reads_the_output_that_predicts() -> None:
-    model = sharp()
+    model = scaled()
     run = dl.denoise(model, PROMPTS, **RUN)
     lens, firsts, counted = dl.logit_lens(model, run), first_steps(run), [0, 0]
     places = zip(*(getattr(lens, name).tolist() for name in ("step", "batch", "position", "predicts")), strict=True)
@@ -295,7 +255,7 @@ def test_the_lens_reads_the_output_that_predicts() -> None:
 
 
 def test_a_mask_that_is_put_back_is_decoded_again() -> None:
-    model = sharp()
+    model = scaled()
     mask, free = model.config.mask_token_id, dl.denoise(model, PROMPTS[2], **RUN | {"parallel": False})
 
     def back(step: int, canvas: Tensor) -> Tensor | None:
@@ -325,7 +285,11 @@ def noisy64(model: Any, masked: list[int], start: int, stop: int) -> Tensor:
 
 @pytest.mark.parametrize("length", [1, 4, 32])
 def test_likelihoods_are_those_of_blocks_after_a_causal_context(length: int) -> None:
-    model, options, bound = sharp(), {} if length == 32 else {"block_length": length}, 0.0
+    model, options, bound = (
+        scaled(),
+        {} if length == 32 else {"block_length": length},
+        0.0,
+    )
     for start, stop in blocks64(length):
         for mask in product([False, True], repeat=stop - start):
             masked = [start + i for i, flag in enumerate(mask) if flag]
@@ -342,7 +306,7 @@ def test_likelihoods_are_those_of_blocks_after_a_causal_context(length: int) -> 
 
 
 def test_the_chain_rule_predicts_every_token_in_its_block() -> None:
-    model = sharp()
+    model = scaled()
     found = dl.log_likelihood(model, PROMPT, ANSWER, "chain_rule", block_length=4)
     for start, stop in blocks64(4):
         for i in range(start, stop):
@@ -352,7 +316,7 @@ def test_the_chain_rule_predicts_every_token_in_its_block() -> None:
 
 
 def test_a_greedy_completion_decodes_block_by_block() -> None:
-    model, text = sharp(), PROMPT + [0] * len(ANSWER)
+    model, text = scaled(), PROMPT + [0] * len(ANSWER)
     mask = model.config.mask_token_id
     found = dl.log_likelihood(model, [PROMPT, PROMPT], [ANSWER, ANSWER[:3]], "greedy_completion", block_length=4)
     for start, stop in blocks64(4):
@@ -372,7 +336,7 @@ def test_a_greedy_completion_decodes_block_by_block() -> None:
 @pytest.mark.parametrize("length", [4, 32])
 def test_the_training_loss_has_a_causal_clean_copy(length: int) -> None:
     """Blocks over [x_t, x_0], against float64 block by block."""
-    model = sharp()
+    model = scaled()
     tokens = torch.tensor([PROMPT + ANSWER])
     masked = torch.tensor([[False] * 3 + [True, False, True, True, False, True]])
     answer = torch.tensor([[False] * 3 + [True] * 6])
@@ -395,7 +359,7 @@ def test_the_training_loss_has_a_causal_clean_copy(length: int) -> None:
 @pytest.mark.parametrize(("normalisation", "size"), [("token", 1.0), ("sequence", 6.0)])
 def test_the_ar_loss_is_that_of_the_causal_clean_copy(normalisation: Any, size: float) -> None:
     """0.5 times the AR loss of the answer beside that of diffusion, in two rows, one padded; against float64."""
-    model = sharp()
+    model = scaled()
     tokens = torch.tensor([PROMPT + ANSWER, [7, *ANSWER, 0, 0]])
     visible = torch.tensor([[True] * 9, [True] * 7 + [False] * 2])
     answer = torch.tensor([[False] * 3 + [True] * 6, [False] + [True] * 6 + [False] * 2])

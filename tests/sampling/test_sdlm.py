@@ -8,26 +8,16 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.hooks import mask_positions
 from dlm_lens.sinks.analysis.query_splits import SplitAttention
 from dlm_lens.testing import tiny
 from dlm_lens.training import MaskedDiffusionLoss
 from tests.adapters.test_sdlm import visible_to
 from tests.reference import forward64
+from tests.sampling.block_families import PROMPTS, Alone, check_ends, check_hosts, check_received_attention, sharp
 from tests.sampling.interrupted import resumed_as_unbroken
 
-PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
 RUN: dict[str, Any] = {"gen_length": 11, "threshold": 0.1, "seed": 1, "stop_tokens": ()}
-
-
-def sharp() -> Any:
-    """A tiny network whose confidences are on both sides of the threshold."""
-    model = tiny("sdlm")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        weight = model.lm_head.weight
-        weight.copy_(0.5 * torch.randn(weight.shape, generator=generator))
-    return model
 
 
 def step64(model: Any, run: dl.DenoisingRun, step: int, row: int, shown: Any = True) -> dict[str, Tensor]:
@@ -39,6 +29,17 @@ def step64(model: Any, run: dl.DenoisingRun, step: int, row: int, shown: Any = T
     return forward64(model, ids, visible=visible & shown)
 
 
+def alone(model: Any) -> Alone:
+    """A row at a step for `block_families`."""
+
+    def found(run: dl.DenoisingRun, step: int, row: int) -> tuple[slice, Tensor, dict[str, Tensor]]:
+        inside = slice(int(run.padding[row]), end_of(run, step, row))
+        visible = visible_to(run.masked[step, row, inside].tolist(), run.settings["window_length"])
+        return inside, visible, step64(model, run, step, row)
+
+    return found
+
+
 def end_of(run: dl.DenoisingRun, step: int, row: int) -> int:
     first = int(run.masked[step, row].nonzero()[0])
     return min(first - 1 + run.settings["window_length"], run.tokens.shape[1])
@@ -46,7 +47,7 @@ def end_of(run: dl.DenoisingRun, step: int, row: int) -> int:
 
 @pytest.mark.parametrize("options", [{}, {"window_length": 2}, {"threshold": 0.2, "remasking": "entropy"}])
 def test_steps_are_those_of_a_network_in_float64(options: dict[str, Any]) -> None:
-    model, given = sharp(), RUN | options
+    model, given = sharp("sdlm"), RUN | options
     run = dl.denoise(model, PROMPTS, **given)
     mask, several, length = torch.tensor(model.config.mask_token_id), 0, run.tokens.shape[1]
     for step in range(run.steps):
@@ -75,7 +76,7 @@ def test_steps_are_those_of_a_network_in_float64(options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"window_length": 1}, {"window_length": 8}])
 def test_a_row_is_what_it_is_alone(options: dict[str, Any]) -> None:
-    model, given = sharp(), RUN | options
+    model, given = sharp("sdlm"), RUN | options
     together = dl.denoise(model, PROMPTS, **given)
     assert together.masks_left.tolist() == [0, 0, 0]
     for row, prompt in enumerate(PROMPTS):
@@ -84,7 +85,7 @@ def test_a_row_is_what_it_is_alone(options: dict[str, Any]) -> None:
 
 
 def test_a_window_of_one_position_is_ar_decoding() -> None:
-    model = sharp()
+    model = sharp("sdlm")
     run = dl.denoise(model, PROMPTS[:1], **RUN | {"window_length": 1})
     text = list(PROMPTS[0])
     for _ in range(11):
@@ -109,56 +110,28 @@ def test_values_out_of_range_are_refused() -> None:
 
 
 def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked(tmp_path: Path) -> None:
-    model, given = sharp(), RUN | {"threshold": 1.0}
-    free = dl.denoise(model, PROMPTS, **given)
-    answer = free.tokens[:, free.prompt_length :]
-    stop = int(answer[0, 2])
-    run = dl.denoise(model, PROMPTS, **given | {"stop_tokens": [stop]})
-    assert run.masks_left[0] > 0
-    for row in range(3):
-        places = (answer[row] == stop).nonzero().flatten().tolist()
-        kept = places[0] + 1 if places else 11
-        assert run.tokens[row, free.prompt_length :][:kept].equal(answer[row, :kept])
+    model, given = sharp("sdlm"), RUN | {"threshold": 1.0}
+    _, stop = check_ends(model, given)
     resumed_as_unbroken(model, PROMPTS, tmp_path / "rec", passes=3, **given | {"stop_tokens": [stop]})
 
 
 def test_received_attention_and_its_expectation_count_what_each_query_sees() -> None:
-    model = sharp()
+    model = sharp("sdlm")
     recording = dl.record(
         model, PROMPTS, [dl.ReceivedAttention(min_viewers=1), SplitAttention(draws=2, min_viewers=1)], **RUN
     )
-    run, received = recording.run, dl.received_of(recording)
-    assert run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
-    expected, viewers, checked = recording.expected(), recording.viewers(), 0
-    for step in range(run.steps):
-        for row, padding in enumerate(run.padding.tolist()):
-            if not run.running[step, row]:
-                continue
-            stop = end_of(run, step, row)
-            inside = slice(padding, stop)
-            visible = visible_to(run.masked[step, row, inside].tolist(), 4)[0, 0].double()
-            even = (visible / visible.sum(-1, keepdim=True)).sum(0)
-            torch.testing.assert_close(expected[step, row, inside].double(), even, atol=1e-5, rtol=1e-5)
-            assert viewers[step, row, inside].tolist() == visible.sum(0).tolist()
-            assert not viewers[step, row, stop:].any()
-            assert recording.facts.pairs()[step, row][inside, inside].equal(visible.bool())
-            kept = step64(model, run, step, row)
-            for layer in range(2):
-                sums = received.column_sums[step, row, layer][:, inside].double()
-                torch.testing.assert_close(sums, kept[f"pattern{layer}"][0].sum(-2), atol=2e-5, rtol=2e-4)
-            checked += 1
-    assert checked == int(run.running.sum()) > 8
+    assert recording.run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
+    check_received_attention(model, recording, alone(model))
+    received = dl.received_of(recording)
     # The parts of a split are of the queries that see the same keys, so that e_j is that of the classes.
     shares = torch.stack([recording.expected("masked"), recording.expected("unmasked")], -1)
     parts = (recording.split_random.nan_to_num() * shares[:, :, None, None, :, None, :]).sum(-1)
     sums = received.column_sums.nan_to_num()[..., None].expand(parts.shape)
     torch.testing.assert_close(parts, sums, atol=2e-5, rtol=2e-4)
-    again = dl.received_over_steps(model, run, min_viewers=1)
-    torch.testing.assert_close(again.values, received.values, equal_nan=True)
 
 
 def test_a_forward_pass_sees_what_is_after_the_window_too() -> None:
-    model = sharp()
+    model = sharp("sdlm")
     mask = model.config.mask_token_id
     ids = torch.tensor([[0, 0, 3, 4, 5, mask, mask, 6, mask, mask, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]])
     content = torch.tensor([[0] * 2 + [1] * 9, [1] * 11])
@@ -178,8 +151,8 @@ def test_a_forward_pass_sees_what_is_after_the_window_too() -> None:
             torch.testing.assert_close(sums, kept[f"pattern{layer}"][0].sum(-2), atol=2e-5, rtol=2e-4)
 
 
-def test_hooks_and_hosts_act_as_in_every_row_alone() -> None:
-    model, seen = sharp(), list[Tensor]()
+def test_a_hook_acts_as_in_the_row_alone() -> None:
+    model, seen = sharp("sdlm"), list[Tensor]()
 
     def keep(step: int, canvas: Tensor, logits: Tensor) -> None:
         seen.append(logits.clone())
@@ -190,27 +163,15 @@ def test_hooks_and_hosts_act_as_in_every_row_alone() -> None:
         logits = step64(model, run, step, 0, torch.arange(stop) != 2)["logits"][0]
         first = int(run.masked[step, 0].nonzero()[0])
         torch.testing.assert_close(seen[step][0, first:stop].double(), logits[first - 1 : -1], atol=2e-5, rtol=2e-4)
-    plain = dl.denoise(model, PROMPTS, **RUN)
-    hooked = dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1)], **RUN)
-    assert not hooked.canvases.equal(plain.canvases)
-    lm: Any = dl.DiffusionLM(model)
-    with lm.generate(PROMPTS, **RUN) as tracer:
-        patterns = [].save()
-        for step in tracer.steps[:]:
-            patterns.append((int(step), lm.layers[0].attn.pattern))
-        traced = tracer.result.save()
-    assert traced.canvases.equal(plain.canvases)
-    for number, pattern in patterns:
-        want = step64(model, plain, number, 2)["pattern0"]
-        stop = end_of(plain, number, 2)
-        torch.testing.assert_close(pattern[2:, :, :stop, :stop].double(), want, atol=2e-5, rtol=2e-4)
-    tl = dl.bridge(sharp())
-    assert tl.denoise(PROMPTS, **RUN).canvases.equal(plain.canvases)
-    assert tl.denoise(PROMPTS, hooks=[mask_top_sinks(1)], **RUN).canvases.equal(hooked.canvases)
+
+
+def test_hosts_run_the_same() -> None:
+    model = sharp("sdlm")
+    check_hosts(model, sharp("sdlm"), RUN, alone(model))
 
 
 def test_likelihoods_are_those_of_a_window_after_each_prefix() -> None:
-    model, prompt, answer = sharp(), [3, 4, 5, 6], [7, 8, 9, 10, 11, 12]
+    model, prompt, answer = sharp("sdlm"), [3, 4, 5, 6], [7, 8, 9, 10, 11, 12]
     mask = model.config.mask_token_id
     wanted, greedy = list[float](), list(prompt)
     for place, token in enumerate(answer):

@@ -8,23 +8,13 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.hooks import mask_positions
 from dlm_lens.testing import tiny
 from tests.reference import forward64
+from tests.sampling.block_families import PROMPTS, Alone, check_ends, check_hosts, check_received_attention, sharp
 from tests.sampling.interrupted import resumed_as_unbroken
 
-PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
 RUN: dict[str, Any] = {"gen_length": 11, "threshold": 0.1, "seed": 1, "stop_tokens": ()}
-
-
-def sharp() -> Any:
-    """A tiny network whose confidences are on both sides of the threshold."""
-    model = tiny("stable_diffcoder")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        weight = model.lm_head.weight
-        weight.copy_(0.5 * torch.randn(weight.shape, generator=generator))
-    return model
 
 
 def visible_to(positions: int, length: int = 4) -> Tensor:
@@ -45,9 +35,21 @@ def step64(
     return forward64(model, ids, visible=visible_to(stop - padding) & shown)
 
 
+def alone(model: Any) -> Alone:
+    """A row at a step for `block_families`."""
+
+    def found(run: dl.DenoisingRun, step: int, row: int) -> tuple[slice, Tensor, dict[str, Tensor]]:
+        padding = int(run.padding[row])
+        block = int(run.blocks[step]) + (run.prompt_length - padding) // 4
+        stop = min(padding + 4 * block + 4, run.tokens.shape[1])
+        return slice(padding, stop), visible_to(stop - padding), step64(model, run, step, row, stop)
+
+    return found
+
+
 @pytest.mark.parametrize("options", [{}, {"parallel": False, "steps": 6}])
 def test_steps_are_those_of_a_network_in_float64(options: dict[str, Any]) -> None:
-    model = sharp()
+    model = sharp("stable_diffcoder")
     run = dl.denoise(model, PROMPTS, **RUN | options)
     mask, several, length = torch.tensor(model.config.mask_token_id), 0, run.tokens.shape[1]
     planned = dict[tuple[int, int], tuple[int, int]]()
@@ -84,7 +86,7 @@ def test_steps_are_those_of_a_network_in_float64(options: dict[str, Any]) -> Non
      {"block_length": 8, "steps": 4, "parallel": False, "remasking": "random"}],
 )  # fmt: skip
 def test_a_row_is_what_it_is_alone_and_the_cache_is_exact(options: dict[str, Any]) -> None:
-    model, given = sharp(), RUN | options
+    model, given = sharp("stable_diffcoder"), RUN | options
     together = dl.denoise(model, PROMPTS, **given)
     assert together.masks_left.tolist() == [0, 0, 0]
     assert "steps" not in options or together.steps <= 6
@@ -111,47 +113,20 @@ def test_blocks_of_another_length_than_those_of_the_training_warn() -> None:
 
 
 def test_a_stop_token_ends_a_row_once_nothing_before_it_is_masked(tmp_path: Path) -> None:
-    model, given = sharp(), RUN | {"parallel": False}
-    free = dl.denoise(model, PROMPTS, **given)
-    answer = free.tokens[:, free.prompt_length :]
-    stop = int(answer[0, 2])
-    run = dl.denoise(model, PROMPTS, **given | {"stop_tokens": [stop]})
-    assert run.masks_left[0] > 0
-    for row in range(3):
-        places = (answer[row] == stop).nonzero().flatten().tolist()
-        kept = places[0] + 1 if places else 11
-        assert run.tokens[row, free.prompt_length :][:kept].equal(answer[row, :kept])
+    model, given = sharp("stable_diffcoder"), RUN | {"parallel": False}
+    _, stop = check_ends(model, given)
     resumed_as_unbroken(model, PROMPTS, tmp_path / "rec", passes=3, **given | {"stop_tokens": [stop]})
 
 
 def test_received_attention_and_its_expectation_count_what_each_query_sees() -> None:
-    model = sharp()
+    model = sharp("stable_diffcoder")
     recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **RUN)
-    run, received = recording.run, dl.received_of(recording)
-    assert run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
-    expected, viewers, checked = recording.expected(), recording.viewers(), 0
-    for step in range(run.steps):
-        for row, padding in enumerate(run.padding.tolist()):
-            if not run.running[step, row]:
-                continue
-            stop = int(viewers[step, row].nonzero().max()) + 1
-            inside = slice(padding, stop)
-            visible = visible_to(stop - padding)[0, 0].double()
-            even = (visible / visible.sum(-1, keepdim=True)).sum(0)
-            torch.testing.assert_close(expected[step, row, inside].double(), even, atol=1e-5, rtol=1e-5)
-            assert viewers[step, row, inside].tolist() == visible.sum(0).tolist()
-            kept = step64(model, run, step, row, stop)
-            for layer in range(2):
-                sums = received.column_sums[step, row, layer][:, inside].double()
-                torch.testing.assert_close(sums, kept[f"pattern{layer}"][0].sum(-2), atol=2e-5, rtol=2e-4)
-            checked += 1
-    assert checked > 10
-    again = dl.received_over_steps(model, run, min_viewers=1)
-    torch.testing.assert_close(again.values, received.values, equal_nan=True)
+    assert recording.run.canvases.equal(dl.denoise(model, PROMPTS, **RUN).canvases)
+    check_received_attention(model, recording, alone(model))
 
 
-def test_hooks_and_hosts_act_as_in_every_row_alone() -> None:
-    model, seen = sharp(), list[Tensor]()
+def test_a_hook_acts_as_in_the_row_alone() -> None:
+    model, seen = sharp("stable_diffcoder"), list[Tensor]()
 
     def keep(step: int, canvas: Tensor, logits: Tensor) -> None:
         seen.append(logits.clone())
@@ -161,17 +136,8 @@ def test_hooks_and_hosts_act_as_in_every_row_alone() -> None:
         stop = run.spans[step][1]
         logits = step64(model, run, step, 0, stop, torch.arange(stop) != 2)["logits"][0]
         torch.testing.assert_close(seen[step][0, :stop].double(), logits, atol=2e-5, rtol=2e-4)
-    plain = dl.denoise(model, PROMPTS, **RUN)
-    hooked = dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1)], **RUN)
-    assert not hooked.canvases.equal(plain.canvases)
-    lm: Any = dl.DiffusionLM(model)
-    with lm.generate(PROMPTS, **RUN) as tracer:
-        patterns = [].save()
-        for step in tracer.steps[:]:
-            patterns.append((int(step), lm.layers[0].attn.pattern))
-        traced = tracer.result.save()
-    assert traced.canvases.equal(plain.canvases)
-    assert len(patterns) == plain.steps
-    tl = dl.bridge(sharp())
-    assert tl.denoise(PROMPTS, **RUN).canvases.equal(plain.canvases)
-    assert tl.denoise(PROMPTS, hooks=[mask_top_sinks(1)], **RUN).canvases.equal(hooked.canvases)
+
+
+def test_hosts_run_the_same() -> None:
+    model = sharp("stable_diffcoder")
+    check_hosts(model, sharp("stable_diffcoder"), RUN, alone(model))
