@@ -50,7 +50,7 @@ def check_received_attention(model: Any, recording: dl.Recording, alone: Alone) 
 
 
 def check_ends(model: Any, given: dict[str, Any]) -> tuple[dl.DenoisingRun, int]:
-    """Rows end with a stop token that has no mask before it, the same up to there; returns the run and the token."""
+    """Rows end with a stop token that has no mask before it, and are the same up to it; the run and the token."""
     free = dl.denoise(model, PROMPTS, **given)
     answer = free.tokens[:, free.prompt_length :]
     stop = int(answer[0, 2])
