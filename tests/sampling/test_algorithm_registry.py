@@ -18,7 +18,8 @@ import torch
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
-from dlm_lens.sampling.samplers.base import Sampler, Select
+from dlm_lens.sampling.samplers.base import Sampler
+from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings
 
 

@@ -14,7 +14,7 @@ from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Select, SpecialIds
+from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dllm_blocks import BlockNoise
 from dlm_lens.sampling.samplers.mdlm import (
@@ -25,6 +25,7 @@ from dlm_lens.sampling.samplers.mdlm import (
     Times,
     log_probabilities,
 )
+from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus, of_run
 
 

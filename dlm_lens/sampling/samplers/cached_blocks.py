@@ -15,7 +15,8 @@ from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import Network
 from dlm_lens.sampling.noise import SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, Select
+from dlm_lens.sampling.samplers.base import Sampler
+from dlm_lens.sampling.samplers.selection import Select
 
 CACHES = ("prefix", "dual")
 

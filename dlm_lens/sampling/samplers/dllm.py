@@ -16,8 +16,9 @@ from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import Network
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, Select, SpecialIds
+from dlm_lens.sampling.samplers.base import Sampler, SpecialIds
 from dlm_lens.sampling.samplers.llada import REMASKING, GumbelPropose, without
+from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative
 
 SCHEDULES = ("linear", "cosine")

@@ -12,9 +12,10 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Select, SpecialIds
+from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
 from dlm_lens.sampling.samplers.llada import without
+from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
 from dlm_lens.sampling.settings import (
     answer_settings,

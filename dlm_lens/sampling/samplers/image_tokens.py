@@ -17,7 +17,8 @@ from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, check_finite, network_inputs
 from dlm_lens.sampling.noise import Noise, RowNoise, SharedNoise
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
-from dlm_lens.sampling.samplers.base import Sampler, Select
+from dlm_lens.sampling.samplers.base import Sampler
+from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import at_least_one, not_negative, row_seeds
 
 

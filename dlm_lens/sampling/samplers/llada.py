@@ -12,8 +12,9 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise, add_gumbel
-from dlm_lens.sampling.samplers.base import Select, SpecialIds
+from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
+from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import at_least_one, block_settings, known_remasking, not_negative
 
 REMASKING = ("low_confidence", "random")

@@ -12,11 +12,12 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Select, SpecialIds
+from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
+from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative, nucleus
 
 REMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")

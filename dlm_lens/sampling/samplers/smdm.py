@@ -10,7 +10,8 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.noise import Noise, add_gumbel
-from dlm_lens.sampling.samplers.base import Select, SpecialIds
+from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
 from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, known_remasking, not_negative
 
