@@ -180,6 +180,11 @@ def test_blocks_are_outlined_over_their_steps(received):
         (1.5, 6.5, 2, 2),
         (3.5, 8.5, 2, 1),
     ]
+    figure = sink_positions(received, layer=4, head=1, blocks=spans)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert legend.get_texts()[-1].get_text() == "block being decoded"
+    assert legend.get_window_extent().x1 < figure.bbox.x1  # also in a figure as narrow as this one
     with pytest.raises(ValueError, match="2 blocks for 6 steps"):
         sink_positions(received, layer=4, head=1, blocks=spans[:2])
 

@@ -303,7 +303,9 @@ def explain_tracks(figure: Figure, tracks: Sequence[Track], *, blocks: bool, rev
             [], [], linestyle="", marker="x", markersize=4, color="black", label="token rewritten or opened again"
         )
         handles.append(mark)
-    figure.legend(handles=handles, loc="outside lower left", ncols=4 + revised, fontsize=7, frameon=False)
+    widest = 1.7  # inches of the longest label and its mark
+    columns = max(1, min(len(handles), int(figure.get_figwidth() / widest)))
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=7, frameon=False)
 
 
 def _what(tracks: Sequence[Track]) -> str:
