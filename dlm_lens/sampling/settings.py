@@ -78,6 +78,13 @@ def block_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks:
     return values
 
 
+def with_plain_stops(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings with `stop_tokens`, where there are some, as a tuple of Python's numbers."""
+    if values.get("stop_tokens") is not None:
+        values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
+    return values
+
+
 def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
     """Build the settings class `kind` from `values`.
 

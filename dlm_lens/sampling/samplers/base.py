@@ -83,6 +83,11 @@ class SpecialIds:
         mask, eot = getattr(config, "mask_token_id", None), getattr(config, "eot_token_id", None)
         return cls(mask, first_id(eos), eot, tuple(int(end) for end in ends))
 
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The ids that end a text or a turn."""
+        return self.ends if self.eot is None else (*self.ends, self.eot)
+
 
 def first_id(*ids: Any) -> int | None:
     """The first id among ids, lists of ids and None."""

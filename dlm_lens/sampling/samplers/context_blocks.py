@@ -1,4 +1,4 @@
-"""`ContextBlockSampler`: NVIDIA's decoding of blocks after a context, by a threshold: what two samplers share."""
+"""`ContextBlockSampler`: decoding of blocks after a context, by a threshold: what three samplers share."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
@@ -14,6 +14,7 @@ from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.cached_blocks import SelectConfident, SpanNoise
 from dlm_lens.sampling.samplers.llada import GumbelPropose, GumbelSettings
 from dlm_lens.sampling.samplers.selection import Select
+from dlm_lens.sampling.settings import with_plain_stops
 
 
 class ContextBlockSettings(GumbelSettings, Protocol):
@@ -46,7 +47,9 @@ class ContextBlockSettings(GumbelSettings, Protocol):
 
 
 class ContextBlockSampler(BlockSampler):
-    """Base class of samplers of blocks counted from the answer, as NVIDIA's `generate` decodes them.
+    """Base class of samplers of blocks as NVIDIA's `generate` decodes them, from the answer's start on.
+
+    Stable-DiffCoder's are counted from the text.
 
     A row ends when a stop token in its answer has no mask before it; the rest of its canvas stays masked.
 
@@ -75,7 +78,7 @@ class ContextBlockSampler(BlockSampler):
         self.propose = self.propose_class(settings, noise, ids, reference_quirks)
         self.select = SelectConfident(settings.threshold, None) if settings.parallel else Select()
         self.select.by_topk = reference_quirks and not settings.parallel
-        ends = ids.ends if reference_quirks else (*ids.ends, *([] if ids.eot is None else [ids.eot]))
+        ends = ids.ends if reference_quirks else ids.stops
         self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
         self._answer = 0
         self._planned: Int[Tensor, "batch"] | None = None
@@ -168,6 +171,4 @@ def answer_to_write(values: dict[str, Any]) -> dict[str, Any]:
             f"gen_length is {values['gen_length']}; block diffusion writes an answer after the prompt: give "
             "gen_length of at least 1"
         )
-    if values.get("stop_tokens") is not None:
-        values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
-    return values
+    return with_plain_stops(values)

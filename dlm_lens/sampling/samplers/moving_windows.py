@@ -10,6 +10,7 @@ from torch import Tensor
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
 from dlm_lens.sampling.samplers.base import Sampler, one_block
+from dlm_lens.sampling.settings import with_plain_stops
 
 
 class WindowLogits(CanvasLogits):
@@ -124,7 +125,4 @@ class MovingWindowSampler(Sampler):
 
 def resolve_window(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
     """The caller's settings, then the checkpoint's; lists of ids become tuples."""
-    values = {**defaults, **given}
-    if values.get("stop_tokens") is not None:
-        values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
-    return values
+    return with_plain_stops({**defaults, **given})

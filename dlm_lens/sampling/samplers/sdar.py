@@ -18,7 +18,14 @@ from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative, nucleus
+from dlm_lens.sampling.settings import (
+    answer_settings,
+    at_least_one,
+    known_remasking,
+    not_negative,
+    nucleus,
+    with_plain_stops,
+)
 
 REMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
 
@@ -249,7 +256,7 @@ class SdarSampler(BlockSampler):
             "entropy_bounded": SelectBounded(settings.entropy_bound),
         }[settings.remasking]
         self.select.by_topk = reference_quirks and settings.remasking != "sequential"
-        ends = () if reference_quirks else (*ids.ends, *([] if ids.eot is None else [ids.eot]))
+        ends = () if reference_quirks else ids.stops
         self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
         self.mask = ids.mask
         self._answer = 0
@@ -308,9 +315,7 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     values = answer_settings(defaults, given, masks)
     if "steps" not in given:
         values["steps"] = defaults.get("steps")
-    if values.get("stop_tokens") is not None:
-        values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
-    return values
+    return with_plain_stops(values)
 
 
 ALGORITHM = Algorithm("sdar", SdarSettings, SdarSampler, resolve, corruption=CountCorruption())

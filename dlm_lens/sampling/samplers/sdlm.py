@@ -16,7 +16,7 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.dream import DreamPropose
 from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resolve_window
-from dlm_lens.sampling.samplers.selection import Select
+from dlm_lens.sampling.samplers.sdar import SelectFirst
 from dlm_lens.sampling.samplers.wedlm import RowDraws
 from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, nucleus
 
@@ -71,7 +71,7 @@ class SDLMPropose(DreamPropose):
         return super()._confidence(likely, chosen)
 
 
-class SelectPrefix(Select):
+class SelectPrefix(SelectFirst):
     """Choose the eligible positions before the first whose confidence is not above a threshold, at least one."""
 
     def __init__(self, threshold: float) -> None:
@@ -86,8 +86,7 @@ class SelectPrefix(Select):
     ) -> Bool[Tensor, "batch position"]:
         """Return the positions that this step unmasks."""
         doubtful = eligible & (confidence <= self.threshold)
-        first = eligible & (eligible.cumsum(-1) <= count[:, None])
-        return first | (eligible & (doubtful.cumsum(-1) == 0))
+        return super().forward(confidence, eligible, count) | (eligible & (doubtful.cumsum(-1) == 0))
 
 
 class SDLMSampler(MovingWindowSampler):
@@ -111,8 +110,7 @@ class SDLMSampler(MovingWindowSampler):
         self.mask_window = settings.window_length
         self.propose = SDLMPropose(settings, noise, ids, reference_quirks)
         self.select = SelectPrefix(settings.threshold)
-        ends = (*ids.ends, *([] if ids.eot is None else [ids.eot]))
-        self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
+        self.stops = ids.stops if settings.stop_tokens is None else settings.stop_tokens
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
         """The tokens requested; with `reference_quirks` as many more as the last window has after its first.

@@ -135,8 +135,7 @@ class WeDLMSampler(MovingWindowSampler):
         self.window_length = settings.window_length
         self.propose = WeDLMPropose(settings, noise, ids, reference_quirks)
         self.select = SelectAbove(-settings.entropy_threshold)
-        ends = (*ids.ends, *([] if ids.eot is None else [ids.eot]))
-        self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
+        self.stops = ids.stops if settings.stop_tokens is None else settings.stop_tokens
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
         """The tokens requested; with `reference_quirks` as many more as the last window has after its first."""
