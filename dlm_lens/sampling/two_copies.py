@@ -19,6 +19,7 @@ from dlm_lens.attention import (
     position_ids,
     sees_observed_first,
 )
+from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.kept_keys import keeps_keys
 from dlm_lens.sampling.network import CanvasLogits
@@ -195,9 +196,12 @@ class TwoCopyLogits(CanvasLogits):
         """The inputs of the head for the `needed` positions of x_t.
 
         Nothing of a clean copy depends on the noisy one, so that rows of equal texts (the masks of one item) share
-        theirs: it is computed once, and the noisy copies see its keys. Where `keeps_keys` is False, as while hooks
-        are on the model, it is one pass over both copies of every row, which is what hooks see.
+        theirs: it is computed once, and the noisy copies see its keys. Where `keeps_keys` is False, it is one pass
+        over both copies of every row. While hooks are on the model, it is a pass for each block, over a canvas on
+        which a position is what it is in a run.
         """
+        if has_listeners(self.model):
+            return self._block_by_block(canvas, needed)
         clean, row = self._distinct_texts()
         if len(clean) == len(row) or not keeps_keys(self.model):
             states = self.forward(canvas).last_hidden_state.to(canvas.device)
@@ -206,6 +210,34 @@ class TwoCopyLogits(CanvasLogits):
         halves = states.reshape(-1, len(canvas), 2 * canvas.shape[1], states.shape[-1])
         rows = self._rows(canvas).expand_as(canvas)
         wanted: Tensor = halves[:, rows[needed], self.outputs[needed]]
+        return wanted
+
+    def _block_by_block(
+        self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
+    ) -> Float[Tensor, "half needed d_model"]:
+        """A pass for each block with a needed position: over x_0 before it, x_t in it, and nothing after it."""
+        length, (blocks, content) = canvas.shape[1], self._repeated()
+        rows, order = self._rows(canvas).expand_as(canvas), needed.flatten().cumsum(0).view(needed.shape) - 1
+        parts, places = list[Tensor](), list[Tensor]()
+        for number in self.blocks[needed].unique().tolist():
+            stop = int((self.blocks <= number).any(0).nonzero().max()) + 1
+            shown = self._halves(torch.where(self.blocks < number, self.clean, canvas))
+            copies = visible_in_copies(blocks, **attention_in_copies(self.model.config, shown))
+            of_noisy, of_clean = copies[:, :length].unflatten(2, (2, length)).any(2), copies[:, length:, length:]
+            seen = content & (blocks <= number)
+            visible = torch.where((blocks == number)[:, :, None], of_noisy, of_clean)
+            visible = (visible & seen[:, :, None] & seen[:, None, :])[:, None, :stop, :stop]
+            states = decoder_of(self.model)(
+                input_ids=shown[:, :stop],
+                attention_mask=additive_mask(visible, self.model.dtype),
+                position_ids=position_ids(content)[:, :stop],
+                use_cache=False,
+            ).last_hidden_state.to(canvas.device)
+            chosen = needed & (self.blocks == number)
+            halves = states.reshape(-1, len(canvas), stop, states.shape[-1])
+            parts.append(halves[:, rows[chosen], (self.outputs % length)[chosen]])
+            places.append(order[chosen])
+        wanted: Tensor = torch.cat(parts, 1)[:, torch.cat(places).argsort()]
         return wanted
 
     def _repeated(self) -> tuple[Int[Tensor, "row position"], Bool[Tensor, "row position"]]:

@@ -12,6 +12,8 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import BlockLayout
 from dlm_lens.attention.hook_points import listening
+from dlm_lens.hooks import attach_hooks, mask_positions
+from dlm_lens.sampling import two_copies
 from dlm_lens.sampling.two_copies import TwoCopyLogits
 from dlm_lens.testing import tiny
 from tests.reference import forward64
@@ -149,8 +151,11 @@ def test_guidance_hides_the_prompt_in_both_copies() -> None:
 
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("family", ["a2d_qwen3", "a2d_qwen3 shifted", "sdar", "bd3lm", "llada2"])
-def test_masks_of_one_text_share_its_clean_copy(family: str, guided: bool) -> None:
-    """In float64, against one pass over both copies of every row; the rows have two texts and padding."""
+def test_masks_of_one_text_share_its_clean_copy(family: str, guided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, against one pass over both copies of every row, and the passes over canvases that hooks see.
+
+    The rows have two texts and padding.
+    """
     if family.startswith("a2d"):
         model = block_model(logit_shift=family.endswith("shifted")).double()
     else:
@@ -179,10 +184,72 @@ def test_masks_of_one_text_share_its_clean_copy(family: str, guided: bool) -> No
     with torch.no_grad():
         shared = network.at(canvas, masked)
         with listening(model):
-            whole = network.at(canvas, masked)
+            heard = network.at(canvas, masked)
+        monkeypatch.setattr(two_copies, "keeps_keys", lambda model: False)
+        whole = network.at(canvas, masked)
     halves = 2 if guided else 1
-    assert computed == [halves * 2 * 9, halves * 5 * 9, halves * 2 * 5 * 9]
-    torch.testing.assert_close(shared, whole, rtol=1e-9, atol=1e-9)  # float64, sums in another order
+    # The first blocks of the answers end at 7 and 8, the second ones with the text.
+    heard_ids = [halves * 5 * 8, halves * 5 * 9]
+    assert computed == [halves * 2 * 9, halves * 5 * 9, *heard_ids, halves * 2 * 5 * 9]
+    for found in (shared, heard):
+        torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)  # float64, sums in another order
+
+
+def causal_context(query: int, key: int, start: int) -> bool:
+    """Nemotron-Labs-Diffusion's block from `start` on."""
+    return key <= query or min(key, query) >= start
+
+
+def whole_prompt(query: int, key: int, start: int) -> bool:
+    """Efficient-DLM's blocks of 4 after a prompt of 3."""
+    return key < 3 or (key - 3) // BLOCK <= ((query - 3) // BLOCK if query >= 3 else -1)
+
+
+def blocks_of_4(query: int, key: int, start: int) -> bool:
+    """Blocks of 4 after a prompt of 3, which is cut into blocks too."""
+    return (key - 3) // BLOCK <= (query - 3) // BLOCK
+
+
+@pytest.mark.parametrize("method", ["chain_rule", "mc"])
+@pytest.mark.parametrize(
+    ("family", "sees"),
+    [("shifted", blocks_of_4), ("plain", blocks_of_4), ("nemotron_labs_diffusion", causal_context),
+     ("efficient_dlm", whole_prompt)],
+)  # fmt: skip
+def test_a_hook_hides_a_position_as_in_a_run(family: str, sees: Any, method: str) -> None:
+    """A position of the prompt, and one of a finished block, against float64 block by block."""
+    own = family in ("shifted", "plain")
+    model = block_model(logit_shift=family == "shifted") if own else tiny(family)
+    text, mask = PROMPT + ANSWER, model.config.mask_token_id
+    for hidden in (1, 4):
+
+        def losses(masked: list[int], start: int, stop: int, hidden: int = hidden) -> list[float]:
+            ids = torch.tensor([[mask if i in masked else text[i] for i in range(stop)]])
+            visible = torch.tensor(
+                [[[[sees(q, k, start) and k != hidden for k in range(stop)] for q in range(stop)]]]
+            )
+            likely = forward64(model, ids, visible=visible)["logits"][0].log_softmax(-1)
+            outputs = [i - (family == "shifted") for i in masked]
+            return [-float(likely[output, text[i]]) for output, i in zip(outputs, masked, strict=True)]
+
+        spans = [(3, 7), (7, 9)]
+        with attach_hooks(model, mask_positions(hidden)):
+            if method == "chain_rule":
+                found = dl.log_likelihood(model, PROMPT, ANSWER, "chain_rule", block_length=BLOCK)
+                wanted = [
+                    losses(list(range(i, stop)), start, stop)[0]
+                    for start, stop in spans
+                    for i in range(start, stop)
+                ]
+                assert found.losses[0].tolist() == pytest.approx(wanted, rel=2e-5)
+            else:
+                # Of an answer of two tokens in one block, whose three masks are all drawn.
+                found = dl.log_likelihood(model, PROMPT, ANSWER[:2], samples=4096, strata=16, block_length=BLOCK)
+                pair = [sum(losses(masked, 3, 5)) / len(masked) for masked in ([3], [4], [3, 4])]
+                bound = -(pair[0] + pair[1] + 2 * pair[2]) / 2
+                assert float(found.value) == pytest.approx(bound, abs=4 * float(found.standard_error) + 1e-4)
+        plain = dl.log_likelihood(model, PROMPT, ANSWER, "chain_rule", block_length=BLOCK)
+        assert method == "mc" or float(plain.value) != pytest.approx(float(found.value), rel=1e-3)
 
 
 def test_greedy_completion_finishes_a_block_before_the_next() -> None:
