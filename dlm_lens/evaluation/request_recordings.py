@@ -21,13 +21,15 @@ from dlm_lens.evaluation.settings import LikelihoodSettings, read_settings
 from dlm_lens.files.locks import held
 from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.recording import Recorder, Recording
+from dlm_lens.recording.forward_recording import attention_of_pass, sampler_of_pass
 from dlm_lens.recording.record_runs import DEFAULT, stored_batch
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.recording.reducer_registry import parse_reducers
 from dlm_lens.recording.storage import save_recording
 from dlm_lens.recording.storing_recorder import StoringRecorder
-from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
+from dlm_lens.sampling import DenoisingRun, StepPlan
 from dlm_lens.sampling.likelihood.estimates import likelihood_method
+from dlm_lens.sampling.two_copies import Blocks
 
 
 class CanvasRecorder(Recorder):
@@ -95,7 +97,8 @@ class CanvasRecorder(Recorder):
         ids = ids[: len(ids) // self.halves]
         # All positions of the canvas count, in causal models too.
         answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
-        self.start(Sampler(), torch.ones_like(ids, dtype=torch.bool), answer)
+        content = torch.ones_like(ids, dtype=torch.bool)
+        self.start(sampler_of_pass(self.model.config, content), content, answer)
         self.step(StepPlan(0, 1, 0, (self.context, ids.shape[1]), 1), ids, self._masked(ids))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -116,7 +119,7 @@ class CanvasRecorder(Recorder):
             masked,
             torch.ones_like(masked[0]),
             prompt_length=self.context,
-            settings=settings,
+            settings={**settings, **attention_of_pass(self.model.config)},
             tokenizer=getattr(self.model, "tokenizer", None),
             model=name_of(self.model),
         )
@@ -350,14 +353,22 @@ class RecordedLikelihoods:
         """The results, one by one.
 
         Raises:
-            ValueError: a request that has no likelihood, before anything is computed.
+            ValueError: a request that has no likelihood, or a model that is scored in blocks, before anything is
+                computed.
         """
-        check_items(self.recordings.model, items, self.settings)
+        model = self.recordings.model
+        if Blocks.of(model.config) is not None:
+            raise ValueError(
+                f"likelihoods of a {type(model).__name__} are not recorded: each block is scored in a pass of its "
+                "own, which is no canvas of the request; leave record_to out, or record what it writes "
+                "(generate_until)"
+            )
+        check_items(model, items, self.settings)
         for item in items:
             directory = self.batch.directory(item.place)
             path = self.recordings.begin(directory)
             recorder = CanvasRecorder(
-                self.recordings.model,
+                model,
                 self.recordings.settings.reducers,
                 context=len(item.context),
                 halves=2 if self.settings.cfg_scale else 1,

@@ -23,6 +23,25 @@ from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
 
 
+def sampler_of_pass(config: Any, content: Bool[Tensor, "batch position"]) -> Sampler:
+    """A sampler that says of a forward pass over a canvas where its blocks or its window of masks are."""
+    sampler = Sampler()
+    sampler.block_layout, sampler.mask_window = own_blocks(config, content), mask_window_of(config)
+    return sampler
+
+
+def attention_of_pass(config: Any) -> dict[str, Any]:
+    """The settings by which a `DenoisingRun` of forward passes knows who sees whom on its canvases."""
+    found: dict[str, Any] = {}
+    if (length := getattr(config, "block_causal_length", None)) is not None:
+        found["block_causal_length"] = length
+    if attends_observed_first(config):
+        found["observed_first"] = True
+    if (window := mask_window_of(config)) is not None:
+        found["mask_window"] = window
+    return found
+
+
 class ForwardRecording:
     """The result of `record_forward`: the `Recording` of the forward passes so far, and its attributes.
 
@@ -151,9 +170,7 @@ class _ForwardRecorder(Recorder):
         masked = self._masked(ids, span) & content
         # Also of a causal model: the forward pass sees the whole canvas.
         answer = masked if not self.canvases else self._masked(self.canvases[0], span).to(ids.device) & content
-        sampler, index = Sampler(), len(self.canvases)
-        sampler.block_layout = own_blocks(self.model.config, content)
-        sampler.mask_window = mask_window_of(self.model.config)
+        sampler, index = sampler_of_pass(self.model.config, content), len(self.canvases)
         if span is not None:
             sampler.block_layout = BlockLayout(span[1] - span[0], torch.full_like(ids[:, 0], span[0]))
         self.start(sampler, content, answer)
@@ -196,15 +213,10 @@ class _ForwardRecorder(Recorder):
         assert self.content is not None
         canvases, canvas = torch.stack(self.canvases), self.computed
         masked = self._masked(canvases, canvas) & self.content.cpu()
-        length = (
-            getattr(self.model.config, "block_causal_length", None) if canvas is None else canvas[1] - canvas[0]
-        )
-        span = canvas or (None if length is None else self._span(self.content.cpu()))
-        attention: dict[str, Any] = {} if length is None else {"block_causal_length": length}
-        if attends_observed_first(self.model.config):
-            attention["observed_first"] = True
-        if (window := mask_window_of(self.model.config)) is not None:
-            attention["mask_window"] = window
+        attention = attention_of_pass(self.model.config)
+        if canvas is not None:
+            attention["block_causal_length"] = canvas[1] - canvas[0]
+        span = canvas or (self._span(self.content.cpu()) if "block_causal_length" in attention else None)
         return DenoisingRun.of_canvases(
             canvases,
             masked,

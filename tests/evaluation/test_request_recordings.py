@@ -12,11 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlm_lens as dl
+from dlm_lens.attention import MIN_VIEWERS
 from dlm_lens.evaluation import HarnessLM, RecordSettings, evaluate
 from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import attach_hooks, mask_positions, mask_top_sinks
 from dlm_lens.recording import ReceivedAttention, RecordingSet, TopKeys, ValueNorm
 from dlm_lens.testing import tiny
+from tests.adapters.test_sdlm import visible_to
 from tests.evaluation.conftest import KilledError, ask, counted, ids, killed_after, texts, words
 from tests.reference import forward64
 
@@ -111,6 +113,33 @@ class TestLikelihoods:
                 # float32 attention against float64
                 assert torch.allclose(recording.received[step, 0, layer], sums, atol=1e-5)
         assert found == HarnessLM(llada, likelihood={"method": "chain_rule"}).loglikelihood(requests)
+
+    def test_the_chain_rule_of_an_sdlm_is_recorded_with_its_window(self, tmp_path: Path) -> None:
+        model, context, answer = tiny("sdlm"), [*range(1, 10)], [11, 12, 13]
+        requests = ask("loglikelihood", (words(*context), f" {words(*answer)}"))
+        ((value, greedy),) = HarnessLM(model, record_to=tmp_path).loglikelihood(requests)
+        wanted = dl.log_likelihood(model, context, answer)
+        assert value == pytest.approx(float(wanted.value), rel=1e-5)
+        same = dl.log_likelihood(model, context, answer, "greedy_completion").is_greedy
+        assert greedy is bool(same[0])
+        recording = dl.Recording.load(tmp_path / "task/00000-0")
+        for step in range(3):
+            ids = recording.tokens[step]
+            visible = visible_to((ids[0] == model.config.mask_token_id).tolist(), 4)
+            seen = visible[0, 0].double()
+            even = (seen / seen.sum(-1, keepdim=True)).sum(0)
+            torch.testing.assert_close(recording.expected()[step, 0].double(), even, atol=1e-5, rtol=1e-5)
+            sums = forward64(model, ids, visible=visible)["pattern1"][0].sum(-2)
+            found = recording.received[step, 0, 1]
+            said = found.isfinite()
+            assert said.equal((seen.sum(0) >= MIN_VIEWERS).expand_as(said))
+            torch.testing.assert_close(found[said].double(), (sums / even)[said], atol=1e-5, rtol=1e-4)
+
+    @pytest.mark.parametrize("family", ["sdar", "wedlm", "fast_dllm_v2", "nemotron_labs_diffusion"])
+    def test_models_that_are_scored_in_blocks_are_refused(self, family: str, tmp_path: Path) -> None:
+        requests = ask("loglikelihood", (words(1, 2, 3), f" {words(4, 5)}"))
+        with pytest.raises(ValueError, match="are not recorded: each block is scored in a pass of its own"):
+            HarnessLM(tiny(family), record_to=tmp_path).loglikelihood(requests)
 
     @pytest.mark.parametrize("hooks", [(), (mask_positions(2),)], ids=["plain", "hooks"])
     def test_random_masks_are_each_a_step(self, llada: Any, hooks: Any, tmp_path: Path) -> None:
