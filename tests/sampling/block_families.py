@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.hooks import mask_top_sinks
+from dlm_lens.hooks import mask_positions, mask_top_sinks
 from dlm_lens.testing import tiny
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]]
@@ -47,6 +47,19 @@ def check_received_attention(model: Any, recording: dl.Recording, alone: Alone) 
     again = dl.received_over_steps(model, run, min_viewers=1)
     torch.testing.assert_close(again.values, received.values, equal_nan=True)
     assert recording.select(batch=1).expected()[:, 0].equal(expected[:, 1])
+
+
+def check_hook(model: Any, given: dict[str, Any], hidden64: Callable[[dl.DenoisingRun, int], Tensor]) -> None:
+    """A hook that hides position 2 acts in every step as in a network in float64; its logits of what a step sees."""
+    seen = list[Tensor]()
+
+    def keep(step: int, canvas: Tensor, logits: Tensor) -> None:
+        seen.append(logits.clone())
+
+    run = dl.denoise(model, PROMPTS[1:2], hooks=[mask_positions(2)], on_logits=keep, **given)
+    for step in range(run.steps):
+        logits = hidden64(run, step)
+        torch.testing.assert_close(seen[step][0, : len(logits)].double(), logits, atol=2e-5, rtol=2e-4)
 
 
 def check_ends(model: Any, given: dict[str, Any]) -> tuple[dl.DenoisingRun, int]:

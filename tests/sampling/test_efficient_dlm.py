@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.hooks import mask_positions
 from dlm_lens.testing import tiny
 from tests.reference import forward64
-from tests.sampling.block_families import PROMPTS, Alone, check_ends, check_hosts, check_received_attention, sharp
+from tests.sampling.block_families import (
+    PROMPTS,
+    Alone,
+    check_ends,
+    check_hook,
+    check_hosts,
+    check_received_attention,
+    sharp,
+)
 from tests.sampling.interrupted import resumed_as_unbroken
 from tests.sampling.test_likelihood_blocks import ANSWER, PROMPT
 
@@ -134,16 +141,13 @@ def test_received_attention_and_its_expectation_count_what_each_query_sees() -> 
 
 
 def test_a_hook_acts_as_in_the_row_alone() -> None:
-    model, seen = sharp("efficient_dlm"), list[Tensor]()
+    model = sharp("efficient_dlm")
 
-    def keep(step: int, canvas: Tensor, logits: Tensor) -> None:
-        seen.append(logits.clone())
-
-    run = dl.denoise(model, PROMPTS[1:2], hooks=[mask_positions(2)], on_logits=keep, **RUN)
-    for step in range(run.steps):
+    def hidden64(run: dl.DenoisingRun, step: int) -> Tensor:
         stop = run.spans[step][1]
-        logits = step64(model, run, step, 0, torch.arange(stop) != 2)["logits"][0]
-        torch.testing.assert_close(seen[step][0, :stop].double(), logits, atol=2e-5, rtol=2e-4)
+        return step64(model, run, step, 0, torch.arange(stop) != 2)["logits"][0]
+
+    check_hook(model, RUN, hidden64)
 
 
 def test_hosts_run_the_same() -> None:
