@@ -50,7 +50,7 @@ def check_received_attention(model: Any, recording: dl.Recording, alone: Alone) 
 
 
 def check_hook(model: Any, given: dict[str, Any], hidden64: Callable[[dl.DenoisingRun, int], Tensor]) -> None:
-    """A hook that hides position 2 acts in every step as in a network in float64; its logits of what a step sees."""
+    """A hook that hides position 2 acts at every step as in a network in float64, whose logits are given."""
     seen = list[Tensor]()
 
     def keep(step: int, canvas: Tensor, logits: Tensor) -> None:
