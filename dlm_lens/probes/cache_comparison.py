@@ -130,14 +130,14 @@ class CacheComparison(ShowsItself):
     @property
     def stale_keys(self) -> float:
         """The mean share of keys that are kept ones: `stale_share` under uniform attention."""
-        return float(self.stale_keys_per_step[self.from_cache].mean())
+        return float(self.stale_keys_per_step[self.from_cache].nanmean())
 
     @property
     def stale_keys_per_step(self) -> Float[Tensor, "step batch"]:
-        """The share of keys that are kept ones."""
+        """The share of keys that are kept ones; NaN after the end of a row."""
         valid, inside = self.run.attention_mask, self.run.in_span
         kept = torch.zeros_like(self.run.unmasked) if inside is None else valid & ~inside
-        return kept.sum(-1) / valid.sum(-1)
+        return (kept.sum(-1) / valid.sum(-1)).masked_fill(~self.run.running, torch.nan)
 
     def table(self) -> pd.DataFrame:
         """One line per step and row.

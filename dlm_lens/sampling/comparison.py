@@ -221,6 +221,7 @@ def _longer(run: DenoisingRun, steps: int) -> DenoisingRun:
         spans=(*run.spans, *[run.spans[-1]] * more),
         blocks=(*run.blocks, *[run.blocks[-1]] * more),
         computed=(*run.computed, *[run.computed[-1]] * more) if run.computed else (),
+        rows_ran=run.rows_ran and tuple(ran + more * (ran == run.steps) for ran in run.rows_ran),
     )
 
 

@@ -88,8 +88,8 @@ class DenoisingRun(ShowsItself):
         settings: the name of the sampler and every setting that it ran with, seeds included.
         eos_token_ids: ids that end a text.
         tokenizer: decodes `texts`; None if the model has none.
-        rows_ran: `row_steps`, in joined runs of different lengths (a recording of several batches) and in parts,
-            which do not show it; None to read them from the canvases.
+        rows_ran: `row_steps`, where the canvases do not show them: in joined runs of different lengths (a recording
+            of several batches), in parts, and where a row needed fewer steps than others; None to read them there.
         revised: which decided positions each step rewrote with another token, or opened again; in samplers that
             edit (LLaDA2.1) or renoise (uniform noise). None, which becomes all False: no step did.
         computed: with an approximate cache, the span (start, stop) of positions that each step computed; None for a
@@ -348,7 +348,9 @@ class DenoisingRun(ShowsItself):
 
         `rows_ran` where it is given. Else all of its batch, or fewer where its text ended before others': an AR row
         ends with the step that decides its first end of text. In block diffusion a row whose text has ended keeps
-        open positions; its last step is the one that decided or rewrote something last.
+        open positions; its last step is the one that decided or rewrote something last. Where the number of steps
+        depends on the tokens (thresholds, windows), a row is over when nothing of it is left to decide, as it is
+        alone; a step at which it waits for others in the middle of a run counts.
         """
         if self.rows_ran is not None:
             return torch.tensor(self.rows_ran, dtype=torch.long)

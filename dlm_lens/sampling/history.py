@@ -57,6 +57,7 @@ class History:
         self.unmasked: list[Tensor] = []
         self.revised: list[Tensor | None] = []
         self.plans: list[StepPlan] = []
+        self._needed: Tensor | None = None
 
     def start(self, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]) -> None:
         """Add the canvas that the next step sees, or the final one."""
@@ -75,6 +76,22 @@ class History:
         self.proposals.append(proposal)
         self.unmasked.append(unmasked)
         self.revised.append(revised)
+
+    def needs(self, rows: Bool[Tensor, "batch"]) -> None:
+        """Say which rows the step that began last has something to do for, in runs that leave other steps out.
+
+        Alone, a row has no step after the last of these, so that its `DenoisingRun.row_steps` end there.
+        """
+        before = torch.zeros_like(rows, dtype=torch.long) if self._needed is None else self._needed
+        self._needed = torch.where(rows, len(self.plans) + 1, before)
+
+    def state(self) -> dict[str, Tensor]:
+        """The steps that the rows needed so far, for a run that is resumed."""
+        return {} if self._needed is None else {"needed_steps": self._needed}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        self._needed = state.get("needed_steps")
 
     def cut(self, length: int) -> None:
         """Keep the first `length` positions of every canvas."""
@@ -97,11 +114,11 @@ class History:
             return torch.stack(rows).cpu().to(dtype) if rows else torch.empty(0, *shape, dtype=dtype)
 
         eos = getattr(self.model.config, "eos_token_id", None)
-        ends = [
+        stops = [
             *(eos if isinstance(eos, list | tuple) else [eos]),
             getattr(self.model.config, "eot_token_id", None),
         ]
-        return DenoisingRun(
+        run = DenoisingRun(
             canvases=stack(self.canvases[: steps + 1], torch.long),
             masked=stack(self.masked[: steps + 1], torch.bool),
             proposals=stack([p.tokens for p in self.proposals], torch.long),
@@ -114,11 +131,15 @@ class History:
             blocks=tuple(plan.block for plan in self.plans),
             computed=spans_of(self.plans),
             settings=self.settings,
-            eos_token_ids=tuple(int(i) for i in ends if i is not None),
+            eos_token_ids=tuple(int(i) for i in stops if i is not None),
             tokenizer=getattr(self.model, "tokenizer", None),
             model=name_of(self.model),
             planned=self.plans[0].total if self.plans else None,
         )
+        if self._needed is None:
+            return run
+        ends = torch.minimum(run.row_steps, self._needed.cpu())
+        return run if ends.equal(run.row_steps) else replace(run, rows_ran=tuple(ends.tolist()))
 
     def _revised(self) -> Bool[Tensor, "step batch position"] | None:
         """Which positions the steps rewrote; None: none."""

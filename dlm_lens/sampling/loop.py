@@ -59,7 +59,7 @@ def run_sampler(
     """
     plans = sampler.plans(history.prompt_length, canvas.shape[1])
     seen = {(plan.block, plan.remaining): plan.seen for plan in plans}
-    observing = RunObservers(observers, [sampler] if noise is None else [noise, sampler])
+    observing = RunObservers(observers, [*([] if noise is None else [noise]), sampler, history])
     own_forward = logits == "all" or observing.needs_full_logits
     sampler.proposes_all = observing.proposes_all
     over = resume is not None and resume.state.over
@@ -82,6 +82,8 @@ def run_sampler(
             masked = sampler.open_positions(canvas, plan.index)
             history.start(canvas, masked)
             evaluated = _evaluated(sampler, masked, plan, logits)
+            if sampler.adaptive:
+                history.needs(_evaluated(sampler, masked, plan, "needed").any(-1))
             edit = _edit_logits(on_logits, plan.index, canvas)
             given: dict[str, Any] = {"own_forward": own_forward, "grad": observing.grad, "edit": edit}
             found = network.of_step(canvas, evaluated, plan, **given)
@@ -209,6 +211,7 @@ def _resumed(resume: Resumption, history: History, noise: Stateful | None, sampl
     if noise is not None:
         noise.restore(own)
     sampler.restore(own)
+    history.restore(own)
     return resume.canvas(history)
 
 

@@ -1,7 +1,7 @@
 """A denoising run inside a trace: its steps as nnsight locations, rows of each invoke, and scanning."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dlm_lens.attention import BlockLayout, ColumnStats, RunStep
 from dlm_lens.printable import shown
-from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler, StepPlan, collecting_columns, denoise
+from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler, StepPlan, collecting_columns, denoise, part_of_run
 from dlm_lens.tracing.steps import STEP
 
 PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
@@ -30,7 +30,7 @@ class RowBatcher(Batcher):
     def narrow(self, value: Any, group: Any) -> Any:
         """The rows of a value that belong to an invoke."""
         if isinstance(value, DenoisingRun) and self.batching and group is not None:
-            return rows_of(value, slice(group[0], group[0] + group[1]))
+            return part_of_run(value, None, range(group[0], group[0] + group[1]))
         return super().narrow(value, group)
 
     def _narrow_tensor(self, tensor: Tensor, group: Any) -> Tensor:
@@ -83,24 +83,6 @@ def _alike(one: Any, other: Any) -> bool:
         return one is other or (type(one) is type(other) and bool(one == other))
     except (RuntimeError, ValueError):  # arrays, or objects that hold some
         return False
-
-
-def rows_of(run: DenoisingRun, rows: slice) -> DenoisingRun:
-    """The run of some of its rows."""
-    settings = dict(run.settings)
-    if "seeds" in settings:
-        settings["seeds"] = settings["seeds"][rows]
-    return replace(
-        run,
-        canvases=run.canvases[:, rows],
-        masked=run.masked[:, rows],
-        proposals=run.proposals[:, rows],
-        confidence=run.confidence[:, rows],
-        unmasked=run.unmasked[:, rows],
-        revised=run.revised[:, rows],
-        attention_mask=run.attention_mask[rows],
-        settings=settings,
-    )
 
 
 class Run(DenoisingRun):

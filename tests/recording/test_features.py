@@ -92,21 +92,21 @@ def test_the_last_layer_a_rerun_and_the_disk(tmp_path):
         record(model, PROMPTS, other, layers=[sae.layer], to=tmp_path / "rec", batch_size=1, **RUN)
 
 
-def test_a_row_of_which_a_step_computes_nothing_has_no_activations():
+def test_a_row_that_is_over_has_no_activations():
     model = tiny("sdar")
     sae = autoencoder(model)
     recording = record(
         model, ["w1 w2 w3 w4 w5 w6", "w7 w8 w9 w4"], [FeatureActivations(sae, (3, 7), top=2)], layers=[1],
         gen_length=8, block_length=4, stop_tokens=(),
     )  # fmt: skip
-    positions = recording.feature_positions.sum(-1)[..., 0]  # [step, batch]
-    nothing = positions == 0
-    assert bool(nothing.any())
-    assert bool((positions > 0).any(0).all())
-    assert not bool(recording.feature_count[nothing].any())
+    masked = recording.run.masked[:-1].any(-1)  # [step, batch]
+    nothing = ~masked.flip(0).cummax(0).values.flip(0)  # from some step on the shorter row has no masks
+    assert nothing.any(0).tolist() == [False, True]
+    assert bool((recording.feature_positions[~nothing].sum(-1) > 0).all())
     for name in ("feature_mean", "feature_max", "feature_top", "feature_values"):
         assert bool(getattr(recording, name)[nothing].isnan().all())
-    assert bool((recording.feature_top_position[nothing] == -1).all())
+    for name in ("feature_positions", "feature_count", "feature_top_position"):
+        assert bool((getattr(recording, name)[nothing] == -1).all())
 
 
 def test_hooks_act_before_features_are_read():

@@ -44,6 +44,7 @@ def resumed_as_unbroken(
         for name in ARRAYS:
             assert getattr(other.run, name).equal(getattr(whole.run, name)), name
         assert other.run.spans == whole.run.spans
+        assert other.run.row_steps.equal(whole.run.row_steps)
         assert other.expected().equal(whole.expected())
         found, wanted = dl.received_of(other).values, dl.received_of(whole).values
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)

@@ -96,7 +96,7 @@ def test_received_attention_and_its_expectation() -> None:
     for step in range(run.steps):
         for row in range(3):
             keep = torch.zeros(run.tokens.shape[1], dtype=torch.bool)
-            if active(run, step, row):
+            if active(run, step, row) and run.masked[step:, row].any():  # a row without masks is over
                 keep[int(run.padding[row]) : own_block(run, step, row)[1]] = True
                 widths.add((run.spans[step][1], own_block(run, step, row)[1]))
                 kept, count = alone64(model, run, step, row), int(keep.sum())

@@ -91,9 +91,10 @@ def test_the_penalty_is_chosen_by_the_error_on_the_other_half() -> None:
 
 
 def ended_after(run: dl.DenoisingRun, row: int) -> int:
-    """The number of steps after which the row changes no more, if its text ended; else all."""
+    """The number of steps after which the row changes no more, if its text ended or SDAR filled it; else all."""
     answer = run.tokens[row][run.masked[0, row] & ~run.masked[-1, row]].tolist()
-    if not bool(run.masked[-1, row].any()) or not set(answer) & set(run.eos_token_ids):
+    full = run.settings["sampler"] == "sdar" and not bool(run.masked[-1, row].any())
+    if not full and (not bool(run.masked[-1, row].any()) or not set(answer) & set(run.eos_token_ids)):
         return run.steps
     changed = [step for step in range(run.steps) if bool(run.unmasked[step, row].any())]
     return changed[-1] + 1
