@@ -3,11 +3,15 @@
 `python -m benchmarks.evaluation [--requests 64 --samples 128]`, on the CPU or on a GPU if there is one. 25 million
 parameters with random weights, a vocabulary of 32,768. Both sides give the same numbers: values to rounding, texts
 exactly. Each side runs once (its time is CPU time, or wall time with a GPU), after a few requests to warm up.
-Stop sequences are words that the random model produces in the first half of a text.
+Stop sequences are words that the random model produces in the first half of a text. `--precisions medium,bfloat16`
+adds the package with products of bfloat16 numbers, and with bfloat16 weights; how far their numbers are from the
+others' is printed.
 """
 
+import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import torch
@@ -24,6 +28,9 @@ from dlm_lens.testing import tiny
 VOCABULARY, STRATA = 32_768, 8
 """8 is the batch size of the authors' script (ML-GSAI/LLaDA, eval_llada_lm_eval.sh), and so of its draws."""
 
+
+PRECISIONS = {"medium": "products in bfloat16", "bfloat16": "weights in bfloat16"}
+"""Names of `--precisions`: of `torch.set_float32_matmul_precision`, and of `dlm_lens.load(dtype=)`."""
 
 ANSWERS = {"letters": (1, 1), "words": (1, 4), "sentences": (12, 48)}
 """Tokens of an answer: as in MMLU, in ARC, in HellaSwag or PIQA."""
@@ -111,48 +118,97 @@ def texts_one_by_one(model: Any, jobs: Sequence[Job], block: int) -> list[str]:
     return texts
 
 
-def compare_likelihood(title: str, model: Any, items: Sequence[Item], method: Any, samples: int) -> None:
-    """Time both sides and check that they agree."""
+def compare_likelihood(
+    title: str, model: Any, items: Sequence[Item], method: Any, samples: int, precisions: Sequence[str] = ()
+) -> None:
+    """Time both sides and check that they agree; say how far other precisions are."""
     settings = LikelihoodSettings(method, samples=samples, strata=STRATA if method == "mc" else None)
     loop = values_one_by_one if method == "mc" else chains_one_by_one
 
-    def ours(some: Sequence[Item]) -> list[float]:
-        answers = [answer for chunk in Likelihoods(model, settings).run(some) for answer in chunk]
+    def ours(network: Any, some: Sequence[Item]) -> list[float]:
+        answers = [answer for chunk in Likelihoods(network, settings).run(some) for answer in chunk]
         return [answer.value for answer in sorted(answers)]
 
-    mine, theirs, seconds = _both(ours, lambda some: loop(model, some, samples), items)
-    torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-4, atol=1e-3)
+    def theirs(some: Sequence[Item]) -> list[float]:
+        return loop(model, some, samples)
+
+    (wanted, mine, *others), seconds = _all(ours, theirs, model, items, precisions)
+    torch.testing.assert_close(torch.tensor(mine), torch.tensor(wanted), rtol=1e-4, atol=1e-3)
     drawn = f", {samples} samples" if method == "mc" else ""
     _print(f"{method}{drawn}, {len(items)} requests, {title}", seconds)
+    for precision, values in zip(precisions, others, strict=True):
+        away = (torch.tensor(values) - torch.tensor(wanted)).abs()
+        best = [torch.tensor(each).view(-1, 4).argmax(-1) for each in (values, wanted)]  # four answers each
+        same = int((best[0] == best[1]).sum())
+        print(
+            f"{PRECISIONS[precision]}: {away.mean():.3g} nats away on average, {away.max():.3g} at most, of "
+            f"{-sum(wanted) / len(wanted):.3g}; the most likely answer is the same for {same} of {len(best[0])} "
+            "contexts"
+        )
 
 
-def compare_generation(model: Any, count: int, length: int, block: int, stops: bool) -> None:
-    """Time both sides and check that the texts are the same."""
+def compare_generation(
+    model: Any, count: int, length: int, block: int, stops: bool, precisions: Sequence[str] = ()
+) -> None:
+    """Time both sides and count the texts that are the same."""
     jobs = jobs_of(count, length, ())
     if stops:
         jobs = jobs_of(count, length, _words_in_the_first_half(model, jobs))
 
-    def ours(some: Sequence[Job]) -> list[str]:
-        return [text.text for text in sorted(text for batch in Generator(model).run(some) for text in batch)]
+    def ours(network: Any, some: Sequence[Job]) -> list[str]:
+        return [text.text for text in sorted(text for batch in Generator(network).run(some) for text in batch)]
 
-    mine, theirs, seconds = _both(ours, lambda some: texts_one_by_one(model, some, block), jobs)
-    same = sum(a == b for a, b in zip(mine, theirs, strict=True))
-    words = sum(len(text.split()) for text in theirs) / len(theirs)
+    (wanted, mine, *others), seconds = _all(
+        ours, lambda some: texts_one_by_one(model, some, block), model, jobs, precisions
+    )
+    same = [sum(a == b for a, b in zip(texts, wanted, strict=True)) for texts in (mine, *others)]
+    words = sum(len(text.split()) for text in wanted) / len(wanted)
     ends = f"texts end after {words:.0f} on average" if stops else "no text ends early"
-    _print(f"generation of {length} tokens in blocks of {block}, {count} prompts, {ends}; {same} equal", seconds)
+    _print(f"generation of {length} tokens in blocks of {block}, {count} prompts, {ends}; {same[0]} equal", seconds)
+    for precision, equal in zip(precisions, same[1:], strict=True):
+        print(f"{PRECISIONS[precision]}: {equal} of {count} texts are equal")
 
 
-def _both(
-    ours: Callable[[Sequence[Any]], Any], theirs: Callable[[Sequence[Any]], Any], requests: Sequence[Any]
-) -> tuple[Any, Any, dict[str, float]]:
+def _all(
+    ours: Callable[[Any, Sequence[Any]], Any],
+    theirs: Callable[[Sequence[Any]], Any],
+    model: Any,
+    requests: Sequence[Any],
+    precisions: Sequence[str],
+) -> tuple[list[Any], dict[str, float]]:
+    """What the other side, this package, and this package in every precision find, and the seconds of each."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    found, seconds = [], []
-    for run in (ours, theirs):
+    found, seconds = [], {}
+    candidates = {BASELINE: theirs, "dlm_lens": lambda some: ours(model, some)}
+    for name, run in candidates.items():
         run(requests[:2])
         started = clock()
         found.append(run(requests))
-        seconds.append(clock() - started)
-    return (*found, {"one request at a time, all logits": seconds[1], "dlm_lens": seconds[0]})
+        seconds[name] = clock() - started
+    for precision in precisions:
+        with _precision(precision, model) as network:
+            ours(network, requests[:2])
+            started = clock()
+            found.append(ours(network, requests))
+            seconds[f"dlm_lens, {PRECISIONS[precision]}"] = clock() - started
+    return found, seconds
+
+
+BASELINE = "one request at a time, all logits"
+
+
+@contextmanager
+def _precision(name: str, model: Any) -> Iterator[Any]:
+    """The model that computes in a precision."""
+    if name == "bfloat16":
+        yield copy.deepcopy(model).bfloat16()
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield model
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _words_in_the_first_half(model: Any, jobs: Sequence[Job]) -> tuple[str, ...]:
@@ -166,9 +222,9 @@ def _words_in_the_first_half(model: Any, jobs: Sequence[Job]) -> tuple[str, ...]
 
 
 def _print(title: str, seconds: dict[str, float]) -> None:
-    print_table(f"{title}; {machine()}", seconds, "one request at a time, all logits")
-    theirs, ours = seconds.values()
-    print(f"\n{theirs / ours:.1f} times the throughput", flush=True)
+    print_table(f"{title}; {machine()}", seconds, BASELINE)
+    times = ", ".join(f"{seconds[BASELINE] / value:.1f}" for name, value in seconds.items() if name != BASELINE)
+    print(f"\n{times} times the throughput", flush=True)
 
 
 def main(
@@ -181,6 +237,7 @@ def main(
     kinds: Annotated[str, typer.Option(help="Kinds of answers that are also measured alone.")] = ",".join(ANSWERS),
     methods: Annotated[str, typer.Option(help="Methods of the mix.")] = "mc,chain_rule",
     ends: Annotated[str, typer.Option(help="Whether texts end early: early, never.")] = "early,never",
+    precisions: Annotated[str, typer.Option(help="Other precisions: medium, bfloat16.")] = "",
 ) -> None:
     """Time likelihoods by both methods, and generation with and without stop sequences; 0 leaves a part out."""
     torch.set_num_threads(threads)
@@ -191,15 +248,16 @@ def main(
     )  # fmt: skip
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters")
+    others = precisions.split(",") if precisions else []
     for end in ends.split(",") if prompts else ():
-        compare_generation(model, prompts, length, block, end == "early")
+        compare_generation(model, prompts, length, block, end == "early", others)
     if not requests:
         return
     mixed, title = items_of(requests, ["letters", "words", "sentences"]), "a third letters, words, sentences"
     for method in methods.split(","):
-        compare_likelihood(title, model, mixed, method, samples)
+        compare_likelihood(title, model, mixed, method, samples, others)
     for kind in kinds.split(",") if kinds else ():
-        compare_likelihood(f"all {kind}", model, items_of(min(requests, 16), [kind]), "mc", samples)
+        compare_likelihood(f"all {kind}", model, items_of(min(requests, 16), [kind]), "mc", samples, others)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ POSITIONS = {"cpu": 1024, "cuda": 8192}
 """Canvas positions of one forward, where the caller gives no number of canvases. More only costs memory."""
 LOGITS = 2**26
 """Logits of one forward, in the same case: 256 MiB in float32."""
+HEAD_ROWS, LOSS_ROWS = 128, 16
+"""On a CPU the positions of one product with the head, and of one loss of its logits. Memory of this size is used again;
+new memory for all logits takes longer than the passes over them."""
 
 
 Loss = Callable[
@@ -160,8 +163,8 @@ class Scorer:
         first = first if self.blocks.from_text else first + prompt.sum(-1)
         return BlockLayout(self.blocks.length, first, "whole" if self.blocks.whole_prompt else "blocks")
 
-    def logits(self, batch: Batch, rows: Sequence[Query]) -> Float[Tensor, "scored d_vocab"]:
-        """Logits of the scored positions of a batch.
+    def logits(self, batch: Batch, rows: Sequence[Query]) -> Iterator[tuple[int, Float[Tensor, "piece d_vocab"]]]:
+        """Logits of the scored positions of a batch, some at a time, and how many positions are before them.
 
         Raises:
             NonFiniteLogitsError: naming the item and the position.
@@ -170,9 +173,14 @@ class Scorer:
         if rows[0].sigma is not None and takes_noise_level(self.model):
             sigma = torch.tensor([row.sigma for row in rows], dtype=torch.float32, device=batch.canvas.device)
             network.inputs["sigma"] = sigma.repeat(2 if self.cfg_scale else 1)
-        logits = decodable(network.at(batch.canvas, batch.scored), self.model.config)
-        check_items(logits, batch.scored, batch.content, rows)
-        return logits
+        states, first = network.states(batch.canvas, batch.scored), 0
+        on_cpu = states.device.type == "cpu"
+        for part in states.split(HEAD_ROWS if on_cpu else states.shape[1], 1):
+            logits = decodable(network.head(part), self.model.config)
+            check_items(logits, batch.scored, batch.content, rows, first)
+            for piece in logits.split(LOSS_ROWS if on_cpu else len(logits)):
+                yield first, piece
+                first += len(piece)
 
     def _fits(self, rows: int, width: int, scored: int, shortest: int) -> bool:
         if self.batch_size is not None:
@@ -187,13 +195,15 @@ class Scorer:
 
     def _evaluate(self, rows: Sequence[Row]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
         batch = assemble(self.model, rows)
-        logits = self.logits(batch, rows)
         where, targets = _scored_tokens(rows)
-        # With a device map the head may be on another device than the embedding.
-        found = self.loss(logits.float(), where.to(logits.device), targets.to(logits.device))
+        found = torch.empty(len(where), dtype=torch.float64)
+        for first, logits in self.logits(batch, rows):
+            here = ((where >= first) & (where < first + len(logits))).nonzero()[:, 0]
+            # With a device map the head may be on another device than the embedding.
+            given = ((where[here] - first).to(logits.device), targets[here].to(logits.device))
+            found[here] = self.loss(logits.float(), *given).double().cpu()
         queries = [query for row in rows for query in row.queries]
-        losses = found.double().cpu().split([int(query.scored.sum()) for query in queries])
-        yield from zip(queries, losses, strict=True)
+        yield from zip(queries, found.split([int(query.scored.sum()) for query in queries]), strict=True)
 
 
 def decodable(logits: Float[Tensor, "n d_vocab"], config: Any) -> Float[Tensor, "n d_vocab"]:
@@ -237,15 +247,16 @@ def check_items(
     scored: Bool[Tensor, "row position"],
     content: Bool[Tensor, "row position"],
     queries: Sequence[Query],
+    first: int = 0,
 ) -> None:
-    """Raise if a row has no finite largest logit.
+    """Raise if a row has no finite largest logit; the rows are those of the scored positions from `first` on.
 
     Raises:
         NonFiniteLogitsError: naming the item and the position in its text.
     """
     bad = ~logits.amax(-1).isfinite()
     if bool(bad.any()):
-        row, position = scored.nonzero()[int(bad.nonzero()[0, 0])].tolist()
+        row, position = scored.nonzero()[first + int(bad.nonzero()[0, 0])].tolist()
         position -= int((~content[row]).sum())
         raise NonFiniteLogitsError(f"item {queries[row].item}: the logits of position {position}")
 

@@ -97,14 +97,14 @@ class UniformScorer(Scorer):
         """Every query with the losses of its scored tokens (float64), batch by batch."""
         for rows in self.batches(queries):
             batch = assemble(self.model, rows)
-            logits = self.logits(batch, rows)
-            seen, tokens = (part[batch.scored].to(logits.device) for part in (batch.canvas, batch.tokens))
             counts = [int(query.scored.sum()) for query in rows]
             levels = [query.alpha for query in rows if isinstance(query, NoisyQuery)]
             alpha = torch.tensor(levels, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
-            given = (logits, seen, tokens, alpha.to(logits.device))
-            parts = zip(*(part.split(max(1, ENTRIES // logits.shape[-1])) for part in given), strict=True)
-            found = [nelbo(part.float().log_softmax(-1), *others) for part, *others in parts]
+            known, found = (batch.canvas[batch.scored], batch.tokens[batch.scored], alpha), list[Tensor]()
+            for first, logits in self.logits(batch, rows):
+                given = (logits, *(part[first : first + len(logits)].to(logits.device) for part in known))
+                parts = zip(*(part.split(max(1, ENTRIES // logits.shape[-1])) for part in given), strict=True)
+                found += [nelbo(part.float().log_softmax(-1), *others) for part, *others in parts]
             yield from zip(rows, torch.cat(found).cpu().split(counts), strict=True)
 
 
