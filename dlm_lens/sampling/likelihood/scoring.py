@@ -24,8 +24,8 @@ POSITIONS = {"cpu": 1024, "cuda": 8192}
 LOGITS = 2**26
 """Logits of one forward, in the same case: 256 MiB in float32."""
 HEAD_ROWS, LOSS_ROWS = 128, 16
-"""On a CPU the positions of one product with the head, and of one loss of its logits. Memory of this size is used again;
-new memory for all logits takes longer than the passes over them."""
+"""On a CPU the positions of one product with the head, and of one loss of its logits: memory of this size is used
+again, and new memory for all logits takes longer than the passes over them."""
 
 
 Loss = Callable[
