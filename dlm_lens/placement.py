@@ -24,6 +24,16 @@ def emulates_bfloat16() -> bool:
     return known.get("architecture") == "x86_64" and not (known["avx512_bf16"] or known["amx_bf16"])
 
 
+def float32_products(device: torch.device) -> str:
+    """In what torch multiplies float32 matrices on a device: "float32", or "tf32" or "bf16" where it was told to.
+
+    `torch.set_float32_matmul_precision` and `torch.backends` tell it.
+    """
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    found = str(backend.matmul.fp32_precision)
+    return "float32" if found in ("none", "ieee") else found
+
+
 def execution_device(module: nn.Module) -> torch.device:
     """The device on which a module computes; the weights of an offloaded module are elsewhere.
 

@@ -22,6 +22,7 @@ from dlm_lens.files.sealed_json import (
     sealed,
     unsealed,
 )
+from dlm_lens.placement import float32_products, input_device
 from dlm_lens.recording.model_identity import config_fields, weights_digest
 
 logger = logging.getLogger(__name__)
@@ -225,7 +226,12 @@ def _with_infinities(answer: Any) -> Any:
 
 
 def fingerprint(model: Any) -> str:
-    """A digest of a model: its config, and the dtype and every entry of every weight (`weights_digest`)."""
+    """A digest of a model: its config, and the dtype and every entry of every weight (`weights_digest`).
+
+    Where torch does not multiply float32 matrices in float32, that it does not.
+    """
     dtypes = sorted((name, str(weight.dtype)) for name, weight in model.named_parameters())
     about = f"{sorted(config_fields(model.config).items())} {dtypes} {weights_digest(model)}"
+    products = float32_products(input_device(model))
+    about += "" if products == "float32" else f" products in {products}"
     return hashlib.sha256(about.encode()).hexdigest()[:16]

@@ -13,7 +13,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from dlm_lens.adapters import family_of
-from dlm_lens.placement import dequantised, named_weights
+from dlm_lens.placement import dequantised, float32_products, input_device, named_weights
 
 SPAN = 2**16
 """32-bit words that go into one sum of the digest."""
@@ -41,10 +41,12 @@ def request_of_model(model: Any, settings: Mapping[str, Any]) -> dict[str, dict[
         settings: that were given to `denoise`.
 
     Returns:
-        `config`, the fields of the model's config; `defaults`, its sampler and the settings that were not given.
+        `config`, the fields of the model's config; `defaults`, its sampler, the settings that were not given, and
+        `float32_products`.
     """
     config, sampler = model.config, family_of(model.config.model_type).sampler_of(model.config)
     own = {name: repr(value) for name, value in model.sampler_defaults.items() if settings.get(name) is None}
+    own["float32 products"] = float32_products(input_device(model))
     return {
         "config": {name: text for name, text in config_fields(config).items() if name not in ELSEWHERE},
         "defaults": {"sampler": repr(sampler), **own},

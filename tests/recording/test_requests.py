@@ -176,6 +176,22 @@ def test_other_defaults_or_another_config_do_not_get_the_recording(
         record(model, PROMPTS, to=tmp_path, **settings)
 
 
+def test_a_recording_is_not_continued_with_other_products(tmp_path: Path) -> None:
+    settings = {"steps": 2, "gen_length": 4}
+    record(tiny("llada"), PROMPTS, to=tmp_path, **settings)
+    of_evaluation = fingerprint(tiny("llada"))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(ValueError, match="defaults float32 products = 'float32', and now it is 'bf16'"):
+            record(tiny("llada"), PROMPTS, to=tmp_path, **settings)
+        assert fingerprint(tiny("llada")) != of_evaluation
+    finally:
+        torch.set_float32_matmul_precision(before)
+    record(tiny("llada"), PROMPTS, to=tmp_path, **settings)
+    assert fingerprint(tiny("llada")) == of_evaluation
+
+
 def test_defaults_that_are_not_used_and_headers_of_earlier_versions_stop_nothing(tmp_path: Path) -> None:
     model = tiny("llada")
     expected = record(model, PROMPTS, to=tmp_path, steps=2, gen_length=4, temperature=0.0)
