@@ -7,123 +7,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Int
-from torch import Tensor, nn
-
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import decoder_of, listening
+from dlm_lens.attention import attends_observed_first
+from dlm_lens.evaluation.canvas_recorder import CanvasRecorder
 from dlm_lens.evaluation.generation_requests import Job, Text, cut, end_ids
 from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods, check_items
 from dlm_lens.evaluation.responses import Responses
 from dlm_lens.evaluation.settings import LikelihoodSettings, read_settings
 from dlm_lens.files.locks import held
 from dlm_lens.files.sealed_json import Document, fitted
-from dlm_lens.recording import Recorder, Recording
-from dlm_lens.recording.forward_recording import attention_of_pass, sampler_of_pass
+from dlm_lens.recording import Recorder
 from dlm_lens.recording.record_runs import DEFAULT, stored_batch
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.recording.reducer_registry import parse_reducers
 from dlm_lens.recording.storage import save_recording
 from dlm_lens.recording.storing_recorder import StoringRecorder
-from dlm_lens.sampling import DenoisingRun, StepPlan
 from dlm_lens.sampling.likelihood.estimates import likelihood_method
 from dlm_lens.sampling.two_copies import Blocks
-
-
-class CanvasRecorder(Recorder):
-    """Records the forward passes of one request's likelihood; every canvas is a step of the Recording.
-
-    Under guidance only conditional canvases are recorded. The prompt is the context and the answer is the
-    continuation, whichever positions are masked.
-
-    Args:
-        model, reducers, layers, dtype: as for `Recorder`.
-        context: number of positions of the context.
-        halves: 2 under guidance, else 1.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        reducers: Sequence[Any],
-        *,
-        context: int,
-        halves: int = 1,
-        layers: Sequence[int] | None = None,
-        dtype: Storage = "float32",
-    ) -> None:
-        super().__init__(model, reducers, layers=layers, dtype=dtype)
-        self.context, self.halves = context, halves
-        self._canvases: list[Int[Tensor, "canvas position"]] = []
-        self._parts: list[dict[str, Tensor]] = []
-
-    @contextmanager
-    def listening(self, model: Any) -> Iterator[None]:
-        """Record the forward passes in this context."""
-        decoder: nn.Module = decoder_of(model)
-        with listening(model):
-            handles = [
-                decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-                decoder.register_forward_hook(self._after),
-            ]
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-                self.close()
-
-    @property
-    def canvases(self) -> int:
-        """The number of canvases so far."""
-        return sum(map(len, self._canvases))
-
-    def canvases_of(self, settings: Mapping[str, Any]) -> Recording:
-        """The canvases so far (at least one) as the steps of a Recording, the most masked first."""
-        canvases, arrays = torch.cat(self._canvases), {}
-        order = self._masked(canvases).sum(-1).argsort(descending=True, stable=True)
-        for name in self._parts[0]:
-            arrays[name] = torch.cat([part[name] for part in self._parts])[order, None]
-        canvases = canvases[order]
-        run = self._run(canvases[:, None], settings)
-        answer = torch.arange(canvases.shape[1])[None] >= self.context
-        return replace(self.described(run, arrays), answer=answer)
-
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Start a step, before the decoder's forward pass."""
-        ids: Int[Tensor, "row position"] = args[0] if args else kwargs["input_ids"]
-        ids = ids[: len(ids) // self.halves]
-        # All positions of the canvas count, in causal models too.
-        answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
-        content = torch.ones_like(ids, dtype=torch.bool)
-        self.start(sampler_of_pass(self.model.config, content), content, answer)
-        self.step(StepPlan(0, 1, 0, (self.context, ids.shape[1]), 1), ids, self._masked(ids))
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Finish the step, after the decoder's forward pass."""
-        assert self.now is not None
-        self._parts.append(self.step_arrays())
-        self._canvases.append(self.now.tokens.detach().cpu())
-        self.close()
-
-    def _masked(self, ids: Int[Tensor, "*run position"]) -> Bool[Tensor, "*run position"]:
-        mask_id = getattr(self.model.config, "mask_token_id", None)
-        return torch.zeros_like(ids, dtype=torch.bool) if mask_id is None else ids == mask_id
-
-    def _run(self, canvases: Int[Tensor, "step batch position"], settings: Mapping[str, Any]) -> DenoisingRun:
-        masked = self._masked(canvases)
-        return DenoisingRun.of_canvases(
-            canvases,
-            masked,
-            torch.ones_like(masked[0]),
-            prompt_length=self.context,
-            settings={**settings, **attention_of_pass(self.model.config)},
-            tokenizer=getattr(self.model, "tokenizer", None),
-            model=name_of(self.model),
-        )
-
 
 INDEX = "requests.jsonl"
 """The index file in the directory of the recordings: every recorded request with its recordings and answer."""
@@ -357,10 +257,10 @@ class RecordedLikelihoods:
                 computed.
         """
         model = self.recordings.model
-        if Blocks.of(model.config) is not None:
+        if Blocks.of(model.config) is not None and attends_observed_first(model.config):
             raise ValueError(
                 f"likelihoods of a {type(model).__name__} are not recorded: each block is scored in a pass of its "
-                "own, which is no canvas of the request; leave record_to out, or record what it writes "
+                "own, in which observed tokens come first; leave record_to out, or record what it writes "
                 "(generate_until)"
             )
         check_items(model, items, self.settings)
@@ -371,6 +271,7 @@ class RecordedLikelihoods:
                 model,
                 self.recordings.settings.reducers,
                 context=len(item.context),
+                length=len(item.context) + len(item.continuation),
                 halves=2 if self.settings.cfg_scale else 1,
                 **self.recordings.options,
             )

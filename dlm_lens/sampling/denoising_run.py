@@ -222,7 +222,8 @@ class DenoisingRun(ShowsItself):
     @property
     def attention_blocks(self) -> BlockLayout | None:
         """Where the blocks of block causal attention are in every row; None in all other runs."""
-        algorithm = algorithms().get(str(self.settings.get("sampler")))
+        # Likelihoods of a model that is scored in blocks name the sampler whose blocks they have.
+        algorithm = algorithms().get(str(self.settings.get("blocks_of") or self.settings.get("sampler")))
         if (own := self.settings.get("block_causal_length")) is not None:
             # Blocks of the network are counted from the text, the canvas beside an encoder from the prompt's end.
             beside = bool(self.computed)

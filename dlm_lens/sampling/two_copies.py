@@ -215,13 +215,20 @@ class TwoCopyLogits(CanvasLogits):
     def _block_by_block(
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
     ) -> Float[Tensor, "half needed d_model"]:
-        """A pass for each block with a needed position: over x_0 before it, x_t in it, and nothing after it."""
-        length, (blocks, content) = canvas.shape[1], self._repeated()
-        rows, order = self._rows(canvas).expand_as(canvas), needed.flatten().cumsum(0).view(needed.shape) - 1
+        """A pass for each block, over x_0 before it, x_t in it, and nothing after it.
+
+        It has the rows that need a position of the block.
+        """
+        length, order = canvas.shape[1], needed.flatten().cumsum(0).view(needed.shape) - 1
         parts, places = list[Tensor](), list[Tensor]()
         for number in self.blocks[needed].unique().tolist():
-            stop = int((self.blocks <= number).any(0).nonzero().max()) + 1
-            shown = self._halves(torch.where(self.blocks < number, self.clean, canvas))
+            chosen = needed & (self.blocks == number)
+            some = chosen.any(-1)
+            stop = int((self.blocks[some] <= number).any(0).nonzero().max()) + 1
+            both = self._halves(torch.where(self.blocks < number, self.clean, canvas))
+            shown, blocks, content = (
+                part[some.repeat(len(part) // len(some))] for part in (both, *self._repeated())
+            )
             copies = visible_in_copies(blocks, **attention_in_copies(self.model.config, shown))
             of_noisy, of_clean = copies[:, :length].unflatten(2, (2, length)).any(2), copies[:, length:, length:]
             seen = content & (blocks <= number)
@@ -233,9 +240,8 @@ class TwoCopyLogits(CanvasLogits):
                 position_ids=position_ids(content)[:, :stop],
                 use_cache=False,
             ).last_hidden_state.to(canvas.device)
-            chosen = needed & (self.blocks == number)
-            halves = states.reshape(-1, len(canvas), stop, states.shape[-1])
-            parts.append(halves[:, rows[chosen], (self.outputs % length)[chosen]])
+            halves, (row, _) = states.reshape(-1, int(some.sum()), stop, states.shape[-1]), chosen[some].nonzero().T
+            parts.append(halves[:, row, (self.outputs % length)[chosen]])
             places.append(order[chosen])
         wanted: Tensor = torch.cat(parts, 1)[:, torch.cat(places).argsort()]
         return wanted

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlm_lens as dl
@@ -21,6 +22,7 @@ from dlm_lens.testing import tiny
 from tests.adapters.test_sdlm import visible_to
 from tests.evaluation.conftest import KilledError, ask, counted, ids, killed_after, texts, words
 from tests.reference import forward64
+from tests.sampling.test_likelihood_blocks import block_model, blocks_of_4, causal_context, whole_prompt
 
 WITHOUT_MASKS = (ReceivedAttention(("all", "unmasked", "prompt", "block"), min_viewers=1), ValueNorm())
 
@@ -135,11 +137,63 @@ class TestLikelihoods:
             assert said.equal((seen.sum(0) >= MIN_VIEWERS).expand_as(said))
             torch.testing.assert_close(found[said].double(), (sums / even)[said], atol=1e-5, rtol=1e-4)
 
-    @pytest.mark.parametrize("family", ["sdar", "wedlm", "fast_dllm_v2", "nemotron_labs_diffusion"])
-    def test_models_that_are_scored_in_blocks_are_refused(self, family: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("hooks", [(), (mask_positions(1),)], ids=["plain", "hooks"])
+    @pytest.mark.parametrize("method", ["chain_rule", "mc", "greedy_completion"])
+    @pytest.mark.parametrize(
+        ("family", "sees"),
+        [
+            ("a2d_qwen3", blocks_of_4),
+            ("nemotron_labs_diffusion", causal_context),
+            ("efficient_dlm", whole_prompt),
+            ("sdar", lambda query, key, start: key // 4 <= query // 4),
+        ],
+    )
+    def test_a_model_that_is_scored_in_blocks_has_a_step_for_each(
+        self, family: str, sees: Any, method: str, hooks: Any, tmp_path: Path
+    ) -> None:
+        """Blocks of 4 after a prompt of 3, or (SDAR) from its first token, against float64 with what each sees."""
+        model = block_model() if family == "a2d_qwen3" else tiny(family)
+        model.config.sampler_defaults = {"block_length": 4}
+        text, mask = torch.tensor([5, 9, 11, 12, 13, 14, 15, 16, 17]), model.config.mask_token_id
+        requests = ask("loglikelihood", (words(*text[:3].tolist()), f" {words(*text[3:].tolist())}"))
+        reducers = [ReceivedAttention(("all", "masked", "block"), min_viewers=1)]
+        settings = {"method": method, **({"samples": 8} if method == "mc" else {})}
+        lm = HarnessLM(model, likelihood=settings, hooks=hooks, record=reducers, record_to=tmp_path)
+        ((value, _),) = lm.loglikelihood(requests)
+        ((plain, _),) = HarnessLM(model, likelihood=settings, hooks=hooks).loglikelihood(requests)
+        assert value == pytest.approx(plain, rel=1e-5)
+        recording = dl.Recording.load(tmp_path / "task/00000-0")
+        run, spans = recording.run, [(0, 4), (4, 8), (8, 9)] if family == "sdar" else [(3, 7), (7, 9)]
+        assert {*run.spans} == {*spans}
+        assert run.blocks == tuple(map(spans.index, run.spans))
+        if method == "chain_rule":
+            assert run.masked[:-1, 0].sum(-1).tolist() == [6, 5, 4, 3, 2, 1]
+        for step, (start, stop) in enumerate(run.spans):
+            ids = run.canvases[step, 0, :stop]
+            assert (run.canvases[step, 0, stop:] == mask).all()
+            if method != "greedy_completion":
+                assert ids[ids != mask].equal(text[:stop][ids != mask])
+            seen = torch.tensor([[sees(q, k, start) for k in range(stop)] for q in range(stop)])
+            hidden = seen & (torch.arange(stop) != 1) if hooks else seen
+            kept = forward64(model, ids[None], visible=hidden[None, None])
+            classes = {"all": torch.ones_like(ids) > 0, "masked": ids == mask, "block": torch.arange(stop) >= start}
+            for name, queries in classes.items():
+                even = (seen[queries].double() / seen[queries].sum(-1, keepdim=True)).sum(0)
+                expected = recording.expected(name)[step, 0]
+                torch.testing.assert_close(expected[:stop].double(), even, atol=1e-5, rtol=1e-5)
+                assert not expected[stop:].any()
+                found = (recording.received if name == "all" else getattr(recording, f"received_{name}"))[step, 0]
+                said = even > 0
+                assert found.isfinite().equal(pad(said, (0, 9 - stop)).expand_as(found))
+                for layer in range(2):
+                    sums = kept[f"pattern{layer}"][0][:, queries].sum(-2)
+                    got = found[layer][:, :stop][:, said].double() * even[said]
+                    torch.testing.assert_close(got, sums[:, said], atol=1e-5, rtol=1e-4)
+
+    def test_a_model_that_is_scored_with_observed_tokens_first_is_refused(self, tmp_path: Path) -> None:
         requests = ask("loglikelihood", (words(1, 2, 3), f" {words(4, 5)}"))
         with pytest.raises(ValueError, match="are not recorded: each block is scored in a pass of its own"):
-            HarnessLM(tiny(family), record_to=tmp_path).loglikelihood(requests)
+            HarnessLM(tiny("wedlm"), record_to=tmp_path).loglikelihood(requests)
 
     @pytest.mark.parametrize("hooks", [(), (mask_positions(2),)], ids=["plain", "hooks"])
     def test_random_masks_are_each_a_step(self, llada: Any, hooks: Any, tmp_path: Path) -> None:

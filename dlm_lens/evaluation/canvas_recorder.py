@@ -1,0 +1,198 @@
+"""`CanvasRecorder`: records the forward passes of one request's likelihood, a canvas or a block of it each."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from dlm_lens.adapters import family_of
+from dlm_lens.adapters.model_names import name_of
+from dlm_lens.attention import BlockLayout, decoder_of, listening
+from dlm_lens.recording import Recorder, Recording
+from dlm_lens.recording.arrays import widened
+from dlm_lens.recording.forward_recording import attention_of_pass, sampler_of_pass
+from dlm_lens.recording.recorder import Storage
+from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
+from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.two_copies import Blocks
+
+
+@dataclass(frozen=True)
+class BlocksOfText:
+    """The blocks of a text whose likelihood is computed block by block.
+
+    Args:
+        name: of the sampler that decodes such blocks.
+        length: positions of a block.
+        context: positions before the continuation.
+        positions: of the text.
+    """
+
+    name: str
+    length: int
+    context: int
+    positions: int
+
+    @classmethod
+    def of(cls, config: Any, context: int, positions: int) -> "BlocksOfText | None":
+        """Those of a model; None if it is not scored in blocks."""
+        blocks = Blocks.of(config)
+        return (
+            None
+            if blocks is None
+            else cls(family_of(config.model_type).sampler_of(config), blocks.length, context, positions)
+        )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """By which a `DenoisingRun` knows them."""
+        return {"blocks_of": self.name, "block_length": self.length}
+
+    def layout(self, content: Bool[Tensor, "batch position"]) -> BlockLayout:
+        """Where they are in the rows of a pass."""
+        found: BlockLayout = algorithms()[self.name].sampler.block_layout_of(self.length, content, self.context)
+        return found
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """Of the blocks that hold positions of the continuation."""
+        one = torch.ones(1, self.positions, dtype=torch.bool)
+        return self.layout(one).spans(self.context, self.positions)
+
+    def plan(self, masked: Bool[Tensor, "row position"]) -> StepPlan:
+        """The step of a pass that sees these positions: its block is the first one with masks."""
+        place = int(masked[0].byte().argmax())
+        number = next(number for number, (_, stop) in enumerate(self.spans) if place < stop)
+        return StepPlan(0, 1, number, self.spans[number], 1, seen=masked.shape[1])
+
+    def sampler(self, content: Bool[Tensor, "batch position"]) -> Sampler:
+        """Which says of the pass where its blocks are."""
+        sampler = Sampler()
+        sampler.block_layout = self.layout(content)
+        return sampler
+
+
+class CanvasRecorder(Recorder):
+    """Records the forward passes of one request's likelihood; every canvas is a step of the Recording.
+
+    Under guidance only conditional canvases are recorded. The prompt is the context and the answer is the
+    continuation, whichever positions are masked. Of a model that is scored in blocks a step is a block: what its
+    pass sees of the canvas, with masks after it, as in a run.
+
+    Args:
+        model, reducers, layers, dtype: as for `Recorder`.
+        context: number of positions of the context.
+        length: positions of context and continuation.
+        halves: 2 under guidance, else 1.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reducers: Sequence[Any],
+        *,
+        context: int,
+        length: int,
+        halves: int = 1,
+        layers: Sequence[int] | None = None,
+        dtype: Storage = "float32",
+    ) -> None:
+        super().__init__(model, reducers, layers=layers, dtype=dtype)
+        self.context, self.length, self.halves = context, length, halves
+        self.blocks = BlocksOfText.of(model.config, context, length)
+        self._canvases: list[Int[Tensor, "canvas position"]] = []
+        self._parts: list[dict[str, Tensor]] = []
+        self._numbers: list[int] = []
+
+    @contextmanager
+    def listening(self, model: Any) -> Iterator[None]:
+        """Record the forward passes in this context."""
+        decoder: nn.Module = decoder_of(model)
+        with listening(model):
+            handles = [
+                decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+                decoder.register_forward_hook(self._after),
+            ]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+                self.close()
+
+    @property
+    def canvases(self) -> int:
+        """The number of canvases so far."""
+        return sum(map(len, self._canvases))
+
+    def canvases_of(self, settings: Mapping[str, Any]) -> Recording:
+        """The canvases so far (at least one) as the steps of a Recording, the most masked first."""
+        canvases, arrays = torch.cat(self._canvases), {}
+        order = self._masked(canvases).sum(-1).argsort(descending=True, stable=True)
+        queries = canvases.shape[1]
+        sizes = {"key": queries + self.layout.count, "query": queries}
+        for spec in self.arrays.specs:
+            parts = [widened(part[spec.name], spec.dims[1:], sizes) for part in self._parts]
+            arrays[spec.name] = torch.cat(parts)[order, None]
+        canvases, numbers = canvases[order], [self._numbers[place] for place in order.tolist()]
+        run = self._run(canvases[:, None], numbers, settings)
+        answer = torch.arange(canvases.shape[1])[None] >= self.context
+        return replace(self.described(run, arrays), answer=answer)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Start a step, before the decoder's forward pass."""
+        ids: Int[Tensor, "row position"] = args[0] if args else kwargs["input_ids"]
+        ids = ids[: len(ids) // self.halves]
+        if self.blocks is None:
+            # All positions of the canvas count, in causal models too.
+            plan, content = (
+                StepPlan(0, 1, 0, (self.context, ids.shape[1]), 1),
+                torch.ones_like(ids, dtype=torch.bool),
+            )
+            sampler = sampler_of_pass(self.model.config, content)
+        else:
+            plan = self.blocks.plan(self._masked(ids))
+            ids = pad(ids, (0, self.length - ids.shape[1]), value=self.model.config.mask_token_id)
+            content = torch.ones_like(ids, dtype=torch.bool)
+            sampler = self.blocks.sampler(content)
+        answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
+        self._numbers += [plan.block] * len(ids)
+        self.start(sampler, content, answer)
+        self.step(plan, ids, self._masked(ids))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Finish the step, after the decoder's forward pass."""
+        assert self.now is not None
+        self._parts.append(self.step_arrays())
+        ids = self.now.tokens.detach().cpu()
+        if self.blocks is not None:
+            ids = pad(ids, (0, self.length - ids.shape[1]), value=self.model.config.mask_token_id)
+        self._canvases.append(ids)
+        self.close()
+
+    def _masked(self, ids: Int[Tensor, "*run position"]) -> Bool[Tensor, "*run position"]:
+        mask_id = getattr(self.model.config, "mask_token_id", None)
+        return torch.zeros_like(ids, dtype=torch.bool) if mask_id is None else ids == mask_id
+
+    def _run(
+        self, canvases: Int[Tensor, "step batch position"], numbers: Sequence[int], settings: Mapping[str, Any]
+    ) -> DenoisingRun:
+        masked = self._masked(canvases)
+        own = attention_of_pass(self.model.config) if self.blocks is None else self.blocks.settings
+        return DenoisingRun.of_canvases(
+            canvases,
+            masked,
+            torch.ones_like(masked[0]),
+            prompt_length=self.context,
+            settings={**settings, **own},
+            spans=None if self.blocks is None else [self.blocks.spans[number] for number in numbers],
+            blocks=numbers,
+            tokenizer=getattr(self.model, "tokenizer", None),
+            model=name_of(self.model),
+        )
