@@ -15,7 +15,7 @@ from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import decoder_of
 from dlm_lens.sampling.kept_keys import empty_cache, keeps_keys
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items
+from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items, logits_in_pieces
 from dlm_lens.sampling.network import NonFiniteLogitsError, network_inputs
 from dlm_lens.sampling.prompts import padding_id
 
@@ -69,9 +69,15 @@ def _prompt(number: int, pair: Pair) -> Query:
 
 def _whole_texts(scorer: Scorer, queries: Sequence[Query]) -> Iterator[Scored]:
     batch = assemble(scorer.model, queries)
-    logits = scorer.network(batch.content, batch.prompt).at(batch.canvas, batch.scored)
-    check_items(logits, batch.scored, batch.content, queries)
-    losses, greedy = _compare(logits, batch.tokens[batch.scored])
+    network = scorer.network(batch.content, batch.prompt)
+
+    def checked(first: int, states: Float[Tensor, "half piece d_model"]) -> Float[Tensor, "piece d_vocab"]:
+        logits = network.head(states)
+        check_items(logits, batch.scored, batch.content, queries, first)
+        return logits
+
+    found = logits_in_pieces(checked, network.states(batch.canvas, batch.scored))
+    losses, greedy = _compare(found, batch.tokens[batch.scored])
     sizes = [len(query.pair.answer) for query in queries]
     for query, *parts in zip(queries, losses.split(sizes), greedy.split(sizes), strict=True):
         yield Scored(query.item, *parts)
@@ -86,7 +92,7 @@ def _after_prompts(scorer: Scorer, prompts: Sequence[Query], answers: Sequence[_
     states = decoder_of(model)(input_ids=batch.canvas, **network_inputs(batch.content) | kept).last_hidden_state
     logits = head_logits(model, states[:, -1])
     first = torch.tensor([int(answer.pair.answer[0]) for answer in answers], device=logits.device)
-    begun = _compare(logits[[answer.row for answer in answers]], first)
+    begun = _compare([(0, logits[[answer.row for answer in answers]])], first)
     rest: dict[int, tuple[Tensor, Tensor]] = {}
     # A query for each answer with the width of its prompt's row: the cache takes as much memory as a pass.
     width = batch.canvas.shape[1]
@@ -132,9 +138,8 @@ def _continued(
     inputs |= {"use_cache": True, "past_key_values": _rows_of(cache, rows, model)}
     states = decoder_of(model)(input_ids=ids.to(device), **inputs).last_hidden_state
     written = span.to(states.device) < torch.tensor(sizes, device=states.device)[:, None]
-    losses, greedy = _compare(
-        head_logits(model, states[written]), torch.cat([answer.pair.answer[1:] for answer in answers])
-    )
+    found = logits_in_pieces(lambda _, piece: head_logits(model, piece[0]), states[written][None])
+    losses, greedy = _compare(found, torch.cat([answer.pair.answer[1:] for answer in answers]))
     parts = zip(answers, losses.split(sizes), greedy.split(sizes), strict=True)
     return {answer.item: (loss, same) for answer, loss, same in parts}
 
@@ -149,9 +154,12 @@ def _rows_of(cache: Any, rows: Int[Tensor, "answer"], model: Any) -> Any:
 
 
 def _compare(
-    logits: Float[Tensor, "n d_vocab"], targets: Int[Tensor, "n"]
+    pieces: Iterable[tuple[int, Float[Tensor, "piece d_vocab"]]], targets: Int[Tensor, "n"]
 ) -> tuple[Float[Tensor, "n"], Bool[Tensor, "n"]]:
     """Minus the log-probabilities of the targets, and whether each has the largest logit; on the CPU."""
-    targets = targets.to(logits.device)
-    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-    return losses.double().cpu(), (logits.argmax(-1) == targets).cpu()
+    losses, greedy = torch.empty(len(targets), dtype=torch.float64), torch.empty(len(targets), dtype=torch.bool)
+    for first, logits in pieces:
+        own = targets[first : first + len(logits)].to(logits.device)
+        losses[first : first + len(own)] = torch.nn.functional.cross_entropy(logits.float(), own, reduction="none")
+        greedy[first : first + len(own)] = logits.argmax(-1) == own
+    return losses, greedy

@@ -173,14 +173,13 @@ class Scorer:
         if rows[0].sigma is not None and takes_noise_level(self.model):
             sigma = torch.tensor([row.sigma for row in rows], dtype=torch.float32, device=batch.canvas.device)
             network.inputs["sigma"] = sigma.repeat(2 if self.cfg_scale else 1)
-        states, first = network.states(batch.canvas, batch.scored), 0
-        on_cpu = states.device.type == "cpu"
-        for part in states.split(HEAD_ROWS if on_cpu else states.shape[1], 1):
-            logits = decodable(network.head(part), self.model.config)
+
+        def checked(first: int, states: Float[Tensor, "half piece d_model"]) -> Float[Tensor, "piece d_vocab"]:
+            logits = decodable(network.head(states), self.model.config)
             check_items(logits, batch.scored, batch.content, rows, first)
-            for piece in logits.split(LOSS_ROWS if on_cpu else len(logits)):
-                yield first, piece
-                first += len(piece)
+            return logits
+
+        yield from logits_in_pieces(checked, network.states(batch.canvas, batch.scored))
 
     def _fits(self, rows: int, width: int, scored: int, shortest: int) -> bool:
         if self.batch_size is not None:
@@ -204,6 +203,24 @@ class Scorer:
             found[here] = self.loss(logits.float(), *given).double().cpu()
         queries = [query for row in rows for query in row.queries]
         yield from zip(queries, found.split([int(query.scored.sum()) for query in queries]), strict=True)
+
+
+def logits_in_pieces(
+    head: Callable[[int, Float[Tensor, "half piece d_model"]], Float[Tensor, "piece d_vocab"]],
+    states: Float[Tensor, "half scored d_model"],
+) -> Iterator[tuple[int, Float[Tensor, "piece d_vocab"]]]:
+    """Logits of these states, and how many positions are before them; on a CPU some at a time.
+
+    Args:
+        head: the logits of some states, and how many positions are before them.
+        states: its inputs.
+    """
+    on_cpu, first = states.device.type == "cpu", 0
+    for part in states.split(HEAD_ROWS if on_cpu else states.shape[1], 1):
+        logits = head(first, part)
+        for piece in logits.split(LOSS_ROWS if on_cpu else len(logits)):
+            yield first, piece
+            first += len(piece)
 
 
 def decodable(logits: Float[Tensor, "n d_vocab"], config: Any) -> Float[Tensor, "n d_vocab"]:
