@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import BlockLayout, decoder_of, listening
+from dlm_lens.attention import BlockLayout
 from dlm_lens.recording import Recorder, Recording
 from dlm_lens.recording.arrays import widened
-from dlm_lens.recording.forward_recording import attention_of_pass, sampler_of_pass
+from dlm_lens.recording.forward_recording import attention_of_pass, on_passes, sampler_of_pass
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
 from dlm_lens.sampling.algorithm_registry import algorithms
@@ -113,17 +113,10 @@ class CanvasRecorder(Recorder):
     @contextmanager
     def listening(self, model: Any) -> Iterator[None]:
         """Record the forward passes in this context."""
-        decoder: nn.Module = decoder_of(model)
-        with listening(model):
-            handles = [
-                decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-                decoder.register_forward_hook(self._after),
-            ]
+        with on_passes(model, self._before, self._after):
             try:
                 yield
             finally:
-                for handle in handles:
-                    handle.remove()
                 self.close()
 
     @property

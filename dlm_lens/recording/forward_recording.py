@@ -1,6 +1,6 @@
 """`record_forward`: the statistics of a recording, of forward passes that the user runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,18 +107,33 @@ def record_forward(
             "takes models whose queries and keys are those of one sequence: read hook points instead"
         )
     recorder = _ForwardRecorder(model, reducers, layers=layers, dtype=dtype)
-    decoder: nn.Module = decoder_of(model)
-    with listening(model):
-        handles = [
-            decoder.register_forward_pre_hook(recorder.before, with_kwargs=True),
-            decoder.register_forward_hook(recorder.after),
-        ]
+    with on_passes(model, recorder.before, recorder.after):
         try:
             yield ForwardRecording(recorder)
         finally:
+            recorder.close()
+
+
+@contextmanager
+def on_passes(model: Any, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+    """Call these before and after every forward pass of the model's decoder in this context.
+
+    Args:
+        model: from `dlm_lens.load`.
+        before: gets the decoder, its arguments and its keyword arguments.
+        after: gets the decoder, its arguments and its output.
+    """
+    decoder: nn.Module = decoder_of(model)
+    with listening(model):
+        handles = [
+            decoder.register_forward_pre_hook(before, with_kwargs=True),
+            decoder.register_forward_hook(after),
+        ]
+        try:
+            yield
+        finally:
             for handle in handles:
                 handle.remove()
-            recorder.close()
 
 
 class _ForwardRecorder(Recorder):

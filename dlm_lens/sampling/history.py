@@ -59,10 +59,25 @@ class History:
         self.plans: list[StepPlan] = []
         self._needed: Tensor | None = None
 
-    def start(self, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]) -> None:
-        """Add the canvas that the next step sees, or the final one."""
+    def start(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        needing: Bool[Tensor, "batch"] | None = None,
+    ) -> None:
+        """Add the canvas that the next step sees, or the final one.
+
+        Args:
+            canvas: that canvas.
+            masked: its open positions.
+            needing: the rows that the step has something to do for, in runs that leave other steps out: alone, a
+                row has no step after the last of these, and its `DenoisingRun.row_steps` end there.
+        """
         self.canvases.append(canvas)
         self.masked.append(masked)
+        if needing is not None:
+            before = torch.zeros_like(needing, dtype=torch.long) if self._needed is None else self._needed
+            self._needed = torch.where(needing, len(self.plans) + 1, before)
 
     def finish(
         self,
@@ -76,14 +91,6 @@ class History:
         self.proposals.append(proposal)
         self.unmasked.append(unmasked)
         self.revised.append(revised)
-
-    def needs(self, rows: Bool[Tensor, "batch"]) -> None:
-        """Say which rows the step that began last has something to do for, in runs that leave other steps out.
-
-        Alone, a row has no step after the last of these, so that its `DenoisingRun.row_steps` end there.
-        """
-        before = torch.zeros_like(rows, dtype=torch.long) if self._needed is None else self._needed
-        self._needed = torch.where(rows, len(self.plans) + 1, before)
 
     def state(self) -> dict[str, Tensor]:
         """The steps that the rows needed so far, for a run that is resumed."""

@@ -80,10 +80,8 @@ def run_sampler(
             network.enter(plan)
             canvas = _observed(observing, sampler, plan, canvas, rows)
             masked = sampler.open_positions(canvas, plan.index)
-            history.start(canvas, masked)
+            history.start(canvas, masked, _needing(sampler, masked, plan))
             evaluated = _evaluated(sampler, masked, plan, logits)
-            if sampler.adaptive:
-                history.needs(_evaluated(sampler, masked, plan, "needed").any(-1))
             edit = _edit_logits(on_logits, plan.index, canvas)
             given: dict[str, Any] = {"own_forward": own_forward, "grad": observing.grad, "edit": edit}
             found = network.of_step(canvas, evaluated, plan, **given)
@@ -111,6 +109,11 @@ def _evaluated(sampler: Sampler, masked: Tensor, plan: StepPlan, logits: LogitPo
     """Where the head is evaluated at a step."""
     opened = sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
     return opened | sampler.editable(masked, plan)
+
+
+def _needing(sampler: Sampler, masked: Tensor, plan: StepPlan) -> Tensor | None:
+    """The rows that the step has something to do for; None where the sampler leaves no step out."""
+    return _evaluated(sampler, masked, plan, "needed").any(-1) if sampler.adaptive else None
 
 
 def _finished(history: History, sampler: Sampler, canvas: Tensor) -> DenoisingRun:
