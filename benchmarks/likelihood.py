@@ -2,21 +2,24 @@
 
 `python -m benchmarks.likelihood [--samples 32 --requests 32 --rounds 3]`, on the CPU or on a GPU if there is one.
 Both sides use the same masks, and their numbers must agree. The requests mix short answers (with few different
-masks) and long ones; "long answers only" has no short ones.
+masks) and long ones; "long answers only" has no short ones. `--head` alone times the head and the losses of 1,024
+positions, with all logits at once and in pieces.
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import typer
 
 import dlm_lens
 from benchmarks.timing import machine, print_table, side_by_side
-from dlm_lens.attention.hook_points import listening
+from dlm_lens.sampling import two_copies
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.corruption import CountCorruption, chain_masks
+from dlm_lens.sampling.likelihood.scoring import cross_entropy, logits_in_pieces
 from dlm_lens.testing import tiny
 
 VOCABULARY, STRATA = 8192, 16
@@ -92,8 +95,9 @@ def compare_blocks(model: Any, pairs: Sequence[Pair], samples: int, rounds: int)
     prompts, answers = [pair.prompt.tolist() for pair in pairs], [pair.answer.tolist() for pair in pairs]
     values: dict[str, torch.Tensor] = {}
 
-    def run(name: str, listened: bool) -> None:
-        with listening(model) if listened else nullcontext():  # hooks see both copies in one pass
+    def run(name: str, whole: bool) -> None:
+        shares = patch.object(two_copies, "keeps_keys", lambda _: False) if whole else nullcontext()
+        with shares:
             values[name] = dlm_lens.log_likelihood(model, prompts, answers, samples=samples, strata=STRATA).value
 
     names = ("both copies of every mask", "the clean copy once per text")
@@ -103,9 +107,43 @@ def compare_blocks(model: Any, pairs: Sequence[Pair], samples: int, rounds: int)
     print_table(f"block diffusion, {samples} samples: mc, {len(pairs)} requests; {machine()}", seconds, names[0])
 
 
-def main(samples: int = 32, requests: int = 32, rounds: int = 3, threads: int = 1) -> None:
+@torch.no_grad()
+def compare_head(dtype: torch.dtype, rounds: int) -> None:
+    """The head and the losses of 1,024 positions x 256 x 32,768: all logits at once, and in pieces."""
+    generator = torch.Generator().manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weight = (torch.randn(32_768, 256, generator=generator) / 16).to(device, dtype)
+    states = torch.randn(1, 1024, 256, generator=generator).to(device, dtype)
+    targets, where = torch.randint(0, 32_768, (1024,), generator=generator).to(device), torch.arange(1024)
+
+    def head(_: int, some: torch.Tensor) -> torch.Tensor:
+        logits = torch.nn.functional.linear(some[0], weight)
+        assert bool(logits.amax(-1).isfinite().all())
+        return logits
+
+    def at_once() -> torch.Tensor:
+        return cross_entropy(head(0, states).float(), where, targets)
+
+    def in_pieces() -> torch.Tensor:
+        return torch.cat(
+            [
+                cross_entropy(logits.float(), where[: len(logits)], targets[first : first + len(logits)])
+                for first, logits in logits_in_pieces(head, states)
+            ]
+        )
+
+    torch.testing.assert_close(in_pieces(), at_once(), rtol=0, atol=1e-4)
+    seconds = side_by_side({"all logits at once": at_once, "in pieces": in_pieces}, rounds)
+    print_table(f"head and losses of 1,024 positions, {dtype}; {machine()}", seconds, "all logits at once")
+
+
+def main(samples: int = 32, requests: int = 32, rounds: int = 3, threads: int = 1, head: bool = False) -> None:
     """Time both methods on mixed and on long answers."""
     torch.set_num_threads(threads)
+    if head:
+        for dtype in (torch.float32, torch.bfloat16):
+            compare_head(dtype, rounds)
+        return
     model = tiny(
         "llada", vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, mask_token_id=VOCABULARY - 1,
