@@ -29,8 +29,8 @@ VOCABULARY, STRATA = 32_768, 8
 """8 is the batch size of the authors' script (ML-GSAI/LLaDA, eval_llada_lm_eval.sh), and so of its draws."""
 
 
-PRECISIONS = {"medium": "products in bfloat16", "bfloat16": "weights in bfloat16"}
-"""Names of `--precisions`: of `torch.set_float32_matmul_precision`, and of `dlm_lens.load(dtype=)`."""
+PRECISIONS = {"medium": "dlm_lens, products in bfloat16", "bfloat16": "dlm_lens, weights in bfloat16"}
+"""`--precisions` and the lines of the tables: of `torch.set_float32_matmul_precision`, and of `dlm_lens.load(dtype=)`."""
 
 ANSWERS = {"letters": (1, 1), "words": (1, 4), "sentences": (12, 48)}
 """Tokens of an answer: as in MMLU, in ARC, in HellaSwag or PIQA."""
@@ -190,7 +190,7 @@ def _all(
             ours(network, requests[:2])
             started = clock()
             found.append(ours(network, requests))
-            seconds[f"dlm_lens, {PRECISIONS[precision]}"] = clock() - started
+            seconds[PRECISIONS[precision]] = clock() - started
     return found, seconds
 
 
