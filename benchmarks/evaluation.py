@@ -30,7 +30,7 @@ VOCABULARY, STRATA = 32_768, 8
 
 
 PRECISIONS = {"medium": "dlm_lens, products in bfloat16", "bfloat16": "dlm_lens, weights in bfloat16"}
-"""`--precisions` and the lines of the tables: of `torch.set_float32_matmul_precision`, and of `dlm_lens.load(dtype=)`."""
+"""`--precisions` and the lines of the tables: `torch.set_float32_matmul_precision`, and `dlm_lens.load(dtype=)`."""
 
 ANSWERS = {"letters": (1, 1), "words": (1, 4), "sentences": (12, 48)}
 """Tokens of an answer: as in MMLU, in ARC, in HellaSwag or PIQA."""
