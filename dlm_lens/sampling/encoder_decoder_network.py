@@ -12,7 +12,7 @@ from dlm_lens.adapters.encoder_decoder import new_cache
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import decoder_of, position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.network import EditLogits
+from dlm_lens.sampling.network import EditLogits, most_likely
 
 
 class EncodedPrefix:
@@ -111,7 +111,7 @@ class EncoderDecoderLogits:
         if self.conditions_on == "none":
             return
         if self.conditions_on == "top":
-            best = logits.argmax(-1, keepdim=True)
+            best = most_likely(logits)[..., None]
             logits = torch.full_like(logits, torch.finfo(torch.float16).min).scatter(-1, best, 0.0)
         self.conditioning = (logits / self.temperature(self._plan)).to(self.model.dtype)
 

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.sampling.network import most_likely
+
 
 class Noise(Protocol):
     """Source of the uniform numbers that a sampler draws, always on the CPU so that devices agree."""
@@ -113,7 +115,7 @@ class RowNoise:
     ) -> Int[Tensor, "evaluated"]:
         """One column per evaluated position, by the Gumbel trick on that row's own numbers."""
         uniform = self.columns(evaluated, eligible, probabilities.shape[-1])
-        return add_gumbel(probabilities.double().log(), uniform, 1.0).argmax(-1)
+        return most_likely(add_gumbel(probabilities.double().log(), uniform, 1.0))
 
     def draw(
         self,
@@ -195,7 +197,7 @@ class SharedNoise:
         which the step cannot write, keep their most likely token.
         """
         among, given, likely = drawn.cpu(), evaluated.cpu(), probabilities.cpu()
-        found = likely.argmax(-1)
+        found = most_likely(likely)
         if bool(among.any()):
             rows = torch.ones(int(among.sum()), likely.shape[-1], dtype=likely.dtype)
             rows[given[among]] = likely[among[given]]
@@ -215,7 +217,7 @@ class SharedNoise:
         outputs[:, :-1] = evaluated[:, 1:]
         later = evaluated.nonzero()[:, 1] > 0
         drawn = self.tokens_among(probabilities[later], outputs, torch.ones_like(evaluated))
-        return probabilities.argmax(-1).masked_scatter(later, drawn)
+        return most_likely(probabilities).masked_scatter(later, drawn)
 
     def draw(
         self,

@@ -16,7 +16,7 @@ from dlm_lens.attention import decoder_of
 from dlm_lens.sampling.kept_keys import empty_cache, keeps_keys
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items, logits_in_pieces
-from dlm_lens.sampling.network import NonFiniteLogitsError, network_inputs
+from dlm_lens.sampling.network import NonFiniteLogitsError, most_likely, network_inputs
 from dlm_lens.sampling.prompts import padding_id
 
 
@@ -161,5 +161,5 @@ def _compare(
     for first, logits in pieces:
         own = targets[first : first + len(logits)].to(logits.device)
         losses[first : first + len(own)] = torch.nn.functional.cross_entropy(logits.float(), own, reduction="none")
-        greedy[first : first + len(own)] = logits.argmax(-1) == own
+        greedy[first : first + len(own)] = most_likely(logits) == own
     return losses, greedy

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
-from dlm_lens.sampling.network import PrefixLogits
+from dlm_lens.sampling.network import PrefixLogits, most_likely
 from dlm_lens.sampling.noise import Noise, add_gumbel
 from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, first_id
 from dlm_lens.sampling.settings import not_negative
@@ -59,7 +59,7 @@ class CausalPropose(nn.Module):
         scores = logits
         if self.temperature > 0:
             scores = add_gumbel(logits, self.noise.columns(evaluated, eligible, logits.shape[-1]), self.temperature)
-        token = scores.argmax(-1)
+        token = most_likely(scores)
         confidence = logits.float().softmax(-1).gather(-1, token[:, None]).squeeze(-1)
         if self.ends and self.ended is not None:
             token = token.masked_fill(self.ended, self.ends[0])

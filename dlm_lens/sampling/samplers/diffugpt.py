@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.dream import filtered
@@ -72,7 +73,7 @@ class DiffuGPTPropose(torch.nn.Module):
         scaled = without(logits / settings.temperature if settings.temperature > 0 else logits, self.never)
         likely = filtered(scaled, settings.top_p, None).softmax(-1)
         if settings.temperature == 0:
-            chosen = likely.argmax(-1)
+            chosen = most_likely(likely)
         elif self.reference_quirks and isinstance(self.noise, SharedNoise):
             chosen = self.noise.tokens_by_output(likely, evaluated)
         else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
@@ -186,7 +187,7 @@ class DreamPropose(nn.Module):
         # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
         likely, choice = kept.softmax(-1), without(kept, self.never).softmax(-1)
         greedy = settings.temperature == 0 or (self.reference_quirks and not sums_to_one(choice))
-        chosen = choice.argmax(-1) if greedy else self.noise.tokens(choice, evaluated, eligible)
+        chosen = most_likely(choice) if greedy else self.noise.tokens(choice, evaluated, eligible)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
         if self.rule != "origin":
             confidence = confidence.masked_scatter(evaluated, self._confidence(likely, chosen).float())

@@ -12,6 +12,7 @@ from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import SpecialIds, one_block
 from dlm_lens.sampling.samplers.dream import filtered
@@ -157,9 +158,9 @@ class DuoPropose(nn.Module):
         if self.levels.drawn:
             weights = self.weights(likely, seen)
             uniform = self.noise.columns(evaluated, eligible, likely.shape[-1]).to(weights)
-            chosen = (weights / exponential(uniform, reference_quirks=self.reference_quirks)).argmax(-1)
+            chosen = most_likely(weights / exponential(uniform, reference_quirks=self.reference_quirks))
         else:
-            chosen = likely.argmax(-1)
+            chosen = most_likely(likely)
         share = self.share(likely, seen, chosen)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=share.dtype, device=canvas.device)
         confidence = confidence.masked_scatter(evaluated, share.to(canvas.device))

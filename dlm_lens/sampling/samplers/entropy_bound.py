@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import SpecialIds, one_block
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
@@ -94,7 +95,7 @@ class EntropyPropose(nn.Module):
         drawn = self.noise.tokens(probabilities, evaluated, eligible)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=entropy.dtype, device=canvas.device)
         confidence = confidence.masked_scatter(evaluated, -entropy).masked_fill(~eligible, -torch.inf)
-        best = canvas.masked_scatter(evaluated, scaled.argmax(-1))
+        best = canvas.masked_scatter(evaluated, most_likely(scaled))
         self.ending = self._ends(best, confidence, eligible)
         return Proposal(
             torch.where(self.ending[:, None], best, canvas.masked_scatter(evaluated, drawn)), confidence

@@ -12,6 +12,7 @@ from dlm_lens.attention import padding_before
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
@@ -116,7 +117,7 @@ class FastDllmV2Propose(nn.Module):
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
         settings = self.settings
-        likely, chosen = logits.softmax(-1), without(logits, self.never).argmax(-1)
+        likely, chosen = logits.softmax(-1), most_likely(without(logits, self.never))
         if settings.temperature > 0:
             # [MASK] leaves before the nucleus, which may hold nothing else.
             scaled = filtered(without(logits, self.never) / settings.temperature, settings.top_p, None).softmax(-1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise, add_gumbel
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
@@ -90,6 +92,10 @@ class LLaDASettings:
         return max(1, self.gen_length // self.block_length)
 
 
+ROWS = 8
+"""Positions whose tokens are proposed at a time on a CPU."""
+
+
 class GumbelSettings(Protocol):
     """The settings that `GumbelPropose` reads."""
 
@@ -131,21 +137,32 @@ class GumbelPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        logits = self.proposable(logits)
-        scores = logits
+        uniform = None
         if self.temperature > 0:
             uniform = self.noise.columns(evaluated, eligible, logits.shape[-1])
-            scores = add_gumbel(logits, uniform, self.temperature)
-        chosen = without(scores, self.never).argmax(-1)
+        # On a CPU memory for some rows is used again, and new memory for all of them takes longer than the passes.
+        rows = ROWS if logits.device.type == "cpu" else max(1, len(logits))
+        parts = zip(logits.split(rows), repeat(None) if uniform is None else uniform.split(rows), strict=False)
+        chosen, likely = (torch.cat(part) for part in zip(*(self._chosen(*part) for part in parts), strict=True))
         if self.random:
             confidence = self.noise.positions(eligible).to(canvas.device)
         else:
-            wide = torch.float64 if self.float64 else logits.dtype
-            likely = self.ranked(logits).softmax(-1, dtype=wide).gather(-1, chosen[:, None]).squeeze(-1)
-            likely = likely if self.float64 else likely.float()
             confidence = likely.new_zeros(canvas.shape).masked_scatter(evaluated, likely)
         tokens = canvas.masked_scatter(evaluated, chosen)
         return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
+
+    def _chosen(
+        self, logits: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n d_vocab"] | None
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """The tokens and their probabilities, which are not computed where positions are ranked at random."""
+        logits = self.proposable(logits)
+        scores = logits if uniform is None else add_gumbel(logits, uniform, self.temperature)
+        chosen = most_likely(without(scores, self.never))
+        if self.random:
+            return chosen, logits.new_zeros(len(chosen))
+        wide = torch.float64 if self.float64 else logits.dtype
+        likely = self.ranked(logits).softmax(-1, dtype=wide).gather(-1, chosen[:, None]).squeeze(-1)
+        return chosen, likely if self.float64 else likely.float()
 
     def proposable(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
         """The logits without the tokens that are never proposed."""

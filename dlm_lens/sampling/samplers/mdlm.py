@@ -13,7 +13,7 @@ from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
-from dlm_lens.sampling.network import CanvasLogits, EditLogits
+from dlm_lens.sampling.network import CanvasLogits, EditLogits, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
@@ -116,7 +116,7 @@ def log_probabilities(
     if mask is not None:
         logits = logits.index_fill(-1, torch.tensor([mask], device=logits.device), -torch.inf)
     if temperature == 0:
-        return torch.full_like(logits, -torch.inf).scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
+        return torch.full_like(logits, -torch.inf).scatter(-1, most_likely(logits)[:, None], 0.0)
     return (logits / temperature).log_softmax(-1)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
 from dlm_lens.sampling.samplers.dream import filtered
@@ -83,7 +84,7 @@ class RND1Propose(nn.Module):
             # [MASK] leaves before the filter, which may keep nothing else.
             logits = filtered(filtered(without(logits, self.never), None, settings.top_k), settings.top_p, None)
         known, choice = logits.log_softmax(-1), without(logits, self.never)
-        chosen = choice.argmax(-1) if self.greedy else self._drawn(choice.softmax(-1), evaluated, eligible)
+        chosen = most_likely(choice) if self.greedy else self._drawn(choice.softmax(-1), evaluated, eligible)
         terms = known.exp() * known.clamp(min=torch.finfo(known.dtype).min)
         entropy = -terms.sum(-1)
         self.entropy = entropy.new_zeros(canvas.shape).masked_scatter(evaluated, entropy)

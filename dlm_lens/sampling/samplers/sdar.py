@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
@@ -144,7 +145,7 @@ class SdarPropose(nn.Module):
         kept = self._filtered(logits)
         # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
         likely, choice = kept.softmax(-1), without(kept, self.never).softmax(-1)
-        chosen = self.noise.tokens(choice, evaluated, eligible) if self.temperature > 0 else choice.argmax(-1)
+        chosen = self.noise.tokens(choice, evaluated, eligible) if self.temperature > 0 else most_likely(choice)
         if self.by_entropy:
             found = -torch.special.entr(likely).sum(-1)
         else:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, add_gumbel
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.selection import Select
@@ -65,7 +66,7 @@ class SMDMPropose(nn.Module):
             uniform = self.noise.masked_columns(evaluated, eligible, logits.shape[-1])
             if self.settings.temperature > 0:
                 scores = add_gumbel(logits, uniform, self.settings.temperature)
-        chosen = scores.argmax(-1)
+        chosen = most_likely(scores)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
         if self.settings.remasking != "origin":
             likely = logits.softmax(-1, dtype=torch.float64).gather(-1, chosen[:, None]).squeeze(-1)

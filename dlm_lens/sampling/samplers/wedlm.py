@@ -12,6 +12,7 @@ from dlm_lens.attention import position_ids
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
+from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
@@ -103,7 +104,7 @@ class WeDLMPropose(nn.Module):
             kept = filtered(filtered(kept, None, settings.top_k or None), settings.top_p, None)
             chosen = self.noise.tokens((kept / settings.temperature).softmax(-1), evaluated, eligible)
         else:
-            chosen = kept.argmax(-1)
+            chosen = most_likely(kept)
         where = torch.arange(canvas.shape[1], device=canvas.device)
         distance = (where - eligible.int().argmax(-1, keepdim=True)).float()
         found = entropy.new_zeros(canvas.shape).masked_scatter(evaluated, entropy)
