@@ -42,12 +42,9 @@ class BlocksOfText:
     @classmethod
     def of(cls, config: Any, context: int, positions: int) -> "BlocksOfText | None":
         """Those of a model; None if it is not scored in blocks."""
-        blocks = Blocks.of(config)
-        return (
-            None
-            if blocks is None
-            else cls(family_of(config.model_type).sampler_of(config), blocks.length, context, positions)
-        )
+        if (blocks := Blocks.of(config)) is None:
+            return None
+        return cls(family_of(config.model_type).sampler_of(config), blocks.length, context, positions)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -66,8 +63,8 @@ class BlocksOfText:
         return self.layout(one).spans(self.context, self.positions)
 
     def plan(self, masked: Bool[Tensor, "row position"]) -> StepPlan:
-        """The step of a pass that sees these positions: its block is the first one with masks."""
-        place = int(masked[0].byte().argmax())
+        """The step of a pass that sees these positions: its block is the continuation's first one with masks."""
+        place = self.context + int(masked[0, self.context :].byte().argmax())
         number = next(number for number, (_, stop) in enumerate(self.spans) if place < stop)
         return StepPlan(0, 1, number, self.spans[number], 1, seen=masked.shape[1])
 
@@ -144,16 +141,13 @@ class CanvasRecorder(Recorder):
         ids = ids[: len(ids) // self.halves]
         if self.blocks is None:
             # All positions of the canvas count, in causal models too.
-            plan, content = (
-                StepPlan(0, 1, 0, (self.context, ids.shape[1]), 1),
-                torch.ones_like(ids, dtype=torch.bool),
-            )
-            sampler = sampler_of_pass(self.model.config, content)
+            plan = StepPlan(0, 1, 0, (self.context, ids.shape[1]), 1)
         else:
             plan = self.blocks.plan(self._masked(ids))
-            ids = pad(ids, (0, self.length - ids.shape[1]), value=self.model.config.mask_token_id)
-            content = torch.ones_like(ids, dtype=torch.bool)
-            sampler = self.blocks.sampler(content)
+            ids = self._whole(ids)
+        content = torch.ones_like(ids, dtype=torch.bool)
+        own = sampler_of_pass(self.model.config, content)
+        sampler = own if self.blocks is None else self.blocks.sampler(content)
         answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
         self._numbers += [plan.block] * len(ids)
         self.start(sampler, content, answer)
@@ -164,10 +158,12 @@ class CanvasRecorder(Recorder):
         assert self.now is not None
         self._parts.append(self.step_arrays())
         ids = self.now.tokens.detach().cpu()
-        if self.blocks is not None:
-            ids = pad(ids, (0, self.length - ids.shape[1]), value=self.model.config.mask_token_id)
-        self._canvases.append(ids)
+        self._canvases.append(ids if self.blocks is None else self._whole(ids))
         self.close()
+
+    def _whole(self, ids: Int[Tensor, "row seen"]) -> Int[Tensor, "row position"]:
+        """The canvas of a pass that sees its first positions: masks follow."""
+        return pad(ids, (0, self.length - ids.shape[1]), value=self.model.config.mask_token_id)
 
     def _masked(self, ids: Int[Tensor, "*run position"]) -> Bool[Tensor, "*run position"]:
         mask_id = getattr(self.model.config, "mask_token_id", None)

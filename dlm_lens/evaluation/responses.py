@@ -228,7 +228,7 @@ def _with_infinities(answer: Any) -> Any:
 def fingerprint(model: Any) -> str:
     """A digest of a model: its config, and the dtype and every entry of every weight (`weights_digest`).
 
-    Where torch does not multiply float32 matrices in float32, that it does not.
+    Where torch multiplies float32 matrices in another precision (`float32_products`), it is another digest.
     """
     dtypes = sorted((name, str(weight.dtype)) for name, weight in model.named_parameters())
     about = f"{sorted(config_fields(model.config).items())} {dtypes} {weights_digest(model)}"
