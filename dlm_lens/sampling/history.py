@@ -71,7 +71,8 @@ class History:
             canvas: that canvas.
             masked: its open positions.
             needing: the rows that the step has something to do for, in runs that leave other steps out: alone, a
-                row has no step after the last of these, and its `DenoisingRun.row_steps` end there.
+                row has no step after the last of these, and its `DenoisingRun.row_steps` end there. A row with
+                nothing to write has the first one.
         """
         self.canvases.append(canvas)
         self.masked.append(masked)
@@ -145,7 +146,7 @@ class History:
         )
         if self._needed is None:
             return run
-        ends = torch.minimum(run.row_steps, self._needed.cpu())
+        ends = torch.minimum(run.row_steps, self._needed.cpu().clamp(min=1))
         return run if ends.equal(run.row_steps) else replace(run, rows_ran=tuple(ends.tolist()))
 
     def _revised(self) -> Bool[Tensor, "step batch position"] | None:

@@ -122,6 +122,17 @@ def test_a_resumed_run_knows_which_rows_were_over(family: str, tmp_path: Path) -
     assert whole.run.rows_ran is not None
 
 
+def test_a_row_with_nothing_to_write_has_the_first_step(tmp_path: Path) -> None:
+    model = tiny("llada")
+    mask = model.config.mask_token_id
+    prompts = [[5, 6, 7, mask, mask, 8], [5, 6, 7, 9, 10, 8]]
+    both = dl.record(model, prompts, REDUCERS, gen_length=0, block_length=6, threshold=0.5, steps=4)
+    assert both.run.row_steps.tolist() == [2, 1]
+    assert dl.find_sinks(both, "top-k:1").is_sink.any(-1).any(-1).any(-1).tolist() == [[True, True], [True, False]]
+    for row in (0, 1):
+        dl.viz.report(both, tmp_path / f"{row}.html", row=row)
+
+
 def test_a_run_beside_a_longer_one_keeps_the_end_of_its_rows() -> None:
     model, settings, prompts = model_and_settings("llada", "full")
     short, long = (dl.denoise(model, prompts, **{**settings, "threshold": each}) for each in (0.5, None))

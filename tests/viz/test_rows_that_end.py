@@ -50,6 +50,14 @@ def test_a_row_knows_how_many_steps_it_ran(ended):
         replace(rec.run, rows_ran=(3,))
 
 
+def test_a_report_of_a_row_that_was_over_says_so(ended, tmp_path):
+    _, rec, _, _ = ended
+    later = rec.select(step=slice(4, 6))
+    with pytest.raises(ValueError, match="row 0 was over before the first of these steps; give another row"):
+        dl.viz.report(later, tmp_path / "report.html")
+    assert dl.viz.report(later, tmp_path / "report.html", row=1).is_file()
+
+
 def test_e_j_of_the_block_is_that_of_the_row(ended):
     """The block of a row is its own, also where the other row's answer is shorter."""
     _, rec, parts, _ = ended

@@ -116,6 +116,8 @@ def _check(received: Received, run: DenoisingRun, row: int) -> None:
         )
     if not 0 <= row < batch:
         raise ValueError(f"row {row} of {batch}; rows go from 0 to {batch - 1}")
+    if not int(run.row_steps[row]):
+        raise ValueError(f"row {row} was over before the first of these steps; give another row, or earlier steps")
     if received.values[:, row].numel() > MOST:
         raise ValueError(
             f"{received.values[:, row].numel():,} scores are more than a browser can hold ({MOST:,}); take a part, "
