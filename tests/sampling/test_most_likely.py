@@ -1,9 +1,10 @@
-"""The most likely token of every row, which is argmax's: the first of several."""
+"""The most likely token of every row, and functions of some rows at a time."""
 
 import pytest
 import torch
+from torch import Tensor
 
-from dlm_lens.sampling.network import most_likely
+from dlm_lens.sampling.network import by_rows, most_likely
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -19,3 +20,22 @@ def test_it_is_the_first_of_the_largest(dtype: torch.dtype) -> None:
     assert found.equal(other.argmax(-1))
     assert not found.requires_grad
     assert most_likely(torch.empty(0, 5)).tolist() == []
+
+
+@pytest.mark.parametrize("rows", [0, 1, 8, 21])
+def test_rows_are_those_of_one_call(rows: int) -> None:
+    made = torch.Generator().manual_seed(1)
+    logits, noise = torch.randn(rows, 50, generator=made), torch.rand(rows, 50, generator=made)
+    seen: list[int] = []
+
+    def function(some: Tensor, others: Tensor | None) -> tuple[Tensor, Tensor]:
+        seen.append(len(some))
+        scores = some if others is None else some + others
+        return scores.argmax(-1), scores.softmax(-1).amax(-1)
+
+    for others in (None, noise):
+        seen.clear()
+        found = by_rows(function, logits, others)
+        assert seen == [min(8, rows - first) for first in range(0, max(1, rows), 8)]
+        for one, whole in zip(found, function(logits, others), strict=True):
+            assert one.equal(whole)

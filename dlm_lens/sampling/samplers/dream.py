@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
-from dlm_lens.sampling.network import most_likely
+from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
@@ -177,6 +177,22 @@ class DreamPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        if self.settings.temperature == 0:
+            chosen, found = by_rows(self._most_likely, logits)
+        else:
+            likely, choice = self._probabilities(logits)
+            drawn = not self.reference_quirks or sums_to_one(choice)
+            chosen = self.noise.tokens(choice, evaluated, eligible) if drawn else most_likely(choice)
+            found = self._confidence(likely, chosen)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
+        if self.rule != "origin":
+            confidence = confidence.masked_scatter(evaluated, found.float())
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+    def _probabilities(
+        self, logits: Float[Tensor, "n d_vocab"]
+    ) -> tuple[Float[Tensor, "n d_vocab"], Float[Tensor, "n d_vocab"]]:
+        """Of the tokens that the filters keep, and of those among them that may be x0."""
         settings = self.settings
         if settings.temperature > 0:
             logits = logits / settings.temperature
@@ -185,13 +201,13 @@ class DreamPropose(nn.Module):
             logits = without(logits, self.never)
         kept = filtered(logits, settings.top_p, settings.top_k)
         # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
-        likely, choice = kept.softmax(-1), without(kept, self.never).softmax(-1)
-        greedy = settings.temperature == 0 or (self.reference_quirks and not sums_to_one(choice))
-        chosen = most_likely(choice) if greedy else self.noise.tokens(choice, evaluated, eligible)
-        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
-        if self.rule != "origin":
-            confidence = confidence.masked_scatter(evaluated, self._confidence(likely, chosen).float())
-        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+        return kept.softmax(-1), without(kept, self.never).softmax(-1)
+
+    def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """The most likely tokens and their confidence."""
+        likely, choice = self._probabilities(logits)
+        chosen = most_likely(choice)
+        return chosen, self._confidence(likely, chosen)
 
     def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
         if self.rule == "topk_margin":

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.network import most_likely
+from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise, add_gumbel
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
@@ -92,10 +91,6 @@ class LLaDASettings:
         return max(1, self.gen_length // self.block_length)
 
 
-ROWS = 8
-"""Positions whose tokens are proposed at a time on a CPU."""
-
-
 class GumbelSettings(Protocol):
     """The settings that `GumbelPropose` reads."""
 
@@ -140,10 +135,7 @@ class GumbelPropose(nn.Module):
         uniform = None
         if self.temperature > 0:
             uniform = self.noise.columns(evaluated, eligible, logits.shape[-1])
-        # On a CPU memory for some rows is used again, and new memory for all of them takes longer than the passes.
-        rows = ROWS if logits.device.type == "cpu" else max(1, len(logits))
-        parts = zip(logits.split(rows), repeat(None) if uniform is None else uniform.split(rows), strict=False)
-        chosen, likely = (torch.cat(part) for part in zip(*(self._chosen(*part) for part in parts), strict=True))
+        chosen, likely = by_rows(self._chosen, logits, uniform)
         if self.random:
             confidence = self.noise.positions(eligible).to(canvas.device)
         else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.network import most_likely
+from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
@@ -142,18 +142,35 @@ class SdarPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        kept = self._filtered(logits)
-        # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
-        likely, choice = kept.softmax(-1), without(kept, self.never).softmax(-1)
-        chosen = self.noise.tokens(choice, evaluated, eligible) if self.temperature > 0 else most_likely(choice)
-        if self.by_entropy:
-            found = -torch.special.entr(likely).sum(-1)
+        if self.temperature > 0:
+            likely, choice = self._probabilities(logits)
+            chosen = self.noise.tokens(choice, evaluated, eligible)
+            found = self._confidence(likely, chosen)
         else:
-            found = likely.gather(-1, chosen[:, None]).squeeze(-1)
+            chosen, found = by_rows(self._most_likely, logits)
         confidence = torch.zeros(canvas.shape, dtype=torch.float32, device=canvas.device).masked_scatter(
             evaluated, found.float()
         )
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+    def _probabilities(
+        self, logits: Float[Tensor, "n d_vocab"]
+    ) -> tuple[Float[Tensor, "n d_vocab"], Float[Tensor, "n d_vocab"]]:
+        """Of the tokens that the filters keep, and of those among them that may be x0."""
+        kept = self._filtered(logits)
+        # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
+        return kept.softmax(-1), without(kept, self.never).softmax(-1)
+
+    def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+        if self.by_entropy:
+            return -torch.special.entr(likely).sum(-1)
+        return likely.gather(-1, chosen[:, None]).squeeze(-1)
+
+    def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """The most likely tokens and their confidence."""
+        likely, choice = self._probabilities(logits)
+        chosen = most_likely(choice)
+        return chosen, self._confidence(likely, chosen)
 
     def _filtered(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
         if self.temperature == 0:
