@@ -1,7 +1,8 @@
 """Cost of the logits: `denoise`, which computes those it needs, against LLaDA's loop, restated, with all of them.
 
 `python -m benchmarks.sampling [--steps 8 --temperature 0.0]`. Each side runs in a process of its own, so that the
-peak of its memory (max RSS) is its own; both must write the same tokens.
+peak of its memory (max RSS) is its own; both must write the same tokens. `--proposals 128` times what the samplers of
+LLaDA and Dream propose from so many rows of logits, with `argmax` on all rows at once and as it is, in one process.
 """
 
 import json
@@ -9,7 +10,9 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -17,7 +20,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 import dlm_lens
-from benchmarks.timing import machine
+from benchmarks.timing import machine, print_table, side_by_side
+from dlm_lens.sampling import network
+from dlm_lens.sampling.noise import RowNoise
+from dlm_lens.sampling.samplers import dream as dream_sampler
+from dlm_lens.sampling.samplers import llada as llada_sampler
+from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.testing import tiny
 
 VOCABULARY = 126_464
@@ -84,6 +92,29 @@ def measure(side: str, hidden: int, layers: int, length: int, steps: int, temper
     return {"seconds": seconds, "peak": peak, "beyond": peak - loaded, "tokens": tokens[0].tolist()}
 
 
+@torch.no_grad()
+def proposals(rows: int, rounds: int) -> None:
+    """The proposals of a step for so many masks over Qwen's vocabulary, at temperature 0."""
+    size, ids = 151_936, SpecialIds(151_000)
+    canvas, here = torch.zeros(1, rows, dtype=torch.long), torch.ones(1, rows, dtype=torch.bool)
+    llada = llada_sampler.LLaDAPropose(llada_sampler.LLaDASettings(rows, rows, rows), RowNoise((0,)), ids, False)
+    settings = dream_sampler.DreamSettings(rows, rows, remasking="entropy")
+    dream = dream_sampler.DreamPropose(settings, RowNoise((0,)), ids, False)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randn(rows, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+        for name, propose, module in (("LLaDA", llada, llada_sampler), ("Dream", dream, dream_sampler)):
+
+            def at_once(propose: Any = propose, module: Any = module, logits: Tensor = logits) -> Any:
+                whole, last = patch.object(network, "ROWS", rows), partial(torch.argmax, dim=-1)
+                with whole, patch.object(module, "most_likely", last):
+                    return propose(canvas, logits, here, here)
+
+            calls = {"all rows, argmax": at_once, "as it is": partial(propose, canvas, logits, here, here)}
+            assert all(one.equal(two) for one, two in zip(*(call() for call in calls.values()), strict=True))
+            seconds = side_by_side(calls, rounds)
+            print_table(f"{name}'s proposals, {rows} x {size:,}, {dtype}; {machine()}", seconds, "all rows, argmax")
+
+
 def main(
     hidden: int = 384,
     layers: int = 6,
@@ -91,8 +122,13 @@ def main(
     steps: int = 8,
     temperature: float = 0.0,
     side: Annotated[str, typer.Option(hidden=True)] = "",
+    with_proposals: Annotated[int, typer.Option("--proposals", help="Masks whose proposals are timed alone.")] = 0,
 ) -> None:
     """Measure both sides and print the ratios."""
+    if with_proposals:
+        torch.set_num_threads(1)
+        proposals(with_proposals, 9)
+        return
     settings = [f"--{n}={v}" for n, v in [("hidden", hidden), ("layers", layers), ("length", length)]]
     settings += [f"--steps={steps}", f"--temperature={temperature}"]
     if side:
