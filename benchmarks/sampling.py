@@ -2,7 +2,7 @@
 
 `python -m benchmarks.sampling [--steps 8 --temperature 0.0]`. Each side runs in a process of its own, so that the
 peak of its memory (max RSS) is its own; both must write the same tokens. `--proposals 128` times what LLaDA's and
-Dream's samplers propose from so many rows of logits, with `argmax` on all rows at once and as it is, in one process.
+Dream's samplers propose from so many rows of logits, with `argmax` on all rows at once and as it is.
 """
 
 import json

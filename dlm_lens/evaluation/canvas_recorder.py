@@ -49,7 +49,12 @@ class BlocksOfText:
     @property
     def settings(self) -> dict[str, Any]:
         """By which a `DenoisingRun` knows them."""
-        return {"blocks_of": self.name, "block_length": self.length}
+        return {"blocks_of": self.name, "block_length": self.length, "observed_first": self.observed_first}
+
+    @property
+    def observed_first(self) -> bool:
+        """Whether attention is causal, observed tokens first, instead of block causal (WeDLM)."""
+        return bool(algorithms()[self.name].sampler.observed_first)
 
     def layout(self, content: Bool[Tensor, "batch position"]) -> BlockLayout:
         """Where they are in the rows of a pass."""
@@ -63,15 +68,19 @@ class BlocksOfText:
         return self.layout(one).spans(self.context, self.positions)
 
     def plan(self, masked: Bool[Tensor, "row position"]) -> StepPlan:
-        """The step of a pass that sees these positions: its block is the continuation's first one with masks."""
-        place = self.context + int(masked[0, self.context :].byte().argmax())
+        """The step of a pass that sees these positions: its block is the continuation's first one with masks.
+
+        With observed tokens first it ends with what is seen, since a greedy completion has later masks there.
+        """
+        place, seen = self.context + int(masked[0, self.context :].byte().argmax()), masked.shape[1]
         number = next(number for number, (_, stop) in enumerate(self.spans) if place < stop)
-        return StepPlan(0, 1, number, self.spans[number], 1, seen=masked.shape[1])
+        start, stop = self.spans[number]
+        return StepPlan(0, 1, number, (start, seen if self.observed_first else stop), 1, seen=seen)
 
     def sampler(self, content: Bool[Tensor, "batch position"]) -> Sampler:
         """Which says of the pass where its blocks are."""
         sampler = Sampler()
-        sampler.block_layout = self.layout(content)
+        sampler.block_layout = None if self.observed_first else self.layout(content)
         return sampler
 
 
@@ -105,7 +114,7 @@ class CanvasRecorder(Recorder):
         self.blocks = BlocksOfText.of(model.config, context, length)
         self._canvases: list[Int[Tensor, "canvas position"]] = []
         self._parts: list[dict[str, Tensor]] = []
-        self._numbers: list[int] = []
+        self._plans: list[StepPlan] = []
 
     @contextmanager
     def listening(self, model: Any) -> Iterator[None]:
@@ -130,8 +139,8 @@ class CanvasRecorder(Recorder):
         for spec in self.arrays.specs:
             parts = [widened(part[spec.name], spec.dims[1:], sizes) for part in self._parts]
             arrays[spec.name] = torch.cat(parts)[order, None]
-        canvases, numbers = canvases[order], [self._numbers[place] for place in order.tolist()]
-        run = self._run(canvases[:, None], numbers, settings)
+        canvases, plans = canvases[order], [self._plans[place] for place in order.tolist()]
+        run = self._run(canvases[:, None], plans, settings)
         answer = torch.arange(canvases.shape[1])[None] >= self.context
         return replace(self.described(run, arrays), answer=answer)
 
@@ -149,7 +158,7 @@ class CanvasRecorder(Recorder):
         own = sampler_of_pass(self.model.config, content)
         sampler = own if self.blocks is None else self.blocks.sampler(content)
         answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
-        self._numbers += [plan.block] * len(ids)
+        self._plans += [plan] * len(ids)
         self.start(sampler, content, answer)
         self.step(plan, ids, self._masked(ids))
 
@@ -170,7 +179,7 @@ class CanvasRecorder(Recorder):
         return torch.zeros_like(ids, dtype=torch.bool) if mask_id is None else ids == mask_id
 
     def _run(
-        self, canvases: Int[Tensor, "step batch position"], numbers: Sequence[int], settings: Mapping[str, Any]
+        self, canvases: Int[Tensor, "step batch position"], plans: Sequence[StepPlan], settings: Mapping[str, Any]
     ) -> DenoisingRun:
         masked = self._masked(canvases)
         own = attention_of_pass(self.model.config) if self.blocks is None else self.blocks.settings
@@ -180,8 +189,8 @@ class CanvasRecorder(Recorder):
             torch.ones_like(masked[0]),
             prompt_length=self.context,
             settings={**settings, **own},
-            spans=None if self.blocks is None else [self.blocks.spans[number] for number in numbers],
-            blocks=numbers,
+            spans=None if self.blocks is None else [plan.span for plan in plans],
+            blocks=[plan.block for plan in plans],
             tokenizer=getattr(self.model, "tokenizer", None),
             model=name_of(self.model),
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import attends_observed_first
 from dlm_lens.evaluation.canvas_recorder import CanvasRecorder
 from dlm_lens.evaluation.generation_requests import Job, Text, cut, end_ids
 from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods, check_items
@@ -23,7 +22,6 @@ from dlm_lens.recording.reducer_registry import parse_reducers
 from dlm_lens.recording.storage import save_recording
 from dlm_lens.recording.storing_recorder import StoringRecorder
 from dlm_lens.sampling.likelihood.estimates import likelihood_method
-from dlm_lens.sampling.two_copies import Blocks
 
 INDEX = "requests.jsonl"
 """The index file in the directory of the recordings: every recorded request with its recordings and answer."""
@@ -253,16 +251,9 @@ class RecordedLikelihoods:
         """The results, one by one.
 
         Raises:
-            ValueError: a request that has no likelihood, or a model that is scored in blocks, before anything is
-                computed.
+            ValueError: a request that has no likelihood, before anything is computed.
         """
         model = self.recordings.model
-        if Blocks.of(model.config) is not None and attends_observed_first(model.config):
-            raise ValueError(
-                f"likelihoods of a {type(model).__name__} are not recorded: each block is scored in a pass of its "
-                "own, in which observed tokens come first; leave record_to out, or record what it writes "
-                "(generate_until)"
-            )
         check_items(model, items, self.settings)
         for item in items:
             directory = self.batch.directory(item.place)

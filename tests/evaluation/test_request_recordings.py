@@ -18,6 +18,7 @@ from dlm_lens.evaluation import HarnessLM, RecordSettings, evaluate
 from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import attach_hooks, mask_positions, mask_top_sinks
 from dlm_lens.recording import ReceivedAttention, RecordingSet, TopKeys, ValueNorm
+from dlm_lens.sampling.samplers.wedlm import WeDLMSampler
 from dlm_lens.testing import tiny
 from tests.adapters.test_sdlm import visible_to
 from tests.evaluation.conftest import KilledError, ask, counted, ids, killed_after, texts, words
@@ -146,12 +147,14 @@ class TestLikelihoods:
             ("nemotron_labs_diffusion", causal_context),
             ("efficient_dlm", whole_prompt),
             ("sdar", lambda query, key, start: key // 4 <= query // 4),
+            ("wedlm", None),
         ],
     )
     def test_a_model_that_is_scored_in_blocks_has_a_step_for_each(
-        self, family: str, sees: Any, method: str, hooks: Any, tmp_path: Path
+        self, family: str, sees: Any, method: str, hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Blocks of 4 after a prompt of 3, or (SDAR) from its first token, against float64 with what each sees."""
+        """Blocks of 4 after a prompt of 3, or from its first token, against float64 with what each sees."""
+        monkeypatch.setattr(WeDLMSampler, "training_block_length", 4)
         model = block_model() if family == "a2d_qwen3" else tiny(family)
         model.config.sampler_defaults = {"block_length": 4}
         text, mask = torch.tensor([5, 9, 11, 12, 13, 14, 15, 16, 17]), model.config.mask_token_id
@@ -163,7 +166,10 @@ class TestLikelihoods:
         ((plain, _),) = HarnessLM(model, likelihood=settings, hooks=hooks).loglikelihood(requests)
         assert value == pytest.approx(plain, rel=1e-5)
         recording = dl.Recording.load(tmp_path / "task/00000-0")
-        run, spans = recording.run, [(0, 4), (4, 8), (8, 9)] if family == "sdar" else [(3, 7), (7, 9)]
+        run, from_text = recording.run, family in ("sdar", "wedlm")
+        spans = [(0, 4), (4, 8), (8, 9)] if from_text else [(3, 7), (7, 9)]
+        if family == "wedlm" and method == "greedy_completion":  # its passes see the whole canvas
+            spans = [(start, 9) for start, _ in spans]
         assert {*run.spans} == {*spans}
         assert run.blocks == tuple(map(spans.index, run.spans))
         if method == "chain_rule":
@@ -173,7 +179,13 @@ class TestLikelihoods:
             assert (run.canvases[step, 0, stop:] == mask).all()
             if method != "greedy_completion":
                 assert ids[ids != mask].equal(text[:stop][ids != mask])
-            seen = torch.tensor([[sees(q, k, start) for k in range(stop)] for q in range(stop)])
+            if family == "wedlm":
+                order = torch.tensor(
+                    sorted(range(stop), key=lambda i, ids=ids: (bool(ids[i] == mask), i))
+                ).argsort()
+                seen = order <= order[:, None]
+            else:
+                seen = torch.tensor([[sees(q, k, start) for k in range(stop)] for q in range(stop)])
             hidden = seen & (torch.arange(stop) != 1) if hooks else seen
             kept = forward64(model, ids[None], visible=hidden[None, None])
             classes = {"all": torch.ones_like(ids) > 0, "masked": ids == mask, "block": torch.arange(stop) >= start}
@@ -189,11 +201,6 @@ class TestLikelihoods:
                     sums = kept[f"pattern{layer}"][0][:, queries].sum(-2)
                     got = found[layer][:, :stop][:, said].double() * even[said]
                     torch.testing.assert_close(got, sums[:, said], atol=1e-5, rtol=1e-4)
-
-    def test_a_model_that_is_scored_with_observed_tokens_first_is_refused(self, tmp_path: Path) -> None:
-        requests = ask("loglikelihood", (words(1, 2, 3), f" {words(4, 5)}"))
-        with pytest.raises(ValueError, match="are not recorded: each block is scored in a pass of its own"):
-            HarnessLM(tiny("wedlm"), record_to=tmp_path).loglikelihood(requests)
 
     @pytest.mark.parametrize("hooks", [(), (mask_positions(2),)], ids=["plain", "hooks"])
     def test_random_masks_are_each_a_step(self, llada: Any, hooks: Any, tmp_path: Path) -> None:
