@@ -284,9 +284,16 @@ def test_received_attention_and_its_expectation(sampler: str, given: dict[str, A
     recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **given)
     run, received, expected = recording.run, dl.received_of(recording), recording.expected()
     assert run.canvases.equal(dl.denoise(model, PROMPTS, **given).canvases)
-    for step in range(0, run.steps, 3):
+    changes = (run.unmasked | run.revised).any(-1)
+    # An editing row is over after a step that edits nothing.
+    last = [int(changes[:, row].nonzero().max()) + (sampler == "llada2_editing") for row in range(3)]
+    assert min(last) < run.steps - 1
+    for step in range(run.steps):
         for row in range(3):
-            if not run.in_block[step, row].any():
+            if step > last[row]:
+                assert not expected[step, row].any()
+                assert received.values[step, row].isnan().all()
+            if step % 3 or step > last[row]:
                 continue
             keep, kept = alone64(model, run, step, row)
             pattern = kept["pattern0"][0]
