@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -32,6 +33,8 @@ class NonFiniteLogitsError(RuntimeError):
 
 ROWS = 8
 """Positions whose tokens are proposed at a time on a CPU."""
+KEPT = 31 * 2**20
+"""Bytes of the block of `keep_freed_memory`."""
 
 EditLogits = Callable[[Tensor], Tensor]
 """Replaces the logits of a step."""
@@ -294,11 +297,24 @@ def by_rows(
         logits: cut into rows.
         others: likewise; None stays None.
     """
-    rows = ROWS if logits.device.type == "cpu" else max(1, len(logits))
+    rows = max(1, len(logits))
+    if logits.device.type == "cpu":
+        rows = ROWS
+        keep_freed_memory()
     parts = zip(
         logits.split(rows), *(repeat(None) if one is None else one.split(rows) for one in others), strict=False
     )
     return tuple(torch.cat(found) for found in zip(*(function(*part) for part in parts), strict=True))
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let glibc keep some 60 MiB of freed memory for the next tensors, from now on; others are not concerned.
+
+    It gives memory back, and clears it when it is taken again, beyond twice the largest block of up to 32 MiB that
+    was mapped and freed (mallopt(3), M_MMAP_THRESHOLD): such a block is mapped and freed here, once per process.
+    """
+    torch.empty(KEPT, dtype=torch.uint8)
 
 
 def network_inputs(content: Bool[Tensor, "batch position"]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dlm_lens.attention import BlockLayout, attends_observed_first, has_causal_c
 from dlm_lens.placement import execution_device, input_device
 from dlm_lens.sampling.block_network import BlockLogits, FirstBlockLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError
+from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError, keep_freed_memory
 from dlm_lens.sampling.prompts import padding_id
 from dlm_lens.sampling.two_copies import Blocks, TwoCopyLogits
 
@@ -216,6 +216,8 @@ def logits_in_pieces(
         states: its inputs.
     """
     on_cpu, first = states.device.type == "cpu", 0
+    if on_cpu:
+        keep_freed_memory()
     for part in states.split(HEAD_ROWS if on_cpu else states.shape[1], 1):
         logits = head(first, part)
         for piece in logits.split(LOSS_ROWS if on_cpu else len(logits)):
