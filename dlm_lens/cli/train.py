@@ -50,13 +50,14 @@ def train_command(
         _show_plan(settings, device or "h100", devices, 0.4 if utilisation is None else utilisation)
         return
     from dlm_lens.training.checkpoints import TrainingStoppedError
-    from dlm_lens.training.trainer import run_training
+    from dlm_lens.training.trainer import end_processes, run_training
 
     try:
         path = run_training(settings)
     except TrainingStoppedError as error:
         echo(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
         sys.exit(1)
+    end_processes()
     echo(f"trained: {path} (dlm_lens.load opens it); logs: tensorboard --logdir {settings.output}")
 
 

@@ -446,6 +446,15 @@ def _enable_checkpointing(model: Any, options: Mapping[str, Any] | None) -> None
     enable(None if options is None else {"use_reentrant": False, **options})
 
 
+def end_processes() -> None:
+    """End what several processes of a training have in common, before they exit.
+
+    Without it their threads may still run while Python exits, which then aborts, after a training that succeeded.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def run_training(settings: TrainingSettings) -> Path | None:
     """Train by settings, resuming from the newest checkpoint if there is one; return the last checkpoint."""
     logging.getLogger("dlm_lens").setLevel(logging.INFO)

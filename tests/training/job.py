@@ -18,6 +18,7 @@ from dlm_lens.training import (
     Optimisation,
     TrainingSettings,
 )
+from dlm_lens.training.trainer import end_processes
 
 ROWS = [{"text": " ".join(f"w{(i * i + j) % 50}" for j in range(6 + i % 13))} for i in range(64)]
 STEPS = 8
@@ -69,3 +70,4 @@ if __name__ == "__main__":
     trainer.train(resume_from_checkpoint=True)
     if trainer.is_world_process_zero():
         (target / "losses.json").write_text(json.dumps(losses(trainer)))
+    end_processes()
