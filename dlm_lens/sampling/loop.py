@@ -80,11 +80,11 @@ def run_sampler(
             network.enter(plan)
             canvas = _observed(observing, sampler, plan, canvas, rows)
             masked = sampler.open_positions(canvas, plan.index)
-            history.start(canvas, masked, _needing(sampler, masked, plan))
-            evaluated = _evaluated(sampler, masked, plan, logits)
-            edit = _edit_logits(on_logits, plan.index, canvas)
-            given: dict[str, Any] = {"own_forward": own_forward, "grad": observing.grad, "edit": edit}
-            found = network.of_step(canvas, evaluated, plan, **given)
+            needed = sampler.needed(masked, plan)
+            history.start(canvas, masked, needed.any(-1) if sampler.adaptive else None)
+            evaluated = _evaluated(sampler, masked, plan, needed, logits)
+            given: dict[str, Any] = {"own_forward": own_forward, "grad": observing.grad}
+            found = network.of_step(canvas, evaluated, plan, edit=_edit_logits(on_logits, plan.index, canvas), **given)
             try:
                 check_finite(found, evaluated, plan.index)
                 made, proposal, chosen = sampler(canvas, found, evaluated, masked, plan)
@@ -105,15 +105,9 @@ def run_sampler(
     return _finished(history, sampler, _edited(on_canvas, len(history.plans), canvas, rows))
 
 
-def _evaluated(sampler: Sampler, masked: Tensor, plan: StepPlan, logits: LogitPositions) -> Tensor:
+def _evaluated(sampler: Sampler, masked: Tensor, plan: StepPlan, needed: Tensor, logits: LogitPositions) -> Tensor:
     """Where the head is evaluated at a step."""
-    opened = sampler.eligible(masked, plan) if logits == "needed" else masked & sampler.reach(masked, plan)
-    return opened | sampler.editable(masked, plan)
-
-
-def _needing(sampler: Sampler, masked: Tensor, plan: StepPlan) -> Tensor | None:
-    """The rows that the step has something to do for; None where the sampler leaves no step out."""
-    return _evaluated(sampler, masked, plan, "needed").any(-1) if sampler.adaptive else None
+    return needed if logits == "needed" else needed | (masked & sampler.reach(masked, plan))
 
 
 def _finished(history: History, sampler: Sampler, canvas: Tensor) -> DenoisingRun:

@@ -387,6 +387,10 @@ class Sampler(nn.Module):
         """Decided positions that this step may rewrite; none, for most."""
         return torch.zeros_like(masked)
 
+    def needed(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """Positions whose logits this step needs: those that it may unmask or rewrite."""
+        return self.eligible(masked, plan) | self.editable(masked, plan)
+
     @property
     def edits(self) -> bool:
         """Whether its steps may rewrite decided positions."""
@@ -394,7 +398,7 @@ class Sampler(nn.Module):
 
     def leaves_out(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether the step runs no forward pass, on a canvas as the step before left it."""
-        return self.adaptive and not bool((self.eligible(masked, plan) | self.editable(masked, plan)).any())
+        return self.adaptive and not bool(self.needed(masked, plan).any())
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that the step's network can predict: all, or in block diffusion those of each row's block."""
