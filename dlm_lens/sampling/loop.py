@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Int
@@ -83,11 +83,11 @@ def run_sampler(
             needed = sampler.needed(masked, plan)
             history.start(canvas, masked, needed.any(-1) if sampler.adaptive else None)
             evaluated = _evaluated(sampler, masked, plan, needed, logits)
-            given: dict[str, Any] = {"own_forward": own_forward, "grad": observing.grad}
-            found = network.of_step(canvas, evaluated, plan, edit=_edit_logits(on_logits, plan.index, canvas), **given)
+            edit = _edit_logits(on_logits, plan.index, canvas)
+            out = network.of_step(canvas, evaluated, plan, own_forward=own_forward, grad=observing.grad, edit=edit)
             try:
-                check_finite(found, evaluated, plan.index)
-                made, proposal, chosen = sampler(canvas, found, evaluated, masked, plan)
+                check_finite(out, evaluated, plan.index)
+                made, proposal, chosen = sampler(canvas, out, evaluated, masked, plan)
             except NonFiniteLogitsError as error:
                 error.partial = history.result()
                 raise
