@@ -1,6 +1,6 @@
 """Dream's sampler: a timestep schedule over the answer or its blocks, and the rules that choose the positions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -150,7 +150,39 @@ class FilteredSettings(Protocol):
         ...
 
 
-class DreamPropose(nn.Module):
+class FilteredPropose(nn.Module):
+    """Base class of proposals from the softmax of filtered logits (Dream, SDAR).
+
+    Attributes:
+        never: the tokens that are no x0.
+    """
+
+    never: Sequence[int | None]
+
+    def _kept(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
+        """The logits over the temperature, those outside the filters at the dtype's minimum."""
+        raise NotImplementedError
+
+    def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+        """What positions are ranked by, from the probabilities and x0."""
+        raise NotImplementedError
+
+    def _probabilities(
+        self, logits: Float[Tensor, "n d_vocab"]
+    ) -> tuple[Float[Tensor, "n d_vocab"], Float[Tensor, "n d_vocab"]]:
+        """Of the tokens that the filters keep, and of those among them that may be x0."""
+        kept = self._kept(logits)
+        # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
+        return kept.softmax(-1), without(kept, self.never).softmax(-1)
+
+    def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """The most likely tokens and their confidence."""
+        likely, choice = self._probabilities(logits)
+        chosen = most_likely(choice)
+        return chosen, self._confidence(likely, chosen)
+
+
+class DreamPropose(FilteredPropose):
     """x0 from softmax(filtered(logits / temperature)), and the confidence of the rule.
 
     maskgit_plus and confidence_threshold: the probability of x0; topk_margin: largest minus second largest
@@ -189,25 +221,14 @@ class DreamPropose(nn.Module):
             confidence = confidence.masked_scatter(evaluated, found.float())
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
-    def _probabilities(
-        self, logits: Float[Tensor, "n d_vocab"]
-    ) -> tuple[Float[Tensor, "n d_vocab"], Float[Tensor, "n d_vocab"]]:
-        """Of the tokens that the filters keep, and of those among them that may be x0."""
+    def _kept(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
         settings = self.settings
         if settings.temperature > 0:
             logits = logits / settings.temperature
         if settings.top_p is not None or settings.top_k is not None:
             # [MASK] leaves before the filter, which may keep nothing else.
             logits = without(logits, self.never)
-        kept = filtered(logits, settings.top_p, settings.top_k)
-        # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
-        return kept.softmax(-1), without(kept, self.never).softmax(-1)
-
-    def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
-        """The most likely tokens and their confidence."""
-        likely, choice = self._probabilities(logits)
-        chosen = most_likely(choice)
-        return chosen, self._confidence(likely, chosen)
+        return filtered(logits, settings.top_p, settings.top_k)
 
     def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
         if self.rule == "topk_margin":

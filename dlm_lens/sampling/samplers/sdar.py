@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.network import by_rows, most_likely
+from dlm_lens.sampling.network import by_rows
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
-from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.samplers.dream import FilteredPropose, filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import (
@@ -111,7 +111,7 @@ class BlockDraws(OrderedNoise):
         return self.tokens_among(probabilities, evaluated, drawn)
 
 
-class SdarPropose(nn.Module):
+class SdarPropose(FilteredPropose):
     """x0 from softmax(filtered(logits / temperature)), and its probability there as confidence.
 
     Temperature, top_k and top_p apply in this order and change the confidence; at temperature 0 x0 is the most
@@ -153,26 +153,12 @@ class SdarPropose(nn.Module):
         )
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
-    def _probabilities(
-        self, logits: Float[Tensor, "n d_vocab"]
-    ) -> tuple[Float[Tensor, "n d_vocab"], Float[Tensor, "n d_vocab"]]:
-        """Of the tokens that the filters keep, and of those among them that may be x0."""
-        kept = self._filtered(logits)
-        # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
-        return kept.softmax(-1), without(kept, self.never).softmax(-1)
-
     def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
         if self.by_entropy:
             return -torch.special.entr(likely).sum(-1)
         return likely.gather(-1, chosen[:, None]).squeeze(-1)
 
-    def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
-        """The most likely tokens and their confidence."""
-        likely, choice = self._probabilities(logits)
-        chosen = most_likely(choice)
-        return chosen, self._confidence(likely, chosen)
-
-    def _filtered(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
+    def _kept(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
         if self.temperature == 0:
             return logits
         logits = logits / self.temperature
