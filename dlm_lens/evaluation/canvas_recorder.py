@@ -49,7 +49,9 @@ class BlocksOfText:
     @property
     def settings(self) -> dict[str, Any]:
         """By which a `DenoisingRun` knows them."""
-        return {"blocks_of": self.name, "block_length": self.length, "observed_first": self.observed_first}
+        if self.observed_first:
+            return {"observed_first": True, "sees_span": True}
+        return {"blocks_of": self.name, "block_length": self.length}
 
     @property
     def observed_first(self) -> bool:
@@ -155,8 +157,10 @@ class CanvasRecorder(Recorder):
             plan = self.blocks.plan(self._masked(ids))
             ids = self._whole(ids)
         content = torch.ones_like(ids, dtype=torch.bool)
-        own = sampler_of_pass(self.model.config, content)
-        sampler = own if self.blocks is None else self.blocks.sampler(content)
+        if self.blocks is None:
+            sampler = sampler_of_pass(self.model.config, content)
+        else:
+            sampler = self.blocks.sampler(content)
         answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
         self._plans += [plan] * len(ids)
         self.start(sampler, content, answer)

@@ -267,7 +267,7 @@ class DenoisingRun(ShowsItself):
         content = self.attention_mask.expand(masked.shape)
         if self.mask_window is not None and "mask_window" not in self.settings:  # a forward pass sees all
             return until_window(content, masked, self.mask_window)
-        if self.observed_first and "blocks_of" in self.settings:  # a likelihood's pass ends with its block
+        if self.settings.get("sees_span"):  # passes that end with the span (likelihoods in blocks)
             stops = torch.tensor([stop for _, stop in self.spans])
             return content & (torch.arange(content.shape[-1]) < stops[:, None, None])
         window = self.settings.get("window_length") if self.observed_first else None
