@@ -32,7 +32,8 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 ROWS = 8
-"""Positions whose tokens are proposed at a time on a CPU."""
+"""Positions whose logits are read at a time on a CPU, for proposals and losses: memory of this size is used again,
+and new memory for all logits takes longer than the passes over them."""
 KEPT = 31 * 2**20
 """Bytes of the block of `keep_freed_memory`."""
 
@@ -288,9 +289,7 @@ def most_likely(scores: Float[Tensor, "n d_vocab"]) -> Int[Tensor, "n"]:
 def by_rows(
     function: Callable[..., tuple[Tensor, ...]], logits: Float[Tensor, "n d_vocab"], *others: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """What a function of rows returns for all of them, called with some at a time on a CPU.
-
-    There memory for some rows of logits is used again; new memory for all takes longer than the passes over it.
+    """What a function of rows returns for all of them, called with `ROWS` at a time on a CPU.
 
     Args:
         function: of logits and `others`; returns tensors of one entry per row.

@@ -15,7 +15,7 @@ from dlm_lens.attention import BlockLayout, attends_observed_first, has_causal_c
 from dlm_lens.placement import execution_device, input_device
 from dlm_lens.sampling.block_network import BlockLogits, FirstBlockLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.network import CanvasLogits, NonFiniteLogitsError, keep_freed_memory
+from dlm_lens.sampling.network import ROWS, CanvasLogits, NonFiniteLogitsError, keep_freed_memory
 from dlm_lens.sampling.prompts import padding_id
 from dlm_lens.sampling.two_copies import Blocks, TwoCopyLogits
 
@@ -23,9 +23,8 @@ POSITIONS = {"cpu": 1024, "cuda": 8192}
 """Canvas positions of one forward, where the caller gives no number of canvases. More only costs memory."""
 LOGITS = 2**26
 """Logits of one forward, in the same case: 256 MiB in float32."""
-HEAD_ROWS, LOSS_ROWS = 128, 16
-"""On a CPU the positions of one product with the head, and of one loss of its logits: memory of this size is used
-again, and new memory for all logits takes longer than the passes over them."""
+HEAD_ROWS = 128
+"""On a CPU the positions of one product with the head; losses read `ROWS` of its logits at a time."""
 
 
 Loss = Callable[
@@ -220,7 +219,7 @@ def logits_in_pieces(
         keep_freed_memory()
     for part in states.split(HEAD_ROWS if on_cpu else states.shape[1], 1):
         logits = head(first, part)
-        for piece in logits.split(LOSS_ROWS if on_cpu else len(logits)):
+        for piece in logits.split(ROWS if on_cpu else len(logits)):
             yield first, piece
             first += len(piece)
 
