@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from dlm_lens.training.trainer import end_processes
 from tests.training.job import job, losses
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +20,14 @@ def torchrun(*command: str) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *command]
     done = subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_process_group_ends(tmp_path: Path) -> None:
+    end_processes()  # there is none
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    end_processes()
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.long
