@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,13 +169,32 @@ def encoded(tokenizer: Any, text: str, length: int) -> tuple[Any, Any]:
 
 def name_of(start: str, variant: str, seed: int, settings: Settings) -> str:
     """Name of a training's directory, with a digest of what determines its weights."""
-    values = {name: settings[name] for name in DETERMINE}
+    values = {"start": _identity(start), **{name: settings[name] for name in DETERMINE}}
     if settings["text"] != LANGUAGE:
         from dlm_lens.experiments.one_token.text_corpus import read_text
 
         values["text"] = read_text(settings["text"]).digest
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     return f"{Path(start).name}-{variant}-seed{seed}-{digest}"
+
+
+def _identity(start: str) -> str:
+    """What tells an AR model from others in a digest: its files where it is a directory, else its whole name."""
+    folder = Path(start)
+    if not folder.is_dir():
+        return start
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
+    return _digest_of(tuple((str(file.absolute()), file.stat().st_mtime_ns) for file in files))
+
+
+@cache
+def _digest_of(files: tuple[tuple[str, int], ...]) -> str:
+    """A digest of files that were changed at these times."""
+    found = hashlib.sha256()
+    for name, _ in files:
+        with open(name, "rb") as file:
+            found.update(f"{Path(name).name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+    return found.hexdigest()
 
 
 def training_settings(start: str, variant: str, seed: int, settings: Settings, output: Path) -> Any:

@@ -260,6 +260,27 @@ def test_text_rows_are_parted_and_begin_unmasked(tmp_path: Path) -> None:
         conversion_training.material(tokenizer, {**own, "prompts": 300})
 
 
+def test_conversions_of_two_models_have_two_directories(tmp_path: Path) -> None:
+    models = [tmp_path / "a" / "final", tmp_path / "b" / "final", tmp_path / "c" / "final"]
+    for index, path in enumerate(models):
+        model = dl.load("toy-ar")
+        if index == 1:
+            model.get_decoder().layers[0].self_attn.q_proj.weight.data.zero_()
+        model.save_pretrained(path)
+        model.tokenizer.save_pretrained(path)
+    whole = settings(trained=str(tmp_path / "trained"), corpus=200)
+    kept = [conversion_training.kept(str(path), "plain", 0, 0, whole) for path in models]
+    zero = [bool((dl.load(path).get_decoder().layers[0].self_attn.q_proj.weight == 0).all()) for path in kept]
+    assert zero == [False, True, False]
+    assert kept[0] == kept[2]  # the same weights under another path
+    names = [conversion_training.name_of(start, "plain", 0, whole) for start in ("one/m", "two/m")]
+    assert names[0] != names[1] and all(name.startswith("m-plain-seed0-") for name in names)
+    # Other weights under the same path.
+    model = dl.load(models[1])
+    model.save_pretrained(models[0])
+    assert conversion_training.kept(str(models[0]), "plain", 0, 0, whole) == kept[1]
+
+
 @pytest.mark.long
 def test_a_training_is_kept_resumed_and_independent_of_its_end(tmp_path: Path) -> None:
     shared = {"corpus": 200, "batch_size": 2, "warm_up": 2}
