@@ -297,7 +297,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self._reading = (0, None) if found is None else self._resumed(found)
         if found is not None and step_of(found) >= self.args.max_steps:
             logger.warning("%s is already the last step of this run", found)
-            self.state.global_step = step_of(found)
+            self._restore_ended(found)
             return TrainOutput(self.state.global_step, math.nan, {})
         if self.settings.checkpointing:
             _enable_checkpointing(self.model, None if self.settings.compile else {"context_fn": SwiGLU.recomputed})

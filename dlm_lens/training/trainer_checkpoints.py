@@ -10,6 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 
 from dlm_lens.adapters import load
 from dlm_lens.training.callbacks import Stopwatch, without_progress_bars
@@ -141,12 +143,15 @@ class CheckpointingTrainer(Trainer):
         if self._sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        # Through `load`, because a family may store its weights under other names than its parameters have, and
-        # because transformers would read any file that the checkpoint's config.json names, pickles too.
-        own = self.model if model is None else model
-        with without_progress_bars():
-            stored = load(resume_from_checkpoint, dtype=own.dtype)
-        own.load_state_dict(stored.state_dict())
+        _read_weights(self.model if model is None else model, resume_from_checkpoint)
+
+    def _restore_ended(self, checkpoint: Path) -> None:
+        """Take weights and state of a run from its last checkpoint, after which no step is left to train."""
+        _read_weights(self.model, str(checkpoint))
+        state = checkpoint / TRAINER_STATE_NAME
+        if state.exists():
+            self.state = TrainerState.load_from_json(str(state))
+        self.state.global_step, self.state.max_steps = step_of(checkpoint), self.args.max_steps
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Save nothing: every pass seeds the generators (`dropout_seed`), and no other random number needs them."""
@@ -156,6 +161,14 @@ class CheckpointingTrainer(Trainer):
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load nothing: bfloat16 and float32 do not scale gradients, and a scaler.pt would be a pickle."""
+
+
+def _read_weights(model: Any, checkpoint: str) -> None:
+    # Through `load`, because a family may store its weights under other names than its parameters have, and
+    # because transformers would read any file that the checkpoint's config.json names, pickles too.
+    with without_progress_bars():
+        stored = load(checkpoint, dtype=model.dtype)
+    model.load_state_dict(stored.state_dict())
 
 
 def json_values(values: Any) -> Any:

@@ -437,6 +437,20 @@ def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTraine
     assert again.state.global_step == STEPS
 
 
+def test_a_run_that_ended_has_its_weights_when_it_is_resumed(unbroken: MaskedDiffusionTrainer) -> None:
+    directory = Path(unbroken.settings.output)
+    again = job(directory, eval_dataset=ROWS)
+    before = again.evaluate()["eval_loss"]
+    output = again.train(resume_from_checkpoint=True)
+    assert output.global_step == again.state.global_step == again.state.max_steps == STEPS
+    stored = weights(directory / f"checkpoint-{STEPS}")
+    assert all(torch.equal(value, stored[name]) for name, value in again.model.state_dict().items())
+    assert losses(again) == losses(unbroken)
+    after = again.evaluate()
+    assert after["eval_loss"] < before - 0.1
+    assert again.state.log_history[-1]["epoch"] == 1.0
+
+
 def test_a_resume_with_other_data_is_refused(unbroken: MaskedDiffusionTrainer) -> None:
     directory = Path(unbroken.settings.output)
     assert read_run(directory / "checkpoint-2")["data"]["rows"] == 64
