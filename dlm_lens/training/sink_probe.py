@@ -98,6 +98,8 @@ class SinkStatistics:
 def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> ProbeBatch:
     """Canvases of fixed sequences at `LEVELS`; for an AR baseline the text itself, once.
 
+    Isolated documents are canvases of their own, as training shows them to the network.
+
     Open positions hold the mask token, under `UniformDiffusionLoss` random tokens.
     """
     rows = Rows.of(examples, source.length, source.padding)
@@ -106,11 +108,24 @@ def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> Pro
     else:
         noise = getattr(objective, "mask_token_id", None)
     if noise is None:
-        return ProbeBatch(rows.tokens[None], torch.zeros_like(rows.visible)[None], rows.visible)
+        return _by_document(rows, rows.tokens[None], torch.zeros_like(rows.visible)[None])
     generator = torch.Generator().manual_seed(PROBE_SEED)
     draws = torch.rand(rows.tokens.shape, generator=generator, dtype=torch.float32)
     masked = torch.stack([(draws < level) & rows.answer for level in LEVELS])
-    return ProbeBatch(torch.where(masked, noise, rows.tokens), masked, rows.visible)
+    return _by_document(rows, torch.where(masked, noise, rows.tokens), masked)
+
+
+def _by_document(rows: Rows, canvases: Tensor, masked: Tensor) -> ProbeBatch:
+    """The canvases with a row for every isolated document, in which the others are padding."""
+    if rows.documents is None:
+        return ProbeBatch(canvases, masked, rows.visible)
+    found = [
+        (row, rows.visible[row] & (owners == owner))
+        for row, owners in enumerate(rows.documents)
+        for owner in owners[rows.visible[row]].unique_consecutive().tolist()
+    ]
+    index = torch.tensor([row for row, _ in found])
+    return ProbeBatch(canvases[:, index], masked[:, index], torch.stack([visible for _, visible in found]))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from dlm_lens.attention import decoder_of, in_use
+from dlm_lens.attention import SinkLayout, decoder_of, in_use
 from dlm_lens.files.locks import held
 from dlm_lens.placement import emulates_bfloat16
 from dlm_lens.training.callbacks import (
@@ -85,7 +85,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     Raises:
         ValueError: a budget smaller than a batch, a batch that does not divide, a missing column, a model without
             a mask token, evaluation data that hold it or an id that the model does not embed, probe_steps with
-            block diffusion.
+            block diffusion, isolated documents with sinks at the end.
     """
 
     loss_is_scaled_for_ga = True
@@ -107,6 +107,13 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             raise ValueError(
                 f"probe_steps is {settings.probe_steps}: the probe shows whole canvases, which a model that "
                 "decodes blocks never sees; set probe_steps=0 and record runs of its checkpoints (dlm_lens.record)"
+            )
+        sinks = SinkLayout.of(model)
+        if sinks.count and sinks.placement == "end" and settings.data.packing == "isolated":
+            raise ValueError(
+                "data.packing is isolated, and the sinks at the end of a row have one position for all of its "
+                "documents, so that none is what it would be alone; set model.position to front, or "
+                "data.packing to joined"
             )
         # Before an engine splits the weights.
         self._embedded = int(model.get_input_embeddings().weight.shape[0])
@@ -136,7 +143,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.add_callback(self.stopwatch)
         self.examples = None
         if eval_dataset is not None:
-            source = self._source(eval_dataset, model, EVALUATION_ORDER)
+            source = self._source(eval_dataset, model, EVALUATION_ORDER, shuffle_buffer=0)
             self.examples = take(source, settings.eval_rows, EVALUATION_ORDER, repeat=False)
             for example in self.examples:
                 check_tokens(example.tokens, self._mask, self._embedded, "a text of the evaluation data")
@@ -145,12 +152,12 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if settings.probe_steps:
             self.add_callback(SinkMetrics(self, settings.probe_steps))
 
-    def _source(self, dataset: Any, model: Any, seed: int) -> Source:
+    def _source(self, dataset: Any, model: Any, seed: int, **changed: Any) -> Source:
         if hasattr(dataset, "read") and hasattr(dataset, "length"):
             found: Source = dataset
             return found
         shift = bool(getattr(self.objective, "logit_shift", False))
-        return build_source(dataset, self.settings.data, self.tokenizer, shift=shift, seed=seed)
+        return build_source(dataset, replace(self.settings.data, **changed), self.tokenizer, shift=shift, seed=seed)
 
     @property
     def _mask(self) -> int | None:

@@ -2,15 +2,19 @@
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dlm_lens.attention import hooked_attentions
 from dlm_lens.testing import tiny
 from dlm_lens.training import Example, MaskedDiffusionLoss, MaskedDiffusionTrainer, probe_batch, sink_statistics
 from dlm_lens.training.sink_probe import LEVELS
+from dlm_lens.training.sources import Rows
 from dlm_lens.viz import sink_emergence
 from tests.reference import forward64
 from tests.training.job import job
@@ -68,6 +72,44 @@ def test_statistics_are_those_of_the_patterns(count: int, place: str) -> None:
             assert float(found.learned_share[layer]) == pytest.approx(expected, rel=1e-4)
     first, last = np.array(mains).reshape(3, -1)[[0, -1]]
     assert found.moved() == pytest.approx(float((first != last).mean()))
+
+
+def test_isolated_documents_are_canvases_of_their_own() -> None:
+    """The learned share is that under the mask and the positions that training uses."""
+    model = tiny("sink_qwen", num_sinks=1)
+    generator = torch.Generator().manual_seed(1)
+    owners = [torch.tensor([0] * 5 + [1] * 2 + [2] * 7), torch.tensor([0] * 3 + [1] * 8)]
+    examples = [Example(torch.randint(0, 60, (len(o),), generator=generator), documents=o) for o in owners]
+    objective = MaskedDiffusionLoss().for_model(model, 8)
+    batch, joined = (
+        probe_batch(examples, objective, Place),
+        probe_batch([replace(e, documents=None) for e in examples], objective, Place),
+    )
+    assert batch.visible.sum(-1).tolist() == [5, 2, 7, 3, 8]
+    rows = Rows.of(examples, Place.length, Place.padding)
+    for level in range(len(LEVELS)):
+        whole = joined.canvases[level]
+        with torch.no_grad():
+            seen = hooked_patterns(model, whole, rows.network_inputs())
+        found = sink_statistics(
+            model, replace(batch, canvases=batch.canvases[[level] * 2], masked=batch.masked[[level] * 2])
+        )
+        for layer, pattern in enumerate(seen):
+            own = pattern[:, :, 1:, 0]  # [row, head, query]: what every query gives to the sink
+            shares = [own[0, :, :5], own[0, :, 5:7], own[0, :, 7:14], own[1, :, :3], own[1, :, 3:11]]
+            expected = torch.stack([share.mean() for share in shares]).mean()
+            # Float32 under two masks: sums of ten numbers of order 1.
+            torch.testing.assert_close(found.learned_share[layer].float(), expected, rtol=1e-5, atol=1e-6)
+
+
+def hooked_patterns(model: Any, ids: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    kept: list[torch.Tensor] = []
+    points = [attention.hook_pattern for attention in hooked_attentions(model)]
+    handles = [p.register_forward_hook(lambda m, i, pattern: kept.append(pattern.clone())) for p in points]
+    model(ids, **inputs)
+    for handle in handles:
+        handle.remove()
+    return kept
 
 
 def test_a_planted_sink_is_found() -> None:

@@ -437,6 +437,26 @@ def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTraine
     assert again.state.global_step == STEPS
 
 
+def test_evaluation_texts_do_not_depend_on_the_shuffle_buffer(tmp_path: Path) -> None:
+    found = []
+    for buffer in (0, 50):
+        stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+        data = DataSettings(length=12, shuffle_buffer=buffer)
+        trainer = job(tmp_path / str(buffer), data=data, eval_dataset=stream, eval_rows=8)
+        found.append([example.tokens.tolist() for example in trainer.examples])
+    assert found[0] == found[1]
+    assert found[0][0][:6] == [int(word[1:]) for word in ROWS[0]["text"].split()]
+
+
+def test_isolated_documents_with_sinks_at_the_end_are_refused(tmp_path: Path) -> None:
+    data = DataSettings(length=12, packing="isolated")
+    settings = replace(job(tmp_path).settings, data=data)
+    model = tiny("sink_qwen", num_sinks=2, sink_placement="end")
+    with pytest.raises(ValueError, match=r"one position for all of its documents.*set model.position to front"):
+        MaskedDiffusionTrainer(model, settings, ROWS)
+    MaskedDiffusionTrainer(tiny("sink_qwen", num_sinks=2), settings, ROWS)
+
+
 def test_a_run_that_ended_has_its_weights_when_it_is_resumed(unbroken: MaskedDiffusionTrainer) -> None:
     directory = Path(unbroken.settings.output)
     again = job(directory, eval_dataset=ROWS)
