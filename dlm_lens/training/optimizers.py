@@ -1,5 +1,6 @@
 """AdamW, Muon with AdamW as one optimiser, and the learning-rate schedule."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from torch.optim import Optimizer
 
 from dlm_lens.training.muon import build_muon
 from dlm_lens.training.settings import Optimisation
+
+logger = logging.getLogger(__name__)
 
 
 def learning_rate(step: int, steps: int, settings: Optimisation) -> float:
@@ -29,27 +32,53 @@ def learning_rate(step: int, steps: int, settings: Optimisation) -> float:
 def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
     """AdamW on everything, or Muon on the matrices of the layers and AdamW on the rest.
 
+    `weight_decay` is that of the layers' weights of two or more axes (matrices, and experts, which are stacks of
+    matrices), `other_weight_decay` that of embeddings, norms, biases and sinks. Muon takes matrices alone.
+
     AdamW runs as one fused kernel, as in transformers' Trainer: the other implementations hold one or two temporary
     tensors of the largest weight's size.
 
     Muon's update is scaled to AdamW's RMS, so that both share one learning rate.
+
+    Raises:
+        ValueError: Muon for a model whose layers have no matrices.
     """
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            in_layer = ".layers." in f".{name}" and parameter.ndim == 2
-            (matrices if in_layer else others).append(parameter)
+    layers, others = _by_place(model)
     decay = settings.weight_decay if settings.other_weight_decay is None else settings.other_weight_decay
     adamw: dict[str, Any] = {"lr": settings.rate, "betas": tuple(settings.betas), "fused": _fusible(model)}
-    if settings.optimizer == "adamw":
-        groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": others, "weight_decay": decay},
-        ]
-        return torch.optim.AdamW([group for group in groups if group["params"]], **adamw)
+    matrices: list[nn.Parameter] = []
+    if settings.optimizer == "muon":
+        matrices = [parameter for parameter in layers if parameter.ndim == 2]
+        layers = [parameter for parameter in layers if parameter.ndim != 2]
+        if not matrices:
+            raise ValueError(
+                f"optimisation.optimizer is muon, and the layers of {type(model).__name__} have no matrices that "
+                "are trained; choose adamw"
+            )
+        if layers:
+            logger.warning(
+                "Muon takes matrices: %d weights of the layers with more axes (experts) are left to AdamW",
+                len(layers),
+            )
+    groups = [{"params": layers, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": decay}]
+    groups = [group for group in groups if group["params"]]
+    if not matrices:
+        return torch.optim.AdamW(groups, **adamw)
     muon = build_muon(matrices, rate=settings.rate, weight_decay=settings.weight_decay)
-    return Optimizers([muon, torch.optim.AdamW(others, weight_decay=decay, **adamw)])
+    return Optimizers([muon, *([torch.optim.AdamW(groups, **adamw)] if groups else [])])
+
+
+def _by_place(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trained weights of two or more axes in the layers of a network, and all others."""
+    within: set[int] = set()
+    for stack in model.modules():
+        if isinstance(stack, nn.ModuleList):
+            embeddings = {id(p) for m in stack.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+            within |= {id(parameter) for parameter in stack.parameters()} - embeddings
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    layers = [parameter for parameter in trained if id(parameter) in within and parameter.ndim >= 2]
+    chosen = {id(parameter) for parameter in layers}
+    return layers, [parameter for parameter in trained if id(parameter) not in chosen]
 
 
 def _fusible(model: nn.Module) -> bool | None:

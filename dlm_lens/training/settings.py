@@ -106,7 +106,7 @@ class Optimisation:
         min_rate: at the last step.
         warm_up: share of the steps.
         betas: of AdamW.
-        weight_decay: of the layers' matrices.
+        weight_decay: of the layers' matrices and experts.
         other_weight_decay: of embeddings, norms, biases and sinks; None for the same, as in the published code.
         clip: largest norm of the gradient; 0 for no limit.
 

@@ -274,7 +274,8 @@ def test_conversions_of_two_models_have_two_directories(tmp_path: Path) -> None:
     assert zero == [False, True, False]
     assert kept[0] == kept[2]  # the same weights under another path
     names = [conversion_training.name_of(start, "plain", 0, whole) for start in ("one/m", "two/m")]
-    assert names[0] != names[1] and all(name.startswith("m-plain-seed0-") for name in names)
+    assert names[0] != names[1]
+    assert all(name.startswith("m-plain-seed0-") for name in names)
     # Other weights under the same path.
     model = dl.load(models[1])
     model.save_pretrained(models[0])

@@ -1,5 +1,7 @@
 import copy
+import re
 
+import pytest
 import torch
 from torch import nn
 
@@ -61,3 +63,29 @@ def test_moments_of_the_earlier_implementation_are_continued() -> None:
     wanted, found = stepped(unfused, earlier, 1), stepped(model, optimizer, 1)
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["sink_qwen", "llada_moe", "diffugpt", "mdlm"])
+def test_layers_weights_of_two_and_more_axes_decay(family: str) -> None:
+    model = tiny(family)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    in_layer = {name: re.search(r"\.(layers|h)\.\d+\.", name) is not None for name in names.values()}
+    wanted = {name for name, p in model.named_parameters() if in_layer[name] and p.ndim >= 2}
+    for kind in ("adamw", "muon"):
+        settings = Optimisation(weight_decay=0.1, other_weight_decay=0.0, optimizer=kind)
+        groups = build_optimizer(model, settings).param_groups
+        held = [names[id(p)] for group in groups for p in group["params"]]
+        assert sorted(held) == sorted(names.values())
+        assert {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]} == wanted
+    # Muon's groups have a momentum, AdamW's betas.
+    muon = {names[id(p)] for group in groups if "momentum" in group for p in group["params"]}
+    assert muon == {name for name, p in model.named_parameters() if in_layer[name] and p.ndim == 2}
+
+
+def test_muon_says_which_weights_it_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    build_optimizer(tiny("llada_moe"), Optimisation(optimizer="muon"))
+    assert "4 weights of the layers with more axes (experts) are left to AdamW" in caplog.text
+    frozen = tiny("sink_qwen")
+    frozen.model.layers.requires_grad_(False)
+    with pytest.raises(ValueError, match="the layers of SinkQwenForMaskedLM have no matrices"):
+        build_optimizer(frozen, Optimisation(optimizer="muon"))
