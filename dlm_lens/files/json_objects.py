@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,36 @@ def parse_json(content: bytes | str, *, constants: bool = False) -> Any:
         return json.loads(text, parse_constant=None if constants else _refuse_constant)
     except RecursionError:
         raise NestedTooDeeplyError(_TOO_DEEP) from None
+
+
+def read_json_lines(path: Path, what: str) -> Iterator[tuple[str, str, Any]]:
+    r"""The values of a file of JSON lines that are not empty: where each is, its text, the value.
+
+    A line ends with \n alone (jsonlines.org): U+2028 and similar characters, at which `str.splitlines` cuts, belong
+    to the text.
+
+    Args:
+        path: of the file.
+        what: a line holds, for messages.
+
+    Raises:
+        ValueError: a file that is not UTF-8, or a line that is not JSON.
+    """
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start}), the encoding of JSON lines") from None
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            value = json.loads(text)
+        except RecursionError:
+            raise ValueError(f"{where} is nested too deeply to be {what}") from None
+        except ValueError as error:
+            raise ValueError(f"{where} is not JSON ({error})") from None
+        yield where, text, value
 
 
 def read_object(path: str | Path, what: str, remedy: str = "fetch it again") -> dict[str, Any]:

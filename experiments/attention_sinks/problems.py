@@ -1,12 +1,13 @@
 """The prompts of the experiments: shipped problems, or a JSONL file of prompts."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import dlm_lens.evaluation
 from dlm_lens.experiments.results import Settings
+from dlm_lens.files.json_objects import read_json_lines
+from dlm_lens.printable import shown
 
 SHIPPED = {
     "toy_arithmetic": ("problems.jsonl", "A"), "toy_lists": ("problems.jsonl", "L"),
@@ -24,11 +25,13 @@ class Problem(NamedTuple):
         prompt: the user's text.
         target: the correct answer; empty where there is none.
         begun: the beginning of the answer, which the model continues.
+        solution: the written answer; empty where there is none.
     """
 
     prompt: str
     target: str
     begun: str = ""
+    solution: str = ""
 
 
 def problems(task: str) -> list[Problem]:
@@ -36,6 +39,7 @@ def problems(task: str) -> list[Problem]:
 
     Raises:
         FileNotFoundError: neither a shipped task nor a file.
+        ValueError: a line that is no problem.
     """
     if task in SHIPPED:
         name, wanted = SHIPPED[task]
@@ -44,12 +48,34 @@ def problems(task: str) -> list[Problem]:
         file, wanted = Path(task), None
     else:
         raise FileNotFoundError(f"{task!r} is neither a file of prompts nor one of {', '.join(SHIPPED)}")
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [
-        Problem(line["prompt"], line.get("target", ""), line.get("begun", ""))
-        for line in lines
-        if wanted is None or line["task"] == wanted
+    found = [(line, _problem(line, text, where)) for where, text, line in read_json_lines(file, "a problem")]
+    return [problem for line, problem in found if wanted is None or line["task"] == wanted]
+
+
+def solved_problems(task: str, experiment: str) -> list[Problem]:
+    """The problems of a task that comes with written solutions, for an experiment of this name.
+
+    Raises:
+        FileNotFoundError: as `problems`.
+        ValueError: as `problems`, or a problem without a solution.
+    """
+    found = problems(task)
+    if not found or not all(problem.solution for problem in found):
+        raise ValueError(f"task is {task!r}; {experiment} needs solutions: toy_arithmetic or another toy_ task")
+    return found
+
+
+def _problem(line: Any, text: str, where: str) -> Problem:
+    fields = {"prompt": None, "target": "", "begun": "", "answer": ""}
+    found: list[Any] = [
+        line.get(name, default) if isinstance(line, dict) else None for name, default in fields.items()
     ]
+    if not all(isinstance(value, str) for value in found):
+        raise ValueError(
+            f'{where} is {shown(text)}; a line is {{"prompt": "..."}} and may have "target", "begun" and "answer", '
+            "all of them texts"
+        )
+    return Problem(*found)
 
 
 def is_right(task: str, answer: str, problem: Problem) -> bool:

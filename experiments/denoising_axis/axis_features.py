@@ -4,13 +4,10 @@ The autoencoders are trained in the run, on activations of other prompts (2406.0
 rows), and the right tokens are those of the shipped solutions, not of the run.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import dlm_lens.evaluation
-from dlm_lens.experiments.attention_sinks.problems import SHIPPED, starts
+from dlm_lens.experiments.attention_sinks.problems import Problem, solved_problems, starts
 from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
 from dlm_lens.experiments.model_settings import settings_of
@@ -40,19 +37,14 @@ def items(settings: Settings) -> Iterator[Item]:
             yield {"model": model, "start": start}
 
 
-def lines_of(settings: Settings, first: int, stop: int) -> list[dict[str, str]]:
+def problems_between(settings: Settings, first: int, stop: int) -> list[Problem]:
     """Problems with their solutions, by index in the task.
 
     Raises:
-        ValueError: the task is not shipped with solutions, or has fewer problems.
+        FileNotFoundError: no such task.
+        ValueError: the task has no solutions, or fewer problems.
     """
-    name, wanted = SHIPPED.get(settings["task"], ("", None))
-    if not name or wanted is None:
-        raise ValueError(
-            f"task is {settings['task']!r}; axis-features needs solutions: toy_arithmetic or another toy_ task"
-        )
-    text = (Path(dlm_lens.evaluation.__path__[0]) / "tasks" / name).read_text(encoding="utf-8")
-    found = [line for line in map(json.loads, text.splitlines()) if line["task"] == wanted]
+    found = solved_problems(settings["task"], "axis-features")
     if stop > len(found):
         raise ValueError(f"{settings['task']} has {len(found)} problems; prompts and train together are {stop}")
     return found[first:stop]
@@ -69,7 +61,7 @@ def trained(model: Any, layer: int, settings: Settings) -> "SparseAutoencoder":
     from dlm_lens.recording import ActivationBatch, activations
 
     first = settings["prompts"]
-    prompts = [line["prompt"] for line in lines_of(settings, first, first + settings["train"])]
+    prompts = [each.prompt for each in problems_between(settings, first, first + settings["train"])]
     stream = activations(model, prompts, layer, batch_size=16, **settings["sampler"])
     vectors = ActivationBatch.joined(list(stream)).activations
     mean = vectors.mean(0)
@@ -108,13 +100,13 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
     model = bench.model(item["model"])
     start = item["start"]
-    lines = lines_of(settings, start, min(start + settings["batch"], settings["prompts"]))
+    these = problems_between(settings, start, min(start + settings["batch"], settings["prompts"]))
     depth = len(attention_blocks(model))
     saes = bench.once("autoencoders", lambda: [trained(model, layer, settings) for layer in range(depth)])
-    done = dl.denoise(model, [line["prompt"] for line in lines], **settings["sampler"])
+    done = dl.denoise(model, [each.prompt for each in these], **settings["sampler"])
     reference = torch.full_like(done.tokens, -1)
-    for row, line in enumerate(lines):
-        ids = model.tokenizer(line["answer"], add_special_tokens=False)["input_ids"]
+    for row, each in enumerate(these):
+        ids = model.tokenizer(each.solution, add_special_tokens=False)["input_ids"]
         ids = ids[: reference.shape[1] - done.prompt_length]
         reference[row, done.prompt_length : done.prompt_length + len(ids)] = torch.tensor(ids)
     loss = insertion_loss(model, done, saes, places=PLACES, reference=reference, seed=settings["seed"])
@@ -124,7 +116,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         states = [kept["resid", sae.layer, step] for step in range(done.steps)]
         found[f"layer {sae.layer}"] = [
             {**_counts(loss, place, row), "unexplained": _unexplained(sae, states, done, row)}
-            for row in range(len(lines))
+            for row in range(len(these))
         ]
     return found
 

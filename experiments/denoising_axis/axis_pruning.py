@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.charts import line_panels
-from dlm_lens.experiments.attention_sinks.problems import is_right, problems
+from dlm_lens.experiments.attention_sinks.problems import is_right, problems, solved_problems
 from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, paired_difference, signed
 from dlm_lens.experiments.results import Item, Results, Settings
@@ -15,7 +15,18 @@ DISCOUNTS = {METHODS[1]: "none", METHODS[2]: "sinks", METHODS[3]: "random"}
 
 
 def items(settings: Settings) -> Iterator[Item]:
-    """The network as it is, then every sparsity and method; the control several times."""
+    """The network as it is, then every sparsity and method; the control several times.
+
+    Raises:
+        ValueError: a task without solutions, or with fewer problems than held-out and calibration prompts.
+    """
+    task, held, calibration = (settings[name] for name in ("task", "prompts", "calibration"))
+    every = solved_problems(task, "axis-pruning")
+    if held < 1 or calibration < 1 or held + calibration > len(every):
+        raise ValueError(
+            f"prompts is {held} and calibration {calibration}; each is at least 1, and both together at most "
+            f"{len(every)}, the problems of {task}, since no prompt is both held out and of the calibration"
+        )
     for model in settings["models"]:
         yield {"model": model, "sparsity": 0.0, "method": "none", "draw": 0}
         for sparsity in settings["sparsities"]:
@@ -68,16 +79,7 @@ def _scores(model: Any, settings: Settings) -> dict[str, Any]:
 
 def reference_answers(settings: Settings) -> list[str]:
     """The written solutions of the held-out problems."""
-    import json
-    from pathlib import Path
-
-    import dlm_lens.evaluation
-    from dlm_lens.experiments.attention_sinks.problems import SHIPPED
-
-    name, task = SHIPPED[settings["task"]]
-    lines = (Path(dlm_lens.evaluation.__path__[0]) / "tasks" / name).read_text(encoding="utf-8").splitlines()
-    found = [one["answer"] for one in map(json.loads, lines) if one["task"] == task]
-    return found[: settings["prompts"]]
+    return [one.solution for one in problems(settings["task"])[: settings["prompts"]]]
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:

@@ -55,12 +55,12 @@ def test_verdicts_follow_their_rules():
 
 def test_training_prompts_are_not_measured():
     settings = axis_features.SMALL
-    measured = axis_features.lines_of(settings, 0, settings["prompts"])
+    measured = axis_features.problems_between(settings, 0, settings["prompts"])
     stop = settings["prompts"] + settings["train"]
-    others = axis_features.lines_of(settings, settings["prompts"], stop)
+    others = axis_features.problems_between(settings, settings["prompts"], stop)
     assert len(others) == settings["train"]
-    assert not {line["prompt"] for line in measured} & {line["prompt"] for line in others}
+    assert not {each.prompt for each in measured} & {each.prompt for each in others}
     with pytest.raises(ValueError, match="toy_arithmetic has 100 problems; prompts and train together are 101"):
-        axis_features.lines_of(settings, 0, 101)
+        axis_features.problems_between(settings, 0, 101)
     with pytest.raises(ValueError, match="axis-features needs solutions"):
-        axis_features.lines_of({**settings, "task": "english_prompts"}, 0, 1)
+        axis_features.problems_between({**settings, "task": "english_prompts"}, 0, 1)

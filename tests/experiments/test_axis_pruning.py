@@ -44,6 +44,21 @@ def test_calibration_and_held_out_prompts_are_disjoint_and_solutions_fit_them() 
     assert all(text.endswith(f"answer {one.target} .") for text, one in zip(answers, every, strict=False))
 
 
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"prompts": 96}, "prompts is 96 and calibration 16; each is at least 1, and both together at most 100"),
+        ({"prompts": 500}, "prompts is 500"),
+        ({"calibration": 0}, "calibration 0; each is at least 1"),
+        ({"task": "english_arithmetic"}, "task is 'english_arithmetic'; axis-pruning needs solutions"),
+    ],
+)
+def test_prompts_that_overlap_or_have_no_solution_are_refused(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        list(axis_pruning.items({**axis_pruning.EXPERIMENT.small, **changed}))
+    assert len(list(axis_pruning.items({**axis_pruning.EXPERIMENT.small, "prompts": 84}))) == 16
+
+
 @pytest.mark.long
 def test_an_item_is_a_run_of_the_pruned_network() -> None:
     settings: dict[str, Any] = {
