@@ -292,10 +292,10 @@ def _recorded(
 def _sinks(recording: Recording) -> str:
     sinks = find_sinks(received_of(recording), AboveMean(eps=3.0))
     table = sinks.table()
-    first = table[table["step"] == table["step"].min()]
+    first = table[table["step"] == recording.steps[0]]
     heads = len(first.groupby(["layer", "head"]))
     if not heads:
-        return "no head has a sink"
+        return "no head has a sink at the first step"
     (position, token), count = next(iter(first.groupby(["position", "token"]).size().nlargest(1).items()))
     often = f"position {position} ({shown(token)}, {counted(count, 'head')})"
     return f"{counted(heads, 'head')} with a sink at the first step; most often {often}"

@@ -65,9 +65,16 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
         "uniform_diffusion": UniformDiffusionLoss,
     }
     given = dict(values)
-    objective = dict(given.pop("objective", None) or {})
+    objective = given.pop("objective", None)
+    objective = {} if objective is None else objective
+    if not isinstance(objective, Mapping):
+        raise ValueError(
+            f"objective is {shown(objective)}; it has settings of its own: give objective.kind, one of "
+            f"{', '.join(objectives)}"
+        )
+    objective = dict(objective)
     kind = objective.pop("kind", "masked_diffusion")
-    if kind not in objectives:
+    if not isinstance(kind, str) or kind not in objectives:
         raise ValueError(f"objective.kind is {kind!r}; it must be one of {', '.join(map(repr, objectives))}")
     _check_names(objective, objectives[kind], "objective.")
     _check_names(given, TrainingSettings, "")

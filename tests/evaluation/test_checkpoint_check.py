@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import dlm_lens
 from dlm_lens.cli.app import app
-from dlm_lens.evaluation import ReferenceLogits, check_checkpoint
+from dlm_lens.evaluation import ReferenceLogits, check_checkpoint, checkpoint_check
 from dlm_lens.evaluation.checkpoint_check import TEXTS, default_texts, least_successes
 from dlm_lens.evaluation.reference_logits import relative_gap
 from dlm_lens.files.sealed_json import DamagedFileError
@@ -192,6 +192,16 @@ def test_files_that_are_no_reference_are_refused(toy: Any, tmp_path: Path) -> No
     finding = found(toy, reference=write(path, input_ids=ids, logits=logits[..., :100]))["reference"]
     assert finding.good is False
     assert "logits of 100 tokens" in finding.found
+
+
+def test_sinks_of_the_first_step_are_not_those_of_the_first_step_that_has_some() -> None:
+    text = "sam has 16 shells . sam sells 13 shells . how many"
+    recording = dlm_lens.record(dlm_lens.load("toy-ar"), text, [dlm_lens.ReceivedAttention()], gen_length=16)
+    sinks = dlm_lens.find_sinks(dlm_lens.sinks.received_of(recording), dlm_lens.AboveMean(3.0)).table()
+    assert sinks["step"].min() > 0
+    assert checkpoint_check._sinks(recording) == "no head has a sink at the first step"
+    later = recording.select(step=slice(int(sinks["step"].min()), None))
+    assert "with a sink at the first step" in checkpoint_check._sinks(later)
 
 
 def test_a_failure_of_a_check_is_its_finding() -> None:

@@ -101,6 +101,14 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
         ("tokens=yes", r"the setting tokens is True; it takes no truth value"),
         ("optimisation.clip=false", r"the setting optimisation\.clip is False; it takes no truth value"),
         ("steps.more=5", r"goes below steps, which is a value"),
+        (
+            "objective=3",
+            r"objective is 3; it has settings of its own: give objective\.kind, one of masked_diffusion",
+        ),
+        ("objective=false", r"objective is False; it has settings of its own"),
+        ("objective=next_token", r"objective is 'next_token'; it has settings of its own"),
+        ("objective.kind=[1]", r"objective\.kind is \[1\]; it must be one of 'masked_diffusion'"),
+        ("objective={kind: {}}", r"objective\.kind is \{\}; it must be one of"),
     ],
 )
 def test_mistakes_are_one_sentence(override: str, message: str, tmp_path: Path) -> None:
