@@ -292,7 +292,7 @@ def _recorded(
 def _sinks(recording: Recording) -> str:
     sinks = find_sinks(received_of(recording), AboveMean(eps=3.0))
     table = sinks.table()
-    first = table[table["step"] == recording.steps[0]]
+    first: Any = table[table["step"] == recording.steps[0]]
     heads = len(first.groupby(["layer", "head"]))
     if not heads:
         return "no head has a sink at the first step"
