@@ -15,7 +15,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate, mean_of, summed
+from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Bounds, Estimate, estimate, mean_of, summed
 
 PLACES = ("here", "near", "far", "nowhere")
 PROBABILITY = Rule("a probability, above 0 and below 1", lambda value: is_real(value) and 0 < value < 1)
@@ -80,7 +80,7 @@ class TokenSmearing(ShowsItself):
     @property
     def excess(self) -> Estimate:
         """Near - near_by_chance, mean over predicted positions and steps; the interval is over prompts."""
-        return self._mean(self.near - self.near_by_chance)
+        return self._mean(self.near - self.near_by_chance, None)
 
     def mean(self, name: str) -> Estimate:
         """The mean of "own", "near" or "near_by_chance" where all three are defined.
@@ -90,7 +90,8 @@ class TokenSmearing(ShowsItself):
         """
         if name not in ("own", "near", "near_by_chance"):
             raise ValueError(f"name is {name!r}; it must be 'own', 'near' or 'near_by_chance'")
-        return self._mean(getattr(self, name))
+        # Near are sums over several positions, which may exceed 1.
+        return self._mean(getattr(self, name), SHARE_BOUNDS if name == "own" else POSITIVE_BOUNDS)
 
     def share(self, place: str) -> Estimate:
         """The share of the likely tokens that are in a place; the interval is over prompts.
@@ -121,12 +122,12 @@ class TokenSmearing(ShowsItself):
     def _defined(self) -> Bool[Tensor, "step batch position"]:
         return self.near_by_chance.isfinite() & self.own.isfinite()
 
-    def _mean(self, values: Float[Tensor, "step batch position"]) -> Estimate:
+    def _mean(self, values: Float[Tensor, "step batch position"], bounds: Bounds | None) -> Estimate:
         where = self._defined
         rows = where.nonzero()[:, 1].numpy()
         found = values[where].double()
         pairs = torch.stack([found, torch.ones_like(found)], -1).numpy()
-        return estimate(summed(pairs, rows, values.shape[1]), mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
+        return estimate(summed(pairs, rows, values.shape[1]), mean_of, bounds=bounds, seed=self.seed)
 
 
 @checked_arguments(threshold=PROBABILITY, decided=flag(), radius=whole(least=1, most=2**20))

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,14 @@ def test_the_summaries_are_means_over_prompts() -> None:
     difference = (found.near - found.near_by_chance)[defined].double().mean()
     assert found.excess.value == pytest.approx(float(difference))
     assert found.excess.low <= found.excess.value <= found.excess.high
+    # Sums over four positions may exceed 1, and an excess may be negative: neither interval is cut there.
+    less = replace(found, near=found.near + 1.5, near_by_chance=found.near_by_chance + 3.5)
+    assert less.excess.value == pytest.approx(found.excess.value - 2, abs=1e-6)
+    assert less.excess.low == pytest.approx(found.excess.low - 2, abs=1e-6)
+    assert less.excess.high == pytest.approx(found.excess.high - 2, abs=1e-6)
+    assert less.mean("near").low > 1.4
+    assert less.mean("near").high < 4.5
+    assert less.mean("near_by_chance").low <= less.mean("near_by_chance").value <= less.mean("near_by_chance").high
     counts = found.places.sum((0, 1)).double()
     assert found.share("near").value == pytest.approx(float(counts[1] / counts.sum()))
     table = found.table()
