@@ -45,7 +45,7 @@ class RunStep:
             hook with `needs_clean_pass` have it.
         queries: with an approximate cache, the span (start, stop) of canvas positions that the step computes; the
             keys and values of the others are those of an earlier step. None: every position.
-        share: `progress`, where the positions are a part of the canvas.
+        share: `progress`, where the positions are a part of the canvas, and in an AR run.
         whole: positions of the run's canvas, where the step sees a prefix of it; None where it sees all.
         halves: how often the rows of the run are here one after the other: twice with guidance.
     """
@@ -88,8 +88,7 @@ class RunStep:
         """Share of the answer that is decided, per row; in an AR run, step / total."""
         if self.share is not None:
             return self.share
-        written = 1 - self.masked.sum(-1) / self.answer.sum(-1).clamp(min=1)
-        return torch.where(self.masked.any(), written, self.step / self.total)
+        return 1 - self.masked.sum(-1) / self.answer.sum(-1).clamp(min=1)
 
     @property
     def fewest_content(self) -> int:
@@ -112,7 +111,8 @@ class RunStep:
         if blocks is not None:
             seen = blocks.until(self.span, stop)
             cut |= {name: cut[name] & seen.to(cut[name].device) for name in ("masked", "valid", "answer")}
-        return replace(self, **cut, whole=self.whole or self.tokens.shape[1])
+        # Progress stays that of the whole answer.
+        return replace(self, **cut, share=self.progress, whole=self.whole or self.tokens.shape[1])
 
     def first_of(self, queries: int) -> int | None:
         """The canvas position of the first of the step's `queries`, if they are the span that the step computes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import (
@@ -240,6 +240,7 @@ class StepObserver(RunObserver):
             config=self.model.config,
             tokenizer=getattr(self.model, "tokenizer", None),
             memory=self._memory,
+            share=progress_by_steps(self.sampler, plan, canvas),
         )
         self.now = now if plan.seen is None else now.until(plan.seen, self.sampler.block_layout)
         return canvas
@@ -251,6 +252,15 @@ class StepObserver(RunObserver):
     def close(self) -> None:
         """The run is over, however it ended."""
         self.now = None
+
+
+def progress_by_steps(
+    sampler: Sampler, plan: StepPlan, canvas: Int[Tensor, "batch position"]
+) -> Float[Tensor, "batch"] | None:
+    """`RunStep.share` of an AR run, step / total; None where progress follows from what is open."""
+    if not sampler.autoregressive:
+        return None
+    return torch.full((len(canvas),), plan.index / plan.total, device=canvas.device)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Step(int):
 
     Args:
         plan: block and total of the step.
-        state: "tokens", "masked", "valid" and "answer", as in a `RunStep`.
+        state: "tokens", "masked", "valid" and "answer", in an AR run "share", as in a `RunStep`.
         memory: what hooks store from step to step.
 
     Attributes:
@@ -44,7 +44,7 @@ class Step(int):
     tokens: Int[Tensor, "batch position"]
     masked: Bool[Tensor, "batch position"]
     valid: Bool[Tensor, "batch position"]
-    _given: tuple[StepPlan, Bool[Tensor, "batch position"], dict[Any, Any]]
+    _given: tuple[StepPlan, dict[str, Tensor], dict[Any, Any]]
     _seen: RunStep | None
 
     def __new__(cls, plan: StepPlan, state: dict[str, Tensor], memory: dict[Any, Any] | None = None) -> "Step":
@@ -52,14 +52,14 @@ class Step(int):
         self = int.__new__(cls, plan.index)
         self.total, self.block, self.span = plan.total, plan.block, slice(*plan.span)
         self.tokens, self.masked, self.valid = state["tokens"], state["masked"], state["valid"]
-        self._given = plan, state["answer"], {} if memory is None else memory
+        self._given = plan, state, {} if memory is None else memory
         self._seen = None
         return self
 
     @cached_property
     def run(self) -> RunStep:
         """The same as the type that hooks receive."""
-        plan, answer, memory = self._given
+        plan, state, memory = self._given
         return RunStep(
             plan.index,
             plan.total,
@@ -68,9 +68,10 @@ class Step(int):
             self.tokens,
             self.masked,
             self.valid,
-            answer,
+            state["answer"],
             queries=plan.computed,
             memory=memory,
+            share=state.get("share"),
         )
 
     def seen(self, now: RunStep, rows: Int[Tensor, "row"] | None) -> RunStep:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dlm_lens.attention import BlockLayout, ColumnStats, RunStep
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler, StepPlan, collecting_columns, denoise, part_of_run
+from dlm_lens.sampling.observers import progress_by_steps
 from dlm_lens.tracing.steps import STEP
 
 PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
@@ -159,6 +160,8 @@ class TracedRun(RunObserver):
         """A step begins: pass it to the workers that wait for it, then its canvas for reading and editing."""
         state = {"answer": masked, **self.state, "tokens": canvas, "masked": masked}
         state["valid"] = self.sampler.seen_content(self.state["valid"], masked)
+        share = progress_by_steps(self.sampler, plan, canvas)
+        state |= {} if share is None else {"share": share}
         self._handle(STEP, (plan, state))
         if self.editable:
             edited: Any = self._handle(self.location, canvas)
@@ -173,7 +176,8 @@ class TracedRun(RunObserver):
         self.state.setdefault("answer", masked)
         valid = self.sampler.seen_content(self.state["valid"], masked)
         given = (canvas, masked, valid, self.state["answer"])
-        now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed)
+        share = progress_by_steps(self.sampler, plan, canvas)
+        now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed, share=share)
         self.now = now if plan.seen is None else now.until(plan.seen, self.layout)
         self._clean = None
 
