@@ -98,6 +98,8 @@ class CachedLogits(CanvasLogits):
         self.alone = alone
         self._plan: StepPlan | None = None
         self._kept, self._clean = KeptKeys(), KeptKeys()
+        self._whole: tuple[int, Tensor] | None = None  # step and canvas of the last whole pass of the run
+        self._clean_step: int | None = None  # step of the last whole pass without hooks
 
     def enter(self, plan: StepPlan) -> None:
         """The step of the next passes."""
@@ -138,7 +140,15 @@ class CachedLogits(CanvasLogits):
         return halves[:, rows, where if span is None else self._inside(where, span)]
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
-        """A pass of the step without the head, with keys and values of such passes."""
+        """A pass of the step without the head, with keys and values of such passes.
+
+        Where the last whole pass of the run had none of this kind beside it (a trace asks for one only at the steps
+        that it visits), its canvas is passed through first.
+        """
+        if self._span is not None and self._whole is not None and self._whole[0] != self._clean_step:
+            step, whole = self._whole
+            self._pass(decoder_of(self.model), whole, self._clean, None)
+            self._clean_step = step
         return self._run(decoder_of(self.model), canvas, self._clean)
 
     def run_forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
@@ -154,7 +164,20 @@ class CachedLogits(CanvasLogits):
         return (where - span[0]).clamp(min=0) if self.alone else where - span[0]
 
     def _run(self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], kept: KeptKeys) -> Any:
-        span = self._span
+        if self._span is None and self._plan is not None:
+            if kept is self._clean:
+                self._clean_step = self._plan.index
+            else:
+                self._whole = self._plan.index, canvas.clone()
+        return self._pass(network, canvas, kept, self._span)
+
+    def _pass(
+        self,
+        network: Callable[..., Any],
+        canvas: Int[Tensor, "batch position"],
+        kept: KeptKeys,
+        span: tuple[int, int] | None,
+    ) -> Any:
         inputs: dict[str, Any] = {**self.inputs, "use_cache": True}
         ids = self._halves(canvas)
         if span is not None:

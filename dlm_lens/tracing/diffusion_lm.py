@@ -73,7 +73,6 @@ class DiffusionLM(HuggingFaceModel):
             raise ValueError(f"{type(model).__name__} was not loaded by dlm_lens.load; load it, then wrap it")
         model = without_wrappers(model)
         self.causal = family_of(model.config.model_type).causal
-        self._traced: TracedRun | None = None
         super().__init__(
             model,
             rename=module_names(model),
@@ -143,7 +142,8 @@ class DiffusionLM(HuggingFaceModel):
         self.interleaver.check_free()
         canvas = f"{self.path}.canvas"
         run = TracedRun(self._module, self.interleaver, canvas, grad=grad, on_start=self._use_sampler)
-        self._traced = run
+        # Not on this object: the copies that `edit` makes share layers, whose hooks ask for the run, with it.
+        self.interleaver.run = run
         others = observers if isinstance(observers, Sequence) else (observers,)
         observers = (run, *others, LastOfTrace(run))
         return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=observers, **settings))
@@ -179,15 +179,16 @@ class DiffusionLM(HuggingFaceModel):
         Raises:
             ValueError: the run is at another step.
         """
+        traced: TracedRun | None = self.interleaver.run
 
         def clean() -> Mapping[int, ColumnStats]:
-            if self._traced is None or self._traced.now is None:
+            if traced is None or traced.now is None:
                 raise ValueError(f"{step}: the run is over, and a pass without hooks needs its canvas")
             rows = self.invoke_rows()
-            found = self._traced.clean()
+            found = traced.clean()
             return found if rows is None else {layer: columns.of_rows(rows) for layer, columns in found.items()}
 
-        now = None if self._traced is None else self._traced.now
+        now = None if traced is None else traced.now
         if now is None or now.step != int(step):
             raise ValueError(f"{step} is over: a hook is applied to the step that the loop is at")
         run = step.seen(now, self._rows(1))
@@ -201,7 +202,7 @@ class DiffusionLM(HuggingFaceModel):
                 keys and values in a cache (an AR model's).
         """
         run = self.run_step(step)
-        if self._traced is not None and self._traced.cached:
+        if self.interleaver.run is not None and self.interleaver.run.cached:
             raise ValueError(
                 f"{hook}: the run keeps keys and values in a cache, so that a hook would not act on the whole "
                 "prefix; decode without a cache: lm.generate(..., use_cache=False)"

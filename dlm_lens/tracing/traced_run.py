@@ -201,8 +201,12 @@ class TracedRun(RunObserver):
 
     def stop(self) -> None:
         """The run is over: workers that wait for another step leave their loops."""
-        self.now = self._clean = None
+        self.close()
         self._handle(STEP, None)
+
+    def close(self) -> None:
+        """The run is over, however it ended: no hook sees its canvas from now on."""
+        self.now = self._clean = None
 
     def _handle(self, location: str, value: Any) -> Any:
         return self.interleaver.handle(location, value) if self.interleaver.interleaving else value

@@ -68,9 +68,11 @@ class RunInterleaver(Interleaver):
         awaited: the modules one of whose values a worker waits for, or a cache keeps.
         controllers: of every module that is traced, by its path, with what is counted of the module.
         projection_points: every `hook_q` and `hook_k` of the model.
+        run: the `TracedRun` that began last; None before the first.
     """
 
     thread: int | None = None
+    run: Any = None
     awaited: tuple[TracedModule, ...] = ()
 
     def __init__(self) -> None:

@@ -110,6 +110,44 @@ def test_in_an_invoke_of_block_diffusion_the_rows_are_the_invokes(family: str) -
         assert found.isfinite().any()
 
 
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("steps", [[2, 3], [0, 9, 10, 11, 12, 13, 14, 15], [5, 9]])
+def test_clean_sinks_beside_a_cache_do_not_depend_on_the_steps_that_are_visited(
+    cache: str, steps: list[int]
+) -> None:
+    """Steps 0 and 8 pass over the whole canvas; the pass without hooks is made up for where they are left out."""
+    model, hook = tiny("llada"), mask_sinks(dl.TopK(2), source="clean")
+    settings: dict[str, Any] = {"steps": 16, "gen_length": 16, "block_length": 8, "cache": cache}
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [5, 9]]
+    wanted = dl.denoise(model, prompts, hooks=[at_steps(hook, steps)], logits="all", **settings)
+    assert not torch.equal(wanted.tokens, dl.denoise(model, prompts, logits="all", **settings).tokens)
+    lm = dl.DiffusionLM(model, check=False)
+    with lm.generate(prompts, **settings) as tracer:
+        for step in tracer.steps[steps]:
+            for layer in lm.layers:
+                layer.attn.apply(hook, step)
+        run = tracer.result.save()
+    same(run, wanted)
+
+
+def test_hooks_in_an_edit_act_in_every_run_of_the_copy() -> None:
+    model, hook = tiny("llada"), at_steps(mask_tokens(9), [0])
+    lm = dl.DiffusionLM(model, check=False)
+    with lm.edit() as (tracer, copy):
+        for step in tracer.steps[0]:
+            for layer in copy.layers:
+                layer.attn.apply(hook, step)
+    for prompt in (PROMPT, [[1, 2, 9, 9, 4]]):
+        same(copy.generate(prompt, **SETTINGS), dl.denoise(model, prompt, hooks=[hook], logits="all", **SETTINGS))
+    # A run that failed leaves nothing behind.
+    with pytest.raises(KeyError, match="mine"):
+        with lm.generate([[9] * 8], **SETTINGS) as tracer:
+            for step in tracer.steps[0]:
+                raise KeyError("mine")
+    same(copy.generate(PROMPT, **SETTINGS), dl.denoise(model, PROMPT, hooks=[hook], logits="all", **SETTINGS))
+    same(lm.generate(PROMPT, **SETTINGS), dl.denoise(model, PROMPT, logits="all", **SETTINGS))
+
+
 class OfLayers(Hook):
     """A hook of a user's own with layers."""
 
