@@ -1,4 +1,4 @@
-"""`check_shapes`: check the tensors of a result against their annotations."""
+"""`check_shapes`: check the tensors of a result against their annotations; `same_shape`: what replaces a tensor."""
 
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -6,6 +6,33 @@ from typing import Any, get_args, get_type_hints
 import torch
 from jaxtyping import Shaped, jaxtyped
 from torch import Tensor
+
+from dlm_lens.printable import shown
+
+
+def same_shape(who: object, before: Tensor, after: object) -> Tensor:
+    """What a callback, an observer or a hook returned, if it can replace `before`.
+
+    Raises:
+        ValueError: it is no tensor, of another shape, or not of whole numbers where these are.
+    """
+    if not isinstance(after, Tensor) or after.shape != before.shape:
+        kind = f"a tensor of shape {list(after.shape)}" if isinstance(after, Tensor) else shown(after)
+        raise ValueError(f"{who} returned {kind}; it must return None or a tensor of shape {list(before.shape)}")
+    plain = not after.is_complex() and after.dtype != torch.bool
+    if not plain or after.is_floating_point() != before.is_floating_point():
+        kind = "floating-point numbers" if before.is_floating_point() else "token ids"
+        raise ValueError(f"{who} returned a tensor of {after.dtype}; it must hold {kind}")
+    return after.to(before.device) if before.is_floating_point() else after.to(before.device, before.dtype)
+
+
+def edited_by(hook: object, activation: Tensor, edited: object) -> Tensor:
+    """What a hook returned, in the activation's precision; None leaves the activation, as in PyTorch.
+
+    Raises:
+        ValueError: as `same_shape`.
+    """
+    return activation if edited is None else same_shape(hook, activation, edited).to(activation.dtype)
 
 
 def check_shapes(result: Any, **sizes: int) -> None:

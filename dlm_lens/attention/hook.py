@@ -21,6 +21,7 @@ from dlm_lens.attention.hook_context import HookContext, PointContext, RunStep
 from dlm_lens.attention.sink_layout import SinkLayout, SinkToken
 from dlm_lens.attention.visibility import AttentionPass, visible_in
 from dlm_lens.printable import shown
+from dlm_lens.shapes import edited_by
 
 Site = Literal["q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"]
 """Where a hook belongs: a hook point of attention, what attention or MLP add to the residual stream, or the
@@ -103,9 +104,9 @@ class Hook:
             hook: the context that the host passes; None in a bare call.
 
         Raises:
-            ValueError: what the hook needs to know is not in the context.
+            ValueError: what the hook needs is not in the context, or it returned something else than such a tensor.
         """
-        return self.edit(tensor, PointContext.of(hook))
+        return edited_by(self, tensor, self.edit(tensor, PointContext.of(hook)))
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Return the edited activation; every subclass defines it."""
@@ -354,8 +355,7 @@ class HookAdapter(Hook):
 
     def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
         """Call the object."""
-        edited: Tensor = self.wrapped(tensor, hook)
-        return edited
+        return edited_by(self.wrapped, tensor, self.wrapped(tensor, hook))
 
     def check_run(self, run: RunStep) -> None:
         """What the object refuses, if it has a `check_run`.

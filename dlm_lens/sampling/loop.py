@@ -14,8 +14,9 @@ from tqdm.auto import tqdm
 from dlm_lens.sampling.denoising_run import DenoisingRun, StepPlan
 from dlm_lens.sampling.history import History, revised_positions
 from dlm_lens.sampling.network import Network, NonFiniteLogitsError, check_finite
-from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, Stateful, same_shape
+from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, Stateful
 from dlm_lens.sampling.samplers.base import Sampler
+from dlm_lens.shapes import same_shape
 
 OnLogits = Callable[[int, Tensor, Tensor], Tensor | None]
 OnCanvas = Callable[[int, Tensor], Tensor | None]

@@ -35,6 +35,7 @@ from dlm_lens.attention import (
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.samplers.base import Sampler
+from dlm_lens.shapes import same_shape
 
 logger = logging.getLogger(__name__)
 
@@ -337,22 +338,6 @@ class RunObservers:
         """The run is over."""
         for observer in self.observers:
             observer.stop()
-
-
-def same_shape(name: str, before: Tensor, after: object) -> Tensor:
-    """What a callback or an observer returned, if it can replace `before`.
-
-    Raises:
-        ValueError: it is no tensor, of another shape, or not of whole numbers where these are.
-    """
-    if not isinstance(after, torch.Tensor) or after.shape != before.shape:
-        kind = f"a tensor of shape {list(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
-        raise ValueError(f"{name} returned {kind}; it must return None or a tensor of shape {list(before.shape)}")
-    plain = not after.is_complex() and after.dtype != torch.bool
-    if not plain or after.is_floating_point() != before.is_floating_point():
-        kind = "floating-point numbers" if before.is_floating_point() else "token ids"
-        raise ValueError(f"{name} returned a tensor of {after.dtype}; it must hold {kind}")
-    return after.to(before.device) if before.is_floating_point() else after.to(before.device, before.dtype)
 
 
 class HookRunner(StepObserver):

@@ -9,6 +9,8 @@ from nnsight import Envoy
 from nnsight.intervention.eproperty import eproperty
 from nnsight.intervention.interleaver import Mediator
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dlm_lens.adapters.head import final_norm
 from dlm_lens.arguments import check_index
@@ -141,7 +143,7 @@ class AttentionEnvoy(Envoy):
         hook.check_layer(block)
         if hook.site in HOOK_POINTS:
             value = getattr(self, hook.site)
-            setattr(self, hook.site, hook(value, self._context(hook, step, rows=len(value), depth=count)))
+            setattr(self, hook.site, self._edited(hook, value, step, count))
             return
         # Layers without attention (Qwen3-Next) lie between those that hooks count.
         layers = getattr(self.root, f"{own}_layers" if own else "layers")
@@ -149,8 +151,14 @@ class AttentionEnvoy(Envoy):
         envoy = layer if hook.site == "resid" else layer.get(site_path(layer._module, hook.site))
         value = envoy.output
         first = value[0] if isinstance(value, tuple) else value
-        edited = hook(first, self._context(hook, step, rows=len(first), depth=count))
+        edited = self._edited(hook, first, step, count)
         envoy.output = (edited, *value[1:]) if isinstance(value, tuple) else edited
+
+    def _edited(self, hook: Hook, value: Tensor, step: Step | None, depth: int) -> Tensor:
+        """The edited activation; in a scan, which has shapes alone, as it is: a hook keeps the shape."""
+        with unset_fake_temporarily():
+            context = self._context(hook, step, rows=len(value), depth=depth)
+        return value if detect_fake_mode() else hook(value, context)
 
     def _context(self, hook: Hook, step: Step | None, rows: int, depth: int) -> PointContext:
         root, site, stack = self.root, hook.site, self._stack

@@ -148,6 +148,29 @@ def test_hooks_in_an_edit_act_in_every_run_of_the_copy() -> None:
     same(lm.generate(PROMPT, **SETTINGS), dl.denoise(model, PROMPT, logits="all", **SETTINGS))
 
 
+SCANNED = {
+    **HOOKS,
+    "columns": mask_positions(0),
+    "values": ablate("resid", [0]),
+    "zero": zero_value(0),
+}
+
+
+@pytest.mark.parametrize("name", SCANNED)
+def test_a_scan_with_hooks_has_the_shapes_of_the_run(name: str) -> None:
+    lm = dl.DiffusionLM(tiny("llada"), check=False)
+    with lm.scan(PROMPT, fn=lm.generate, **SETTINGS) as tracer:
+        shapes = [].save()
+        for step in tracer.steps:
+            lm.layers[0].attn.apply(SCANNED[name], step)
+            shapes.append(list(lm.layers[1].attn.pattern.shape))
+    assert shapes == [[1, 4, 12, 12]] * 4
+    with pytest.raises(ValueError, match="step 99 is not there"):
+        with lm.scan(PROMPT, fn=lm.generate, **SETTINGS) as tracer:
+            for step in tracer.steps:
+                lm.layers[0].attn.apply(at_steps(SCANNED[name], 99), step)
+
+
 class OfLayers(Hook):
     """A hook of a user's own with layers."""
 
