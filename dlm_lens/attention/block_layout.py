@@ -78,8 +78,11 @@ class BlockLayout:
         return found[0].expand(inside.shape), found[1].expand(inside.shape)
 
     def spans(self, answer: int, positions: int) -> list[tuple[int, int]]:
-        """The span of every block of a run, from the block that holds position `answer` on, over all rows."""
-        starts, found = self.starts((answer - self.length + 1, answer)), list[tuple[int, int]]()
+        """The span of every block of a run, from the block that holds position `answer` on, over all rows.
+
+        A row whose text begins after `answer` begins with its first block.
+        """
+        starts, found = self.starts((max(answer - self.length + 1, 0), answer)), list[tuple[int, int]]()
         while bool((starts < positions).any()):
             stop = int(starts[starts < positions].max()) + self.length
             found.append((int(starts.min()), min(stop, positions)))

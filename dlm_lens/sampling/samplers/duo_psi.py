@@ -69,7 +69,8 @@ class PsiSettings(DuoSettings):
     def _parts(self) -> tuple[int, int, int]:
         """How many times there are in each part."""
         total = self.steps + 1
-        high, middle = round(self.high_frac * total), round(self.middle_frac * total)
+        high = round(self.high_frac * total)
+        middle = min(round(self.middle_frac * total), total - high)  # both may be rounded up
         return high, middle, total - high - middle
 
     def times(self, dtype: torch.dtype) -> Float[Tensor, "step_plus_one"]:

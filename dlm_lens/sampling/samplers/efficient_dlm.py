@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.attention import Context
 from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.samplers.context_blocks import ContextBlockSampler, answer_to_write
@@ -83,13 +84,27 @@ class EfficientDLMSampler(ContextBlockSampler):
     """
 
     context: ClassVar[Context] = "whole"
+    _open: Bool[Tensor, "batch position"] | None = None
+    _numbers: tuple[int, ...] = ()
+
+    def network(
+        self,
+        model: Any,
+        content: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        prompt_length: int,
+        canvas: Int[Tensor, "batch position"],
+    ) -> BlockLogits:
+        """The network of block diffusion; the number of steps depends on the masks, those of prompts among them."""
+        self._open = masked
+        return super().network(model, content, masked, prompt_length, canvas)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block, at most."""
         assert self.block_layout is not None
         self._answer, found = prompt_length, list[StepPlan]()
         spans = self.block_layout.spans(prompt_length, positions)
-        numbers = [self._steps(span) for span in spans]
+        self._numbers = numbers = tuple(self._steps(span, positions) for span in spans)
         for block, (span, steps) in enumerate(zip(spans, numbers, strict=True)):
             for step in range(steps):
                 found.append(StepPlan(len(found), sum(numbers), block, span, steps - step, seen=span[1]))
@@ -102,7 +117,7 @@ class EfficientDLMSampler(ContextBlockSampler):
 
         The planned number is that of the row's masks at the first step of the block.
         """
-        left, steps = eligible.sum(-1), self._steps(plan.span)
+        left, steps = eligible.sum(-1), self._numbers[plan.block]
         done = steps - plan.remaining
         if done == 0 or self._planned is None:
             self._planned = left
@@ -112,9 +127,15 @@ class EfficientDLMSampler(ContextBlockSampler):
             return eligible.any(-1).long()
         return self._planned // steps + (done < self._planned % steps)
 
-    def _steps(self, span: tuple[int, int]) -> int:
-        """Steps of a block, at most; the span holds the blocks of all rows, which may be at unequal positions."""
-        return self.settings.block_steps(min(span[1] - max(span[0], self._answer), self.block_length))
+    def _steps(self, span: tuple[int, int], positions: int) -> int:
+        """Steps of a block, at most: for as many masks as the row with the most has there.
+
+        The authors' code counts the positions of the answer.
+        """
+        if self.reference_quirks or self._open is None or self.block_layout is None:
+            return self.settings.block_steps(min(span[1] - max(span[0], self._answer), self.block_length))
+        inside = self.block_layout.inside(span, positions).to(self._open.device) & self._open
+        return self.settings.block_steps(max(1, int(inside.sum(-1).amax())))
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class StableDiffCoderSettings(EfficientDLMSettings):
         block_length: tokens of a block, counted from the first token of the text; the answer's first and last
             blocks may be short.
         steps: denoising steps in all, of which each block gets steps / ceil(gen_length / block_length), at most;
-            None: one for each position.
+            None: one for each mask.
         threshold: a step unmasks the proposals of the block whose probability is at least this, and at least the
             most likely one.
         parallel: False unmasks the planned number at each step, whatever the threshold (the authors' `threshold`
