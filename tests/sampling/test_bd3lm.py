@@ -266,6 +266,9 @@ def test_a_network_that_is_conditioned_the_noise_level() -> None:
     assert len(conditioned) == sum(changed) < quirky.steps
     with pytest.raises(ValueError, match="which first_hitting=True does not have"):
         dl.denoise(model, [[60]], gen_length=3)
+    for method in ("mc", "chain_rule", "greedy_completion"):
+        with pytest.raises(ValueError, match=r"given the noise level.*no likelihood of blocks is defined"):
+            dl.log_likelihood(model, [[60]], [[5, 6]], method)
 
 
 def test_a_finished_run_of_a_conditioned_network_is_seen_with_the_noise_of_its_steps() -> None:

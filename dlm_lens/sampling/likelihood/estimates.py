@@ -339,8 +339,18 @@ def _check_masks(model: Any, algorithm: Algorithm, method: str, cfg_scale: float
 
 
 def _blocks(model: Any, settings: dict[str, Any]) -> Blocks | None:
-    """The blocks of a model that decodes them, of the length in `settings`, which is taken out of these."""
+    """The blocks of a model that decodes them, of the length in `settings`, which is taken out of these.
+
+    Raises:
+        ValueError: a network that is given the noise level, or no length.
+    """
     blocks = Blocks.of(model.config)
+    if blocks is not None and takes_noise_level(model):
+        raise ValueError(
+            "the network is given the noise level (time_conditioning), taken from the masks of all that it "
+            "sees, the clean text and the other blocks among it: no likelihood of blocks is defined here; compare "
+            "what it writes (dlm_lens.denoise)"
+        )
     if blocks is None or "block_length" not in settings:
         return blocks
     length = settings.pop("block_length")
