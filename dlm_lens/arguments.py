@@ -106,8 +106,10 @@ def check_index(name: str, index: int, count: int, prefix: str = "") -> None:
         prefix: text before the message, such as "ablate('z'): ".
 
     Raises:
-        ValueError: with the index and both ranges.
+        ValueError: with the index and both ranges, or that it is no whole number.
     """
+    if not is_whole(index):
+        raise ValueError(f"{prefix}{name} is {shown(index)}; it must be a whole number")
     if not -count <= index < count:
         raise ValueError(
             f"{prefix}{name} {index} of {count}: {name}s go from 0 to {count - 1}, or from -{count} to -1"

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 import dlm_lens as dl
+from dlm_lens.arguments import check_index
 from dlm_lens.sinks.statistics import Estimate
 
 
@@ -46,3 +47,18 @@ def test_a_sampler_names_the_setting_that_is_meant(setting: str, hint: str) -> N
 def test_an_estimate_of_one_prompt_shows_no_interval() -> None:
     assert str(Estimate(1.5, float("nan"), float("nan"), 1)) == "1.5 [no interval: 1 prompt]"
     assert str(Estimate(1.5, 1.25, 2.0, 3)) == "1.5 [1.25, 2]"
+
+
+@pytest.mark.parametrize("wrong", ["mean", 0.5, True, None])
+def test_an_index_that_is_no_whole_number_is_named(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"layer is {wrong!r}; it must be a whole number"):
+        check_index("layer", wrong, 4)
+    model = dl.load("toy")
+    recording = dl.record(model, "tom has 5 apples", gen_length=4, steps=2)
+    with pytest.raises(ValueError, match=r"step is .*; it must be a whole number"):
+        dl.recording.rerun(model, recording.run, [dl.ReceivedAttention()], steps=[wrong])
+    if wrong is not None:  # the default of these
+        with pytest.raises(ValueError, match=r"row .* of 1; rows go from 0 to 0"):
+            dl.viz.report(recording, "not_written.html", row=wrong)
+        with pytest.raises(ValueError, match=r"position is .*; it must be a whole number"):
+            dl.sinks.sink_rate(dl.find_sinks(recording, dl.AboveMean(3.0)), position=wrong)

@@ -110,15 +110,14 @@ def tables_of(paths: "Trajectories", by: str, place: "Mapping[str, int | None]")
     Args:
         paths: the trajectories of the whole recording, or of the part at `place`.
         by: lines of the summary, as in `Trajectories.summary`.
-        place: column -> the only row and head that `paths` holds, or None. Their indices in the recording replace
-            those in the tables.
+        place: column -> the only row that `paths` holds, or None. Its index in the recording replaces that in the
+            tables, which have the model's layers and heads.
     """
     lifetimes = paths.table()
     tables = {"summary": paths.summary(by=by), "lives": lifetimes, "switches": paths.switches()}  # type: ignore[arg-type]
     for table in tables.values():
-        for name in ("batch", "head"):
-            if place[name] is not None and name in table:
-                table[name] = place[name]
+        if place["batch"] is not None and "batch" in table:
+            table["batch"] = place["batch"]
     return {"summary": tables["summary"], "lives": lifetimes, "moves":
     lifetimes[lifetimes["came_from"].notna()],
             "switches": tables["switches"]}  # fmt: skip
@@ -130,8 +129,8 @@ def _part(received: "Received", place: "Mapping[str, int | None]") -> "Received"
     Raises:
         ValueError: an index that the recording does not have.
     """
-    _, rows, _, heads, _ = received.values.shape
-    indices = {"batch": range(rows), "layer": received.layers, "head": range(heads)}
+    rows = received.values.shape[1]
+    indices = {"batch": range(rows), "layer": received.layers, "head": received.head_numbers}
     parts = {}
     for name, recorded in indices.items():
         value = place[name]

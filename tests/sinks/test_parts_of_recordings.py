@@ -1,11 +1,16 @@
 """Sinks of a part of a recording keep the numbers of its steps in the run and of its heads in the model."""
 
+import json
+from pathlib import Path
+
 import pandas as pd
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import dlm_lens as dl
 from dlm_lens import KeyNorm, ReceivedAttention, TopK, find_sinks, received_of, record
+from dlm_lens.cli.app import app
 from dlm_lens.hooks import at_steps, mask_sinks
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Received, key_statistic_of, sink_profile, trajectories
@@ -54,6 +59,48 @@ def test_tables_of_trajectories(recording: Recording, part: Recording) -> None:
     )
     assert set(some.switches()["step"]) <= {STEPS[1]}
     assert set(some.summary("head")["head"]) == set(HEADS)
+
+
+@pytest.mark.parametrize("name", ["position_enrichment", "frontier_alignment"])
+def test_tables_of_analyses_name_the_models_heads(name: str, recording: Recording, part: Recording) -> None:
+    steps, rule = recording.select(step=STEPS), TopK(1)
+    whole, some = (getattr(dl.sinks, name)(trajectories(received_of(each), rule), "head") for each in (steps, part))
+    keys = [column for column in ("layer", "head", "class", "reference") if column in whole]
+    found = some.sort_values(keys).reset_index(drop=True)
+    pd.testing.assert_frame_equal(found, chosen(whole, head=HEADS).sort_values(keys).reset_index(drop=True))
+    assert set(found["head"]) == set(HEADS)
+
+
+def test_comparisons_of_query_classes_name_the_models_heads() -> None:
+    reducer = ReceivedAttention(("masked", "unmasked"), min_viewers=1)
+    recording = record(tiny("llada"), [[1, 2, 3], [4, 5, 6]], [reducer], steps=4, gen_length=8)
+    tables = []
+    for each in (recording, recording.select(head=HEADS)):
+        classes = [received_of(each, queries) for queries in ("masked", "unmasked")]
+        tables.append(dl.sinks.compare_query_classes(*classes, TopK(1)))
+    whole, some = (table.sort_values(["layer", "head"]).reset_index(drop=True) for table in tables)
+    pd.testing.assert_frame_equal(some, chosen(whole, head=HEADS).reset_index(drop=True))
+
+
+def test_commands_take_and_name_the_models_heads(part: Recording, tmp_path: Path) -> None:
+    part.save(tmp_path / "part")
+    path, runner = str(tmp_path / "part"), CliRunner()
+
+    def table(*arguments: str) -> pd.DataFrame:
+        done = runner.invoke(app, [*arguments, path, "--detector", "top-k:1"])
+        assert done.exit_code == 0, done.exception
+        return pd.DataFrame(json.loads(done.stdout)["sinks" if arguments[0] == "sinks" else "lives"])
+
+    for command in (["sinks", "--json", "--top", "999"], ["paths", "--json"]):
+        whole = table(*command)
+        assert set(whole["head"]) == set(HEADS)
+        for head in HEADS:
+            some = table(*command, "--head", str(head))
+            columns = ["layer", "head", "position", "batch"]
+            wanted = whole[whole["head"] == head][columns].sort_values(columns).reset_index(drop=True)
+            pd.testing.assert_frame_equal(some[columns].sort_values(columns).reset_index(drop=True), wanted)
+        with pytest.raises(ValueError, match="--head 1: the recording has heads 2, 0"):
+            raise runner.invoke(app, [*command, path, "--head", "1"]).exception
 
 
 def test_figures_and_profiles(recording: Recording, part: Recording) -> None:

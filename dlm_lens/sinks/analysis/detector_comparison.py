@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import check_index
 from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
@@ -34,8 +35,8 @@ def sink_rate(sinks: Sinks, position: int | None = None) -> Float[Tensor, "*rows
         ValueError: the position is not on the canvas.
     """
     keys = sinks.is_sink.shape[-1]
-    if position is not None and not -(keys - sinks.sinks) <= position < keys - sinks.sinks:
-        raise ValueError(f"position {position} of a canvas of {keys - sinks.sinks} positions")
+    if position is not None:
+        check_index("position", position, keys - sinks.sinks)
     start = 0 if position is None else position % (keys - sinks.sinks)
     wanted = slice(None) if position is None else slice(start, start + 1)
     passes = sinks.is_sink[..., wanted].any(-1).double()

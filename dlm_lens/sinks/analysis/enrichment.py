@@ -183,6 +183,8 @@ def _group_indices(
         where = dict(zip(groups, index, strict=True))
         if "layer" in where and paths.layers:
             where["layer"] = paths.layers[where["layer"]]
+        if "head" in where:
+            where["head"] = paths.head_numbers[where["head"]]
         found.append((where, (slice(None), *index)))
     return found
 

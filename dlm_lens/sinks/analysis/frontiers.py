@@ -169,6 +169,8 @@ def _columns(paths: Trajectories, groups: list[str], shape: tuple[int, ...]) -> 
     at: dict[str, Any] = dict(zip(groups, map(np.ravel, np.indices(shape)), strict=True))
     if "layer" in at and paths.layers:
         at["layer"] = np.asarray(paths.layers)[at["layer"]]
+    if "head" in at:
+        at["head"] = np.asarray(paths.head_numbers)[at["head"]]
     return at
 
 

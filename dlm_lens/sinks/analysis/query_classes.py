@@ -55,6 +55,8 @@ def compare_query_classes(
     places: dict[str, Any] = dict(zip(groups, map(np.ravel, np.indices(differ.shape)), strict=True))
     if "layer" in places:
         places["layer"] = np.asarray(first.layers)[places["layer"]]
+    if "head" in places and first.heads:
+        places["head"] = np.asarray(first.heads)[places["head"]]
     with np.errstate(invalid="ignore", divide="ignore"):
         columns = {
             "differ": differ,
