@@ -245,6 +245,24 @@ def test_a_recording_of_some_layers_or_heads_is_made_again_with_all(part):
     assert space["received"].equal(explorer.twin_received.values[2, 0, 1, 3])
 
 
+def test_scores_under_other_hooks_or_for_other_keys_are_made_again():
+    model = tiny("llada")
+    whole = dl.record(model, [[*range(5, 17)]], gen_length=4, seed=2)
+    other = dl.recording.rerun(model, whole.run, [dl.ReceivedAttention()], hooks=[mask_positions(3)])
+    few = dl.record(model, [[*range(5, 17)]], [dl.ReceivedAttention(min_viewers=1)], gen_length=4, seed=2)
+    for source in (other, few):
+        explorer = dl.viz.explore(model, source)
+        assert explorer.received.values.equal(received_of(whole).values)
+        space = {"model": model}
+        exec(explorer.code, space)  # noqa: S102  # our own code
+        assert received_of(space["recording"]).values.equal(explorer.received.values)
+    ar = tiny("causal")
+    few = dl.record(ar, [[*range(5, 17)]], [dl.ReceivedAttention(min_viewers=1)], gen_length=4)
+    explorer = dl.viz.explore(ar, few)
+    explorer.hide(0)
+    assert explorer.received.values.isnan().sum() == explorer.twin_received.values.isnan().sum()
+
+
 def test_hooks_of_the_run_stay_in_the_twin():
     model = tiny("llada")
     own = mask_positions(0)

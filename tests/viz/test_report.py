@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 import dlm_lens as dl
 from dlm_lens.cli.app import app
+from dlm_lens.hooks import mask_positions
 from dlm_lens.recording import MassiveActivations
 from dlm_lens.sinks import AboveMedian, AttentionShare, LowKeyNorm, Received, find_sinks, received_of
+from dlm_lens.testing import tiny
 from dlm_lens.viz.reporting import report
 from dlm_lens.viz.reporting.data import Subject, content_of, fitting
 from dlm_lens.viz.reporting.packing import narrow, packed
@@ -423,3 +425,16 @@ def test_a_rule_that_the_page_does_not_compute_is_stored_as_find_sinks_found_it(
         assert found == wanted
         total += len(found)
     assert total > 20
+
+
+def test_a_report_names_the_hooks_under_which_its_scores_were_computed() -> None:
+    model = tiny("llada")
+    plain, hooked = (dl.denoise(model, [[1, 2, 3]], gen_length=4, hooks=h) for h in ([], [mask_positions(0)]))
+    for run, hooks, shown in (
+        (plain, [mask_positions(1)], {"hooks": "mask_positions(1)", "hooks of the run": ""}),
+        (hooked, [], {"hooks": "", "hooks of the run": "mask_positions(0)"}),
+        (hooked, [mask_positions(0)], {"hooks": "mask_positions(0)"}),
+    ):
+        found = dl.recording.rerun(model, run, [dl.ReceivedAttention()], hooks=hooks)
+        settings = content(found)["settings"]
+        assert {name: value for name, value in settings.items() if name.startswith("hooks")} == shown

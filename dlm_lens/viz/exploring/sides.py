@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dlm_lens.arguments import meant
-from dlm_lens.attention import HookLike, SinkToken, attention_blocks
+from dlm_lens.attention import MIN_VIEWERS, HookLike, SinkToken, attention_blocks
 from dlm_lens.recording import ReceivedAttention, Recorder, Recording
 from dlm_lens.sampling import DenoisingRun, RunObserver, algorithms, denoise
 from dlm_lens.sinks import Detector, Level, Received
@@ -205,7 +205,7 @@ def given_source(given: Any) -> tuple[DenoisingRun, Any] | None:
 
 
 def has_all_scores(source: Any, model: Any) -> bool:
-    """Whether a source has what a twin has: every head of every layer, of all queries, relative to uniform."""
+    """Whether a source has what a twin has: every head of every layer, of all queries, under the run's hooks."""
     subject = Subject.of(source, 0)
     received = subject.received
     layers, heads = len(attention_blocks(model)), model.config.num_attention_heads
@@ -215,6 +215,9 @@ def has_all_scores(source: Any, model: Any) -> bool:
         and len(subject.heads) >= heads
         and subject.heads == tuple(range(len(subject.heads)))
         and (received.queries, received.scale) == ("all", "relative to uniform")
+        and received.min_viewers == MIN_VIEWERS
+        # A rerun may have been made under other hooks than the run, which a twin repeats.
+        and (not isinstance(source, Recording) or source.hooks == source.run_hooks)
     )
 
 

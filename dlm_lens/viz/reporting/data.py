@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.printable import printable
+from dlm_lens.arguments import is_whole
+from dlm_lens.printable import printable, shown
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
@@ -114,8 +115,8 @@ def _check(received: Received, run: DenoisingRun, row: int) -> None:
             f"the scores have {steps} steps, {batch} rows and {keys} keys, the run {wanted[0]}, {wanted[1]} and "
             f"{wanted[2]}; give the run that they belong to"
         )
-    if not 0 <= row < batch:
-        raise ValueError(f"row {row} of {batch}; rows go from 0 to {batch - 1}")
+    if not is_whole(row) or not 0 <= row < batch:
+        raise ValueError(f"row {shown(row)} of {batch}; rows go from 0 to {batch - 1}")
     if not int(run.row_steps[row]):
         raise ValueError(f"row {row} was over before the first of these steps; give another row, or earlier steps")
     if received.values[:, row].numel() > MOST:
@@ -174,12 +175,21 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "min_viewers": received.min_viewers,
         "progress": [round(p, 6) for p in progress.tolist()],
         "blocks": list(run.blocks),
-        "settings": {name: _shown(value, subject.row) for name, value in run.settings.items()},
+        "settings": {name: _shown(value, subject.row) for name, value in _settings(subject).items()},
         "versions": dict(subject.versions),
         "text": printable(run.texts[subject.row]) if run.tokenizer is not None else None,
         "causal": run.autoregressive,
         "open": "not decoded yet" if run.autoregressive else "open" if run.uniform_noise else "masked",
     }
+
+
+def _settings(subject: Subject) -> dict[str, Any]:
+    """The settings of the run, with the hooks under which the scores were computed where `rerun` had others."""
+    source, settings = subject.source, dict(subject.run.settings)
+    if isinstance(source, Recording) and source.hooks != source.run_hooks:
+        settings["hooks"] = source.hooks
+        settings["hooks of the run"] = source.run_hooks
+    return settings
 
 
 def _prompt_text(subject: Subject) -> str:
