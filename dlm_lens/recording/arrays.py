@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from dlm_lens.attention.hook_identity import ADDRESS
 from dlm_lens.recording.reducers.base import Statistic
 
 PADDED = ("query", "key")
@@ -47,7 +48,7 @@ def specs_of(reducers: Sequence[Statistic]) -> tuple[ArraySpec, ...]:
             dims=tuple(reducer.dims),
             unit=reducer.unit,
             formula=reducer.formula,
-            reducer=repr(reducer),
+            reducer=ADDRESS.sub("", repr(reducer)),
             labels=dict(reducer.labels),
             positions=reducer.positions,
             settings=_plain_fields(reducer),

@@ -86,6 +86,17 @@ class Recorder(StepObserver):
         parts = {part for read in reads for part in STREAM_PARTS.get(read, ())}
         return Tap(self.model, layers, self.show, stream=parts)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether a hook or a reducer has kept something that depends on earlier steps."""
+        return super().remembers or self.reducers_remember
+
+    @property
+    def reducers_remember(self) -> bool:
+        """Whether a reducer has kept something in its memory that is not the same at every step."""
+        keys = (key for memory in self._memory_of.values() for key in memory)
+        return any(not (isinstance(key, tuple) and key[:1] == ("constant",)) for key in keys)
+
     def start(
         self,
         sampler: Sampler,

@@ -115,6 +115,7 @@ def _of_one_beginning(run: DenoisingRun, rows: Sequence[int]) -> list[tuple[int,
 def _record(recorder: Recorder, stored: StoredCanvases, steps: Sequence[int], bar: Any) -> Recording:
     """The steps of a run through a recorder, one forward pass each."""
     run = stored.run
+    from_first = [run.step_numbers[step] for step in steps] == list(range(len(steps)))
     with stored.under_hooks():
         stored.start(recorder)
         try:
@@ -124,6 +125,11 @@ def _record(recorder: Recorder, stored: StoredCanvases, steps: Sequence[int], ba
                 stored.forward(step)
                 stored.leave(step, recorder)
                 bar.update()
+                if recorder.reducers_remember and not from_first:
+                    raise ValueError(
+                        "a reducer keeps values from step to step (LayerStep.memory), and these steps leave out "
+                        "earlier ones; rerun all steps from the first one on, and take a part with select(step=...)"
+                    )
         finally:
             recorder.stop()
     return recorder.recording(part_of_run(run, steps, range(len(run.tokens))))

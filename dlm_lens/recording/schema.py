@@ -75,6 +75,7 @@ class Header(Document):
     batch: BatchDescription | None
     config: dict[str, str] = Field(default_factory=dict)
     defaults: dict[str, str] = Field(default_factory=dict)
+    identities: dict[str, str] = Field(default_factory=dict)
 
 
 class SavedHeader(Document):

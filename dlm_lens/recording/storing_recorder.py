@@ -32,6 +32,9 @@ def request_of(
     model = recorder.model
     # The digest of the weights does not contain the windows. Models without windows have no such entry.
     slides = any(window is not None for window in recorder.windows)
+    # The repr of a reducer shows neither all entries of a tensor nor the code of a function that it holds.
+    known = {reducer.name: identity_of(reducer, strict=False) for reducer in recorder.reducers}
+    known = {name: text for name, text in known.items() if "#" in text}
     return {
         "model": {
             "name": name_of(model),
@@ -45,6 +48,7 @@ def request_of(
         # What only its place in memory distinguishes, such as a lock, is left out.
         "hooks": [identity_of(hook, strict=False) for hook in hooks],
         "reducers": {spec.name: as_plain(spec) for spec in recorder.arrays.specs},
+        **({"identities": known} if known else {}),
         "layers": list(recorder.tap.layers),
         "dtype": recorder.dtype,
         "batch": None if batch is None else dict(batch),

@@ -54,7 +54,9 @@ class LayerStep:
         resid: the residual stream that enters the layer, if a reducer reads "resid_in", "attn_out" or "resid".
         attn_out: the output of attention that is added to it, if a reducer reads "attn_out" or "resid".
         resid_out: the residual stream that leaves the layer, if a reducer reads "resid_out" or "resid".
-        memory: a dict that reducers may keep tensors in, from step to step of one run, for this layer.
+        memory: a dict that reducers may keep tensors in, from step to step of one run, for this layer. It is not
+            stored: with anything in it but values that are the same at every step, whose keys are tuples that begin
+            with "constant", an interrupted run starts again, and `rerun` takes the steps from the first one on.
         shared: results of `once`.
     """
 

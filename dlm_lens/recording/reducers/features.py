@@ -135,12 +135,8 @@ class _FeaturePart(Reducer):
 
     def reduce(self, layer: LayerStep) -> Tensor:
         """The array, from one encoding of the layer for all parts."""
-        kept = layer.memory.get(("features", self.of))
-        if kept is None or kept[0] is not layer.run:
-            kept = (layer.run, _reduced(layer, self.of))
-            layer.memory["features", self.of] = kept
-        found: Tensor = kept[1][self.kind]
-        return found
+        found: dict[str, Tensor] = layer.once(("features", self.of), lambda: _reduced(layer, self.of))
+        return found[self.kind]
 
 
 def _reduced(layer: LayerStep, of: FeatureActivations) -> dict[str, Tensor]:
@@ -150,7 +146,7 @@ def _reduced(layer: LayerStep, of: FeatureActivations) -> dict[str, Tensor]:
     classes = position_classes(layer)
     states = layer.resid_out[:, : classes.shape[-1]]
     device = states.device
-    sae: SparseAutoencoder = layer.memory.setdefault(("autoencoder", of, device), of.sae.to(device))
+    sae: SparseAutoencoder = layer.memory.setdefault(("constant", of, device), of.sae.to(device))
     rows = [_row(sae, state, klass, of) for state, klass in zip(states, classes, strict=True)]
     return {kind: torch.stack([row[kind] for row in rows]) for kind in rows[0]}
 

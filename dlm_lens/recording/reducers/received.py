@@ -113,12 +113,12 @@ class WeightedValue(Reducer):
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head key"]:
         """The sum, NaN at padding, 0 where no query of the class sees the key."""
-        if "written" not in layer.memory:
-            layer.memory["written"] = _triangle(layer)
+        if ("constant", "written") not in layer.memory:
+            layer.memory["constant", "written"] = _triangle(layer)
         values, groups = layer.inputs.v.float(), layer.inputs.q.shape[1] // layer.inputs.v.shape[1]
         values = values if groups == 1 else values.repeat_interleave(groups, 1)
         # ||W v|| = ||R v|| for W = Q R: a [d_head, d_head] product per key, and no [key, d_model].
-        written = (values @ layer.memory["written"].mT).norm(dim=-1)
+        written = (values @ layer.memory["constant", "written"].mT).norm(dim=-1)
         return layer.only_keys(layer.sums[self.queries] * written)
 
 
