@@ -103,18 +103,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.settings = settings
         self.tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
         self.objective = settings.objective.for_model(model, settings.batch_size)
-        if settings.probe_steps and getattr(self.objective, "block_length", 0):
-            raise ValueError(
-                f"probe_steps is {settings.probe_steps}: the probe shows whole canvases, which a model that "
-                "decodes blocks never sees; set probe_steps=0 and record runs of its checkpoints (dlm_lens.record)"
-            )
-        sinks = SinkLayout.of(model)
-        if sinks.count and sinks.placement == "end" and settings.data.packing == "isolated":
-            raise ValueError(
-                "data.packing is isolated, and the sinks at the end of a row have one position for all of its "
-                "documents, so that none is what it would be alone; set model.position to front, or "
-                "data.packing to joined"
-            )
+        _check_fit(model, settings, self.objective)
         # Before an engine splits the weights.
         self._embedded = int(model.get_input_embeddings().weight.shape[0])
         self.train_data = train_dataset
@@ -406,6 +395,22 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if "loss" in logs:
             logs = {**logs, **self.stopwatch.read(self.state.global_step)}
         super().log(logs, start_time)
+
+
+def _check_fit(model: Any, settings: TrainingSettings, objective: Any) -> None:
+    """Raise for settings that do not fit the model."""
+    if settings.probe_steps and getattr(objective, "block_length", 0):
+        raise ValueError(
+            f"probe_steps is {settings.probe_steps}: the probe shows whole canvases, which a model that "
+            "decodes blocks never sees; set probe_steps=0 and record runs of its checkpoints (dlm_lens.record)"
+        )
+    sinks = SinkLayout.of(model)
+    if sinks.count and sinks.placement == "end" and settings.data.packing == "isolated":
+        raise ValueError(
+            "data.packing is isolated, and the sinks at the end of a row have one position for all of its "
+            "documents, so that none is what it would be alone; set model.position to front, or "
+            "data.packing to joined"
+        )
 
 
 def dropout_seed(seed: int, step: int, part: int, rank: int) -> int:
