@@ -199,7 +199,7 @@ class Received:
             final_tokens=None if self.final_tokens is None else self.final_tokens[rows],
             layers=self.layers[layers] if self.layers else (),
             steps=self.steps[steps],
-            heads=self.heads[heads],
+            heads=self.heads if heads == slice(None) else self.head_numbers[heads],
         )
 
     def first_steps(self, count: int) -> "Received":
