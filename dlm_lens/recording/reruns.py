@@ -115,7 +115,7 @@ def _of_one_beginning(run: DenoisingRun, rows: Sequence[int]) -> list[tuple[int,
 def _record(recorder: Recorder, stored: StoredCanvases, steps: Sequence[int], bar: Any) -> Recording:
     """The steps of a run through a recorder, one forward pass each."""
     run = stored.run
-    from_first = [run.step_numbers[step] for step in steps] == list(range(len(steps)))
+    from_first = list(steps) == list(range(len(steps)))  # of what is given, which may be a part of a run
     with stored.under_hooks():
         stored.start(recorder)
         try:

@@ -149,3 +149,14 @@ def test_what_has_no_stability_is_refused() -> None:
     model = tiny("llada")
     with pytest.raises(ValueError, match="reference=9"):
         pattern_stability(model, dl.denoise(model, PROMPTS, **RUN), dl.TopK(1), reference=9)
+
+
+def test_stability_of_a_part_of_a_run_compares_its_neighbouring_steps() -> None:
+    model = tiny("llada")
+    recording = dl.record(model, [[1, 2, 3, 4]], gen_length=8, steps=8)
+    whole, part = (
+        pattern_stability(model, each.run, dl.AboveMean(1.0)).cosine
+        for each in (recording, recording.select(step=slice(3, 8)))
+    )
+    assert bool(part[0].isnan().all())
+    torch.testing.assert_close(part[1:], whole[4:], rtol=1e-5, atol=1e-6)
