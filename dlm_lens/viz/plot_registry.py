@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_lens.declarations import Declaration, by_name, declarations
+from dlm_lens.files.atomic_writes import replacing
 from dlm_lens.files.paths import check_file
 from dlm_lens.viz.plot_options import PLOT_OPTIONS
 
@@ -149,6 +150,7 @@ def write_plot(name: str, options: "PlotOptions", out: Path) -> Path:
 
     Raises:
         ValueError: a statistic that was not recorded, or what the picture raises.
+        DiskFullError: there is no space for the file; what was there before is unchanged.
     """
     found = find_plot(name)
     for label, recording in options.recordings.items():
@@ -158,7 +160,8 @@ def write_plot(name: str, options: "PlotOptions", out: Path) -> Path:
             )
     made = found.draw(options)
     if hasattr(made, "savefig"):
-        made.savefig(out, bbox_inches="tight", dpi=150)
+        with replacing(out) as file:
+            made.savefig(file, format=out.suffix.removeprefix("."), bbox_inches="tight", dpi=150)
         return out
     written: Path = made.save(out)
     return written

@@ -1,6 +1,9 @@
 """dlm-lens plot: every kind writes its file, and what cannot work is one sentence."""
 
+import errno
+
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from dlm_lens.cli import app as cli
@@ -43,6 +46,25 @@ def test_every_kind_writes_its_file(files, tmp_path, kind):
         assert (result.exit_code, error) == (0, "")
         assert out.read_bytes().startswith(STARTS[suffix])
         assert result.output.strip().endswith(out.name)
+
+
+def test_a_full_disk_is_named_with_the_file_and_leaves_what_was_there(files, tmp_path, monkeypatch):
+    out = tmp_path / "sinks.png"
+    for suffix in (".png", ".pdf", ".svg"):
+        assert plot("sink-positions", files / "rec", "-o", out.with_suffix(suffix))[0].exit_code == 0
+        assert out.with_suffix(suffix).read_bytes().startswith(STARTS[suffix])
+    before = out.read_bytes()
+
+    def full(self, file, **options):
+        file.write(b"\x89PNG")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    result, error = plot("sink-positions", files / "rec", "-o", out)
+    assert result.exit_code == 1
+    assert f"{out} could not be written (No space left on device); make room and do it again" in error
+    assert out.read_bytes() == before
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".pdf", ".png", ".svg"]
 
 
 def test_the_head_is_the_strongest_one_unless_told(files):
