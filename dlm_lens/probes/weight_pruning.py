@@ -1,5 +1,6 @@
 """`input_norms` and `pruned`: prune weights by size or by Wanda's score, with sinks' activations discounted."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,7 +9,6 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn.utils import prune
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import Rule, checked_arguments, is_real, one_of, whole
@@ -178,8 +178,8 @@ def pruned(model: Any, sparsity: float, norms: InputNorms | None = None) -> Iter
     try:
         for name, layer in layers.items():
             keep = kept_weights(layer.weight.detach(), sparsity, None if norms is None else norms.values[name])
-            prune.custom_from_mask(layer, "weight", keep)
-            prune.remove(layer, "weight")
+            with torch.no_grad():  # in place: torch's own pruning registers the weight anew, after the bias
+                layer.weight.masked_fill_(~keep, 0.0)
             shares[name] = float(1 - keep.float().mean())
         yield shares
     finally:
@@ -195,7 +195,7 @@ def kept_weights(
     score = weight.abs().float()
     if norms is not None:
         score = score * norms.to(score.device)
-    count = int(sparsity * weight.shape[1])
+    count = math.floor(round(sparsity * weight.shape[1], 6))  # 0.29 * 100 is 28.999999999999996
     keep = torch.ones_like(weight, dtype=torch.bool)
     return keep.scatter_(1, score.topk(count, 1, largest=False).indices, False) if count else keep
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.probes import input_norms, pruned, sink_weights
+from dlm_lens.probes import input_norms, pruned, sink_weights, untrained_twin
 from dlm_lens.probes.weight_pruning import kept_weights, linear_layers
 from dlm_lens.recording import ReceivedAttention, rerun
 from dlm_lens.testing import tiny
@@ -78,6 +78,21 @@ def test_the_lowest_scores_of_every_output_are_pruned_and_come_back(with_norms: 
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
     assert objects == {name: id(layer.weight) for name, layer in linear_layers(model).items()}
     assert bool(kept_weights(torch.randn(4, 8), 0.0).all())
+
+
+def test_the_order_of_parameters_stays_and_with_it_the_untrained_twin() -> None:
+    model = tiny("dream")  # linear layers with biases
+    names, twin = [name for name, _ in model.named_parameters()], untrained_twin(model).state_dict()
+    with pruned(model, 0.5):
+        assert [name for name, _ in model.named_parameters()] == names
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(torch.equal(value, twin[name]) for name, value in untrained_twin(model).state_dict().items())
+
+
+@pytest.mark.parametrize("percent", range(100))
+def test_whole_shares_are_pruned_whole(percent: int) -> None:
+    weight = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    assert (~kept_weights(weight, percent / 100)).sum(1).tolist() == [percent] * 2
 
 
 def test_what_cannot_be_measured_or_pruned_is_refused() -> None:
