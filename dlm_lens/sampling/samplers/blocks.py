@@ -26,11 +26,13 @@ class BlockSampler(Sampler):
     """Base class of samplers that decode block after block, with block causal attention over the finished ones.
 
     A subclass sets `block_length` and `use_cache`. Blocks begin at the first position of the answer, or with
-    `from_text` at each row's first token. A row in `ended` is not decoded any further.
+    `from_text` at each row's first token. A row in `ended` is not decoded any further; `open_first` is what is open
+    when the run begins, masks of prompts among it.
     """
 
     grows = True
     ended: Bool[Tensor, "batch"] | None = None
+    open_first: Bool[Tensor, "batch position"] | None = None
 
     def network(
         self,
@@ -41,6 +43,7 @@ class BlockSampler(Sampler):
         canvas: Int[Tensor, "batch position"],
     ) -> BlockLogits:
         """The network of block diffusion."""
+        self.open_first = masked
         self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
         return BlockLogits(
             model,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dlm_lens.attention import Context
 from dlm_lens.sampling.algorithm_registry import Algorithm
-from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.samplers.context_blocks import ContextBlockSampler, answer_to_write
@@ -84,20 +83,7 @@ class EfficientDLMSampler(ContextBlockSampler):
     """
 
     context: ClassVar[Context] = "whole"
-    _open: Bool[Tensor, "batch position"] | None = None
     _numbers: tuple[int, ...] = ()
-
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> BlockLogits:
-        """The network of block diffusion; the number of steps depends on the masks, those of prompts among them."""
-        self._open = masked
-        return super().network(model, content, masked, prompt_length, canvas)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block, at most."""
@@ -132,10 +118,12 @@ class EfficientDLMSampler(ContextBlockSampler):
 
         The authors' code counts the positions of the answer.
         """
-        if self.reference_quirks or self._open is None or self.block_layout is None:
+        assert self.block_layout is not None
+        assert self.open_first is not None
+        if self.reference_quirks:
             return self.settings.block_steps(min(span[1] - max(span[0], self._answer), self.block_length))
-        inside = self.block_layout.inside(span, positions).to(self._open.device) & self._open
-        return self.settings.block_steps(max(1, int(inside.sum(-1).amax())))
+        inside = self.block_layout.inside(span, positions).to(self.open_first.device) & self.open_first
+        return self.settings.block_steps(int(inside.sum(-1).amax()))
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
