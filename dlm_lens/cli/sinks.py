@@ -55,7 +55,7 @@ def _lines_of(table: "pd.DataFrame", layer: int | None, head: int | None, found:
     Raises:
         ValueError: a layer or a head that the recording does not have.
     """
-    for name, value, indices in (("layer", layer, found.layers), ("head", head, _heads(found))):
+    for name, value, indices in (("layer", layer, found.layers), ("head", head, found.head_numbers)):
         if value is None:
             continue
         if value not in indices:
@@ -63,12 +63,6 @@ def _lines_of(table: "pd.DataFrame", layer: int | None, head: int | None, found:
             raise ValueError(f"--{name} {value}: the recording has {name}s {listed}")
         table = table[table[name] == value]
     return table
-
-
-def _heads(found: "Sinks") -> tuple[int, ...]:
-    """The model's indices of the heads."""
-    heads = found.scores.shape[found.dims.index("head")] if "head" in found.dims else 0
-    return found.heads or tuple(range(heads))
 
 
 def per_layer(found: "Sinks", layer: int | None = None, head: int | None = None) -> "pd.DataFrame":
@@ -80,7 +74,7 @@ def per_layer(found: "Sinks", layer: int | None = None, head: int | None = None)
         head: only this head of every layer; None for all.
     """
     if head is not None:
-        axis, place = found.dims.index("head"), _heads(found).index(head)
+        axis, place = found.dims.index("head"), found.head_numbers.index(head)
         parts = {name: getattr(found, name).narrow(axis, place, 1) for name in ("is_sink", "scores", "threshold")}
         found = replace(found, **parts, heads=(head,))
     table = _layer_table(found)

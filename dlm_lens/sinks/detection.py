@@ -88,6 +88,12 @@ class Sinks(ShowsItself):
         """The number of each step in its run."""
         return self.steps or tuple(range(len(self.is_sink) if "step" in self.dims else 1))
 
+    @property
+    def head_numbers(self) -> tuple[int, ...]:
+        """The index of each head in the model; none where heads are merged."""
+        heads = self.is_sink.shape[self.dims.index("head")] if "head" in self.dims else 0
+        return self.heads or tuple(range(heads))
+
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.dims, self.is_sink.shape, strict=True))
         defined = int((~self.scores.isnan()).sum())

@@ -1,8 +1,10 @@
 """`Received`: the attention that every key receives at every step, with what is needed to change its scale."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -31,6 +33,18 @@ MEAN: Scale = "mean attention"
 AXES = ("step", "batch", "layer", "head", "key")
 MERGED: dict[Level, tuple[str, ...]] = {"head": (), "layer": ("head",), "model": ("layer", "head")}
 """The axes over which a level averages the pattern."""
+
+
+def in_model(at: Mapping[str, Any], layers: Sequence[int], heads: Sequence[int]) -> dict[str, Any]:
+    """Places on the axes "layer" and "head" as the model's indices; other axes as they are.
+
+    Args:
+        at: axis -> places on it, an array or one number.
+        layers: the model's index of each layer; empty for the places themselves.
+        heads: likewise.
+    """
+    numbers = {"layer": layers, "head": heads}
+    return {name: np.asarray(numbers[name])[index] if numbers.get(name) else index for name, index in at.items()}
 
 
 @dataclass(frozen=True, eq=False)

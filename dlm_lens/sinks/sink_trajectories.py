@@ -35,7 +35,7 @@ from dlm_lens.sinks.lifetimes import (
     link_lifetimes,
     main_path,
 )
-from dlm_lens.sinks.received import Level, Received, Scale, with_all_axes
+from dlm_lens.sinks.received import Level, Received, Scale, in_model, with_all_axes
 
 By = Literal["pattern", "head", "layer", "all"]
 """One line of a summary: a pattern of one sequence, a (layer, head) or a layer over all sequences, or all."""
@@ -159,10 +159,7 @@ class Trajectories(ShowsItself):
     def place(self, pattern: Ints) -> dict[str, Ints]:
         """Batch row, layer and head (as in the model) of patterns, for the axes in `dims`."""
         at = dict(zip(GROUPS["pattern"], np.unravel_index(pattern, self.static_share.shape), strict=True))
-        if self.layers:
-            at["layer"] = np.asarray(self.layers)[at["layer"]]
-        at["head"] = np.asarray(self.head_numbers)[at["head"]]
-        return {name: index for name, index in at.items() if name in self.dims}
+        return {name: index for name, index in in_model(at, self.layers, self.heads).items() if name in self.dims}
 
     def table(self) -> pd.DataFrame:
         """One line per lifetime, ordered by pattern, first step and position.

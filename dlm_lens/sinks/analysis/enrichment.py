@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.lifetimes import Ints
+from dlm_lens.sinks.received import in_model
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
 from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, Floats, ratio_by_prompt
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
@@ -180,11 +181,7 @@ def _group_indices(
     """The (layer, head) of each group, and its index after the axis of sequences."""
     found = []
     for index in np.ndindex(*shape):
-        where = dict(zip(groups, index, strict=True))
-        if "layer" in where and paths.layers:
-            where["layer"] = paths.layers[where["layer"]]
-        if "head" in where:
-            where["head"] = paths.head_numbers[where["head"]]
+        where = in_model(dict(zip(groups, index, strict=True)), paths.layers, paths.heads)
         found.append((where, (slice(None), *index)))
     return found
 

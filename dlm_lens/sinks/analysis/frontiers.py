@@ -1,7 +1,5 @@
 """`frontier_alignment`: distance of the largest sink to the unmasking frontier and to block borders."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool
@@ -10,6 +8,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.analysis.enrichment import blocks_of_rows
+from dlm_lens.sinks.received import in_model
 from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
 from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, Floats, ratio_by_prompt
 
@@ -166,12 +165,8 @@ def _against(
 
 
 def _columns(paths: Trajectories, groups: list[str], shape: tuple[int, ...]) -> dict[str, object]:
-    at: dict[str, Any] = dict(zip(groups, map(np.ravel, np.indices(shape)), strict=True))
-    if "layer" in at and paths.layers:
-        at["layer"] = np.asarray(paths.layers)[at["layer"]]
-    if "head" in at:
-        at["head"] = np.asarray(paths.head_numbers)[at["head"]]
-    return at
+    at = dict(zip(groups, map(np.ravel, np.indices(shape)), strict=True))
+    return in_model(at, paths.layers, paths.heads)
 
 
 def _nearest(reference: NDArray[np.bool_]) -> Floats:

@@ -1,7 +1,5 @@
 """`compare_query_classes`: whether masked and decoded queries attend to different sinks (Figure 6a)."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
-from dlm_lens.sinks.received import Level, Received
+from dlm_lens.sinks.received import Level, Received, in_model
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
 
 
@@ -52,11 +50,8 @@ def compare_query_classes(
     differ, low, high = ratio_by_prompt(counts["differ"], counts["both"], bounds=SHARE_BOUNDS)
     sums = {name: value.sum(0) for name, value in counts.items()}
     groups = [name for name in ("layer", "head") if name in first.dims]
-    places: dict[str, Any] = dict(zip(groups, map(np.ravel, np.indices(differ.shape)), strict=True))
-    if "layer" in places:
-        places["layer"] = np.asarray(first.layers)[places["layer"]]
-    if "head" in places and first.heads:
-        places["head"] = np.asarray(first.heads)[places["head"]]
+    at = dict(zip(map(str, groups), map(np.ravel, np.indices(differ.shape)), strict=True))
+    places = in_model(at, first.layers, first.heads)
     with np.errstate(invalid="ignore", divide="ignore"):
         columns = {
             "differ": differ,
