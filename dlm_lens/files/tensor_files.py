@@ -87,6 +87,16 @@ def read_with_metadata(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict
     return tensors, metadata
 
 
+def file_digest(path: Path) -> str:
+    """The SHA-256 digest of a file, which is read a piece at a time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def check_digest(path: Path, digest: str, remedy: str) -> None:
     """Raise unless a file has this digest; it is read a piece at a time.
 
@@ -94,8 +104,7 @@ def check_digest(path: Path, digest: str, remedy: str) -> None:
         DamagedFileError: it has another, or cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_digest(path)
     except OSError as error:
         raise DamagedFileError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
     if found != digest:

@@ -1,6 +1,5 @@
 """Checkpoint directories, written atomically: into a temporary directory, flushed to the disk, then renamed."""
 
-import hashlib
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from pydantic import Field
 
 from dlm_lens.files.atomic_writes import remove_stale, sync_directory, write_file
 from dlm_lens.files.sealed_json import CHECKSUM, Document, file_bytes, fitted, parsed, sealed, unsealed
-from dlm_lens.files.tensor_files import check_digest
+from dlm_lens.files.tensor_files import check_digest, file_digest
 
 RUN_FILE = "run.json"
 """The last file of a checkpoint: settings, position in the data, and digests of the other files."""
@@ -137,7 +136,7 @@ def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
     files = sorted(path for path in written.rglob("*") if path.is_file())
     with ThreadPoolExecutor(THREADS) as pool:
         digests = dict(
-            zip((str(path.relative_to(written)) for path in files), pool.map(_digest, files), strict=True)
+            zip((str(path.relative_to(written)) for path in files), pool.map(file_digest, files), strict=True)
         )
     write_file(written / RUN_FILE, json.dumps(sealed({**record, "files": digests}), indent=1) + "\n")
     mode = stat.S_IMODE((written / RUN_FILE).stat().st_mode)
@@ -156,11 +155,6 @@ def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
         os.replace(old, partial / old.name)
     shutil.rmtree(partial, ignore_errors=True)
     return target
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -190,11 +190,10 @@ def _identity(start: str) -> str:
 @cache
 def _digest_of(files: tuple[tuple[str, int], ...]) -> str:
     """A digest of files that were changed at these times."""
-    found = hashlib.sha256()
-    for name, _ in files:
-        with open(name, "rb") as file:
-            found.update(f"{Path(name).name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
-    return found.hexdigest()
+    from dlm_lens.files.tensor_files import file_digest
+
+    contents = [(Path(name).name, file_digest(Path(name))) for name, _ in files]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 def training_settings(start: str, variant: str, seed: int, settings: Settings, output: Path) -> Any:

@@ -29,7 +29,7 @@ def as_converted(cache: Path) -> Path:
     """A tiny checkpoint where the conversion would put the real one."""
     target = cache / f"smollm2-{smollm2.GGUF_SHA256[:12]}"
     tiny("causal").save_pretrained(target)
-    digest = smollm2._digest(target / "model.safetensors")
+    digest = smollm2.file_digest(target / "model.safetensors")
     record = {"gguf_sha256": smollm2.GGUF_SHA256, "weights_sha256": digest}
     (target / "dlm_lens.json").write_text(json.dumps(sealed(record)))
     return target
