@@ -248,3 +248,25 @@ def test_level_of_a_received_is_kept(sinks):
     found = find_sinks(received, TopK(1), level="layer")
     assert found.level == "layer"
     assert found.dims == ("key",)
+
+
+@pytest.mark.parametrize(("level", "is_sink"), [(float("nan"), False), (float("-inf"), True)])
+def test_a_key_without_others_is_a_sink_where_a_rule_returns_less_than_its_score(
+    level: float, is_sink: bool
+) -> None:
+    class Alone(Detector):
+        """Returns one number for every key."""
+
+        def thresholds(self, scores: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(scores, level)
+
+    scores = torch.full((1, 1, 1, 1, 4), torch.nan)
+    scores[..., 0] = 1.0
+    one = Received(
+        values=scores,
+        expected=torch.ones(1, 1, 1, 1, 4),
+        counted=torch.ones(1, 1, dtype=torch.long),
+        layers=(0,),
+    )
+    assert find_sinks(one, Alone()).is_sink.sum().item() == int(is_sink)
+    assert not find_sinks(one, AboveMean(0.0)).is_sink.any()

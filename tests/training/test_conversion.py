@@ -159,3 +159,9 @@ def test_what_cannot_be_converted_is_refused() -> None:
     quantised.config.quantization_config = {"quant_method": "torchao"}
     with pytest.raises(ValueError, match=r"Qwen2ForCausalLM has quantised weights, .*; load it without"):
         convert(quantised)
+
+
+def test_a_converted_model_has_the_sampler_that_the_pages_say() -> None:
+    shifted, plain = convert("toy-ar", sinks=1), convert("toy-ar", sinks=1, shift=False)
+    assert (shifted.config.sampler, shifted.sampler_defaults["remasking"]) == ("dream", "origin")
+    assert plain.config.sampler == "llada"
