@@ -16,6 +16,7 @@ from dlm_lens.recording import ReceivedAttention, StaleAttention, rerun
 from dlm_lens.sampling import Comparison, DenoisingRun, RunObserver, Sampler, StepPlan, denoise
 from dlm_lens.sampling import compare as compare_hooks
 from dlm_lens.sampling.network import CanvasLogits
+from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sinks import AboveMean, Detector, Sinks, find_sinks, received_of
 from dlm_lens.sinks.detectors.base import as_detector
 
@@ -189,8 +190,8 @@ class _ExactLogits(RunObserver):
         """A step begins."""
         if plan.index == 0:
             seen = torch.ones_like(self.content) if self.sampler.unpadded else self.content
-            guidance = self.sampler.guidance(self.model, masked, plan.span[0], canvas)
-            self.network = CanvasLogits(self.model, seen, **guidance)
+            first = FirstCanvas(canvas, self.content, masked, plan.span[0])
+            self.network = CanvasLogits(self.model, seen, **self.sampler.guidance(self.model, first))
         self.plan, self.masked = plan, masked
         return canvas
 

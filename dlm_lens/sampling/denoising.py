@@ -16,7 +16,7 @@ from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
 from dlm_lens.sampling.observers import HookRunner, Resumption, RunObserver
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context, warn_untrained_blocks
-from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
 from dlm_lens.sampling.settings import (
     OBSERVERS,
     RESUME,
@@ -200,7 +200,7 @@ def prepared_run(
     record = {"sampler": algorithm.name, **values, "seeds": seeds}
     record |= {"reference_quirks": reference_quirks} if sampler.has_quirks else {}
     return {
-        "network": sampler.network(model, content, sampler.open_positions(canvas, 0), width, canvas),
+        "network": sampler.network(model, FirstCanvas(canvas, content, sampler.open_positions(canvas, 0), width)),
         "sampler": sampler,
         "canvas": canvas,
         "history": History(model, content, width, record),

@@ -23,7 +23,7 @@ from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
-from dlm_lens.sampling.samplers.base import rerun_sampler
+from dlm_lens.sampling.samplers.base import FirstCanvas, rerun_sampler
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import tokenizer_of
 
@@ -431,8 +431,8 @@ class StoredRun(StoredCanvases):
             )
         self.decided = decided
         masked = self.run.answer.to(self.device)
-        first = self.run.canvases[0].to(self.device)
-        self._network = self._own or self.sampler.network(model, self.content, masked, run.prompt_length, first)
+        first = FirstCanvas(self.run.canvases[0].to(self.device), self.content, masked, run.prompt_length)
+        self._network = self._own or self.sampler.network(model, first)
 
     @property
     def halves(self) -> int:

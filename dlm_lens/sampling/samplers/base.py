@@ -60,6 +60,23 @@ class Revise(nn.Module):
 
 
 @dataclass(frozen=True)
+class FirstCanvas:
+    """What a run begins with.
+
+    Args:
+        tokens: the prompts, padded on the left, and the answer after them.
+        content: False where there is padding.
+        masked: the open positions.
+        prompt_length: positions before the answer.
+    """
+
+    tokens: Int[Tensor, "batch position"]
+    content: Bool[Tensor, "batch position"]
+    masked: Bool[Tensor, "batch position"]
+    prompt_length: int
+
+
+@dataclass(frozen=True)
 class SpecialIds:
     """Token ids that samplers treat specially.
 
@@ -241,37 +258,22 @@ class Sampler(nn.Module):
             return torch.zeros_like(canvas, dtype=torch.bool)
         return (canvas == self.mask_id) & self.fillable
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> Network:
+    def network(self, model: Any, first: FirstCanvas) -> Network:
         """The network of a run: the logits that the sampler reads.
 
         Args:
             model: from `dlm_lens.load`.
-            content: False where there is padding.
-            masked: what is open on the first canvas; guidance masks everything else for its second half.
-            prompt_length: positions before the answer.
-            canvas: the first one.
+            first: what the run begins with.
         """
-        seen = torch.ones_like(content) if self.unpadded else content
-        return CanvasLogits(model, seen, **self.guidance(model, masked, prompt_length, canvas))
+        seen = torch.ones_like(first.content) if self.unpadded else first.content
+        return CanvasLogits(model, seen, **self.guidance(model, first))
 
-    def guidance(
-        self,
-        model: Any,
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> dict[str, Any]:
-        """The arguments of `CanvasLogits` for guidance; the parameters are those of `network`."""
-        fixed = ~masked & ~torch.isin(canvas, torch.tensor(self.guidance_keeps, device=canvas.device))
+    def guidance(self, model: Any, first: FirstCanvas) -> dict[str, Any]:
+        """The arguments of `CanvasLogits` for guidance: its second half masks what the first canvas has decided."""
+        tokens = first.tokens
+        fixed = ~first.masked & ~torch.isin(tokens, torch.tensor(self.guidance_keeps, device=tokens.device))
         if self.hides_prompt:
-            fixed = torch.arange(masked.shape[1], device=masked.device).expand_as(masked) < prompt_length
+            fixed = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) < first.prompt_length
         mask_id = getattr(model.config, "mask_token_id", None)
         return {"cfg_scale": self.cfg_scale, "fixed": fixed, "mask_token_id": mask_id}
 

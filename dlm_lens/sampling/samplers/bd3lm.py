@@ -14,7 +14,7 @@ from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dllm_blocks import BlockNoise
 from dlm_lens.sampling.samplers.mdlm import (
@@ -165,14 +165,7 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
         self.propose = BD3LMPropose(settings, noise, ids.mask, reference_quirks=reference_quirks)
         self.select = Select() if settings.first_hitting else SelectLikelier()
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> NoiseConditionedBlocks:
+    def network(self, model: Any, first: FirstCanvas) -> NoiseConditionedBlocks:
         """The network of block diffusion; given the noise level, it computes everything at every step.
 
         Raises:
@@ -183,14 +176,14 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
                 "the network is given the noise level (time_conditioning), which first_hitting=True does not have; "
                 "denoise with first_hitting=False"
             )
-        self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
+        self.block_layout = self.block_layout_of(self.block_length, first.content, first.prompt_length)
         return NoiseConditionedBlocks(
             model,
-            content,
+            first.content,
             self,
             layout=self.block_layout,
             use_cache=self.use_cache and not takes_noise_level(model),  # what is cached would depend on it
-            **self.guidance(model, masked, prompt_length, canvas),
+            **self.guidance(model, first),
         )
 
     @classmethod

@@ -9,7 +9,7 @@ from torch import Tensor
 from dlm_lens.attention import BlockLayout
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.samplers.base import Sampler
+from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
 
 
 def block_plans(layout: BlockLayout, begin: int, positions: int, steps: int) -> list[StepPlan]:
@@ -34,24 +34,17 @@ class BlockSampler(Sampler):
     ended: Bool[Tensor, "batch"] | None = None
     open_first: Bool[Tensor, "batch position"] | None = None
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> BlockLogits:
+    def network(self, model: Any, first: FirstCanvas) -> BlockLogits:
         """The network of block diffusion."""
-        self.open_first = masked
-        self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
+        self.open_first = first.masked
+        self.block_layout = self.block_layout_of(self.block_length, first.content, first.prompt_length)
         return BlockLogits(
             model,
-            content,
+            first.content,
             layout=self.block_layout,
             use_cache=self.use_cache,
             ignored=self.ignored(model),
-            **self.guidance(model, masked, prompt_length, canvas),
+            **self.guidance(model, first),
         )
 
     def inputs(

@@ -15,7 +15,7 @@ from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import Network
 from dlm_lens.sampling.noise import SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler
+from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
 from dlm_lens.sampling.samplers.selection import Select
 
 CACHES = ("prefix", "dual")
@@ -188,30 +188,24 @@ class CachedSampler(Sampler):
         sampler.reference_quirks = bool(settings.get("reference_quirks"))
         return sampler
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> Network:
+    def network(self, model: Any, first: FirstCanvas) -> Network:
         """The canvas's network, with the cache if there is one.
 
         Raises:
             ValueError: a cache with masks in the prompt, or with learned sink tokens.
         """
+        content = first.content
         self.shift = bool(getattr(model.config, "logit_shift", False))
         if self.cache is None:
-            return super().network(model, content, masked, prompt_length, canvas)
-        if not self.reference_quirks and bool((masked & content)[:, :prompt_length].any()):
+            return super().network(model, first)
+        if not self.reference_quirks and bool((first.masked & content)[:, : first.prompt_length].any()):
             raise ValueError(
                 f"cache={self.cache!r} and mask tokens in the prompt: they lie before the block, where the cache "
                 "computes nothing; leave cache out to fill them in"
             )
         seen = torch.ones_like(content) if self.unpadded else content
         alone = self.reference_quirks and self.shift
-        return CachedLogits(model, seen, alone=alone, **self.guidance(model, masked, prompt_length, canvas))
+        return CachedLogits(model, seen, alone=alone, **self.guidance(model, first))
 
     def with_span(self, plan: StepPlan, positions: int, *, first: bool) -> StepPlan:
         """The plan with what the cache leaves to compute; `first` in its block it is everything."""

@@ -12,7 +12,7 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import PrefixLogits, most_likely
 from dlm_lens.sampling.noise import Noise, add_gumbel
-from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, first_id
+from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, SpecialIds, first_id
 from dlm_lens.sampling.settings import not_negative
 
 
@@ -117,16 +117,9 @@ class CausalSampler(Sampler):
         where = torch.arange(canvas.shape[1], device=canvas.device)
         return (where >= self._prompt_length + step).expand_as(canvas)
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> PrefixLogits:
+    def network(self, model: Any, first: FirstCanvas) -> PrefixLogits:
         """The network of the prefixes."""
-        return PrefixLogits(model, content, use_cache=self.use_cache)
+        return PrefixLogits(model, first.content, use_cache=self.use_cache)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """A step per token of the answer."""

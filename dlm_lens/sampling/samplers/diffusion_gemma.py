@@ -14,7 +14,7 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.encoder_decoder_network import EncoderDecoderLogits, StoredConditioning
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
 from dlm_lens.sampling.samplers.blocks import block_plans
 from dlm_lens.sampling.samplers.entropy_bound import (
     EntropyBoundSampler,
@@ -144,17 +144,10 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
         self._over = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
         return super().begin(model, prompts, fillable)
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> EncoderDecoderLogits:
+    def network(self, model: Any, first: FirstCanvas) -> EncoderDecoderLogits:
         """Encoder and decoder."""
-        self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
-        return EncoderDecoderLogits(model, content, **self._network_options(prompt_length))
+        self.block_layout = self.block_layout_of(self.block_length, first.content, first.prompt_length)
+        return EncoderDecoderLogits(model, first.content, **self._network_options(first.prompt_length))
 
     def rerun_network(
         self,

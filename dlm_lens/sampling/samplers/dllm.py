@@ -16,7 +16,7 @@ from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import Network
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, SpecialIds
 from dlm_lens.sampling.samplers.llada import REMASKING, GumbelPropose, without
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative
@@ -205,21 +205,14 @@ class DllmSampler(Sampler):
         self._block_steps = settings.steps
         self._block_masks: Tensor | None = None
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> Network:
+    def network(self, model: Any, first: FirstCanvas) -> Network:
         """The canvas's network; the random stream and the blocks of infilling learn where rows begin."""
-        self._before = padding_before(content)
+        self._before = padding_before(first.content)
         if self.stream is not None:
             self.stream.padding = self._before
         if self.infilling:
-            self._cut(content, masked)
-        return super().network(model, content, masked, prompt_length, canvas)
+            self._cut(first.content, first.masked)
+        return super().network(model, first)
 
     def _cut(self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]) -> None:
         """The block of every position of infilling (-1: padding), and each block's masks by row."""

@@ -14,7 +14,7 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
@@ -197,15 +197,9 @@ class FastDllmV2Sampler(BlockSampler):
             canvas[:, last] = canvas[:, last].masked_fill(self._rewritten, int(self.mask or 0))
         return canvas
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> SubBlockLogits:
+    def network(self, model: Any, first: FirstCanvas) -> SubBlockLogits:
         """The network of block diffusion, whose output at i - 1 predicts position i."""
+        content, prompt_length = first.content, first.prompt_length
         rows, settings = torch.arange(len(content), device=content.device), self.settings
         if self.reference_quirks and len(content) > 1 and settings.temperature > 0:
             raise ValueError(

@@ -14,7 +14,7 @@ from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SdarPropose, SelectAbove
 from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
@@ -132,31 +132,25 @@ class BlockwiseSampler(BlockSampler):
         sampler.gen_length = int(settings["gen_length"])
         return sampler
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> BlockLogits:
+    def network(self, model: Any, first: FirstCanvas) -> BlockLogits:
         """The network of block diffusion.
 
         Raises:
             ValueError: `reference_quirks` with prompts that dllm's code refuses.
         """
+        content, prompt_length = first.content, first.prompt_length
         lengths = content[:, :prompt_length].sum(-1)
         if self.reference_quirks and len(lengths.unique()) > 1:
             raise ValueError(
                 f"reference_quirks with prompts of {lengths.tolist()} tokens: dllm's code takes prompts of equal "
                 "length only; leave reference_quirks out, or run them one by one"
             )
-        network = super().network(model, content, masked, prompt_length, canvas)
+        network = super().network(model, first)
         where, layout = torch.arange(content.shape[1], device=content.device), network.layout
         # A row's own last block may end before the canvas does.
         blocks = (prompt_length + self.gen_length - layout.first).div(-self.block_length, rounding_mode="floor")
         self._own = where < (layout.first - blocks * self.block_length)[:, None]
-        self._answer = self._own & (where >= prompt_length if self.reference_quirks else masked)
+        self._answer = self._own & (where >= prompt_length if self.reference_quirks else first.masked)
         self._begin = prompt_length if self.reference_quirks else int(self._answer.any(0).int().argmax())
         return network
 

@@ -14,7 +14,7 @@ from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import Revise, SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, Revise, SpecialIds
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings
 from dlm_lens.sampling.settings import at_least_one, not_negative
 
@@ -64,25 +64,18 @@ class LLaDA2EditingSampler(BlockwiseSampler):
         self._block = -1
         self._post = self._done = torch.empty(0, dtype=torch.long)
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> BlockLogits:
+    def network(self, model: Any, first: FirstCanvas) -> BlockLogits:
         """The network of block diffusion.
 
         Raises:
             ValueError: `reference_quirks` with several rows, which dllm's code refuses.
         """
-        if self.reference_quirks and len(content) > 1:
+        if self.reference_quirks and len(first.content) > 1:
             raise ValueError(
-                f"reference_quirks with {len(content)} prompts: dllm's code edits one row only; leave "
+                f"reference_quirks with {len(first.content)} prompts: dllm's code edits one row only; leave "
                 "reference_quirks out, or run them one by one"
             )
-        return super().network(model, content, masked, prompt_length, canvas)
+        return super().network(model, first)
 
     def most_steps(self) -> int:
         """A step for every mask of a block, and the steps after them."""

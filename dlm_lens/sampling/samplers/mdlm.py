@@ -15,7 +15,7 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
 from dlm_lens.sampling.network import CanvasLogits, EditLogits, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
+from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, SpecialIds, one_block
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, not_negative, of_run
 
@@ -256,16 +256,9 @@ class NoiseConditionedSampler(Sampler):
 
     keeps_stale = False
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> CanvasLogits:
+    def network(self, model: Any, first: FirstCanvas) -> CanvasLogits:
         """The network of the canvas, given the noise level of the step if it is given any."""
-        return NoiseConditionedLogits(model, content, self, **self.guidance(model, masked, prompt_length, canvas))
+        return NoiseConditionedLogits(model, first.content, self, **self.guidance(model, first))
 
     def noise_inputs(self, model: Any, rows: int) -> dict[str, Any]:
         """The argument of a pass that gives the network the noise level; none where it takes none."""

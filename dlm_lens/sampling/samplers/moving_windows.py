@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
-from dlm_lens.sampling.samplers.base import Sampler, one_block
+from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, one_block
 from dlm_lens.sampling.settings import with_plain_stops
 
 
@@ -58,25 +58,19 @@ class MovingWindowSampler(Sampler):
         """Arguments of a pass over a canvas, beside the ids."""
         raise NotImplementedError
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> WindowLogits:
+    def network(self, model: Any, first: FirstCanvas) -> WindowLogits:
         """The network of the windows.
 
         Raises:
             ValueError: masks in a prompt, with `reference_quirks`.
         """
-        if self.reference_quirks and bool((masked & content)[:, :prompt_length].any()):
+        content = first.content
+        if self.reference_quirks and bool((first.masked & content)[:, : first.prompt_length].any()):
             raise ValueError(
                 "the authors' code keeps a [MASK] in a prompt as a token, and here it is filled in: leave "
                 "reference_quirks or the masks in the prompt out"
             )
-        self._content, self._most = content, int((masked & content).sum(-1).max())
+        self._content, self._most = content, int((first.masked & content).sum(-1).max())
         return WindowLogits(model, content, self)
 
     def inputs(

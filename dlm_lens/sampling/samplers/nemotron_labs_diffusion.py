@@ -14,6 +14,7 @@ from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import SharedNoise
+from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.context_blocks import ContextBlockSampler, answer_to_write
 from dlm_lens.sampling.samplers.llada import GumbelPropose, without
 from dlm_lens.sampling.settings import at_least_one, not_negative
@@ -115,17 +116,10 @@ class NemotronLabsDiffusionSampler(ContextBlockSampler):
         """The first step of a block, whose span is its first position."""
         return span[1] - span[0] == 1
 
-    def network(
-        self,
-        model: Any,
-        content: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        prompt_length: int,
-        canvas: Int[Tensor, "batch position"],
-    ) -> CausalContextLogits:
+    def network(self, model: Any, first: FirstCanvas) -> CausalContextLogits:
         """The network of the blocks."""
-        self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
-        return CausalContextLogits(model, content, layout=self.block_layout, use_cache=self.use_cache)
+        self.block_layout = self.block_layout_of(self.block_length, first.content, first.prompt_length)
+        return CausalContextLogits(model, first.content, layout=self.block_layout, use_cache=self.use_cache)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Of each block the step of its first token, and one for every other position, at most.
