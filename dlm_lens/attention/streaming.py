@@ -70,7 +70,9 @@ class _Least:
         self.hidden = before + (hidden.most or 0) if counts and before is not None else None
         if before is None or hidden.keep_self or hidden.keep is not None:
             return None
-        if hidden.leaves_one and before == 0 and not context.causal and inputs.window is None:
+        visible = inputs.visible
+        alike = not inputs.causal and (visible is None or visible.shape[2] == 1 or visible.stride(2) == 0)
+        if hidden.leaves_one and before == 0 and alike and inputs.window is None:
             return 0
         if hidden.most is None or (context.run is None and inputs.visible is not None):
             return None
@@ -79,10 +81,11 @@ class _Least:
         gone = before + hidden.most
         if inputs.window is not None and gone >= inputs.window:
             return None  # any window may lose all of its keys
-        if context.causal:
+        if context.causal or inputs.causal:
             # Query i sees i + 1 keys, padding among them.
             return min(keys, keys - content + gone)
-        return 0 if gone < content else None
+        # Under a mask that differs from query to query (blocks, windows, another order) any query may see few keys.
+        return 0 if alike and gone < content else None
 
 
 def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]) -> ColumnStats:
