@@ -69,8 +69,8 @@ class ClockReading(ShowsItself):
     def __repr__(self) -> str:
         parts = []
         for name in self.classes:
-            if bool(self.count[self.kind_index(name)].any()):
-                layer = self.best_layer(name)
+            layer = self._best_layer(name)
+            if layer is not None:
                 parts.append(f"{name} R^2 {self.r2(name, layer)} in layer {layer}")
         return f"ClockReading({len(self.steps)} prompts; {'; '.join(parts)})"
 
@@ -112,10 +112,15 @@ class ClockReading(ShowsItself):
             ValueError: a class without positions.
         """
         self.kind_index(name)
-        found = [self.r2(name, layer).value for layer in self.layers]
-        if not np.isfinite(found).any():
+        best = self._best_layer(name)
+        if best is None:
             raise ValueError(f"the run has no {name} positions, or its label is the same everywhere")
-        return self.layers[int(np.nanargmax(found))]
+        return best
+
+    def _best_layer(self, name: str) -> int | None:
+        """The layer with the largest R^2; None where it is defined in no layer."""
+        found = [self.r2(name, layer).value for layer in self.layers]
+        return self.layers[int(np.nanargmax(found))] if np.isfinite(found).any() else None
 
     def r2(self, name: str, layer: int) -> Estimate:
         """R^2 = 1 - sum (p - y)^2 / sum (y - mean y)^2 over positions; the interval is over prompts.

@@ -259,6 +259,15 @@ def test_a_causal_prompt_knows_no_time() -> None:
         clock.best_layer("open")
 
 
+def test_a_class_whose_label_is_the_same_everywhere_is_left_out_of_the_repr() -> None:
+    model = tiny("llada")
+    clock = denoising_clock(model, dl.denoise(model, MANY[:3], steps=2, gen_length=4), shuffles=1)
+    with pytest.raises(ValueError, match="its label is the same everywhere"):
+        clock.best_layer("written")  # on the canvas of the second step alone
+    shown = repr(clock)
+    assert [name for name in ("open", "prompt", "written") if f"{name} R^2" in shown] == ["open", "prompt"]
+
+
 def test_baselines_are_group_means_of_the_training_prompts() -> None:
     model = tiny("llada")
     run = dl.denoise(model, MANY[:10], steps=4, gen_length=8)
