@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, is_real, whole
@@ -32,7 +32,8 @@ class RemaskSensitivity(ShowsItself):
         run: the plain run.
         steps: on whose canvas positions were masked.
         remasked: which ones.
-        tokens: the results of the changed runs.
+        tokens: the results of the changed runs, at the positions of the plain run; -1 where a changed run has
+            ended before, which counts as another token.
         seed: of the positions and the intervals.
 
     Raises:
@@ -160,10 +161,19 @@ def remask(
         remasked.append(where)
 
         def edit(now: int, canvas: Tensor, step: int = step, where: Tensor = where) -> Tensor | None:
-            return canvas.masked_fill(where.to(canvas.device), mask) if now == step else None
+            if now != step:
+                return None
+            # In block diffusion the canvas ends with other blocks than the plain run's result.
+            return canvas.masked_fill(_as_long(where, canvas.shape[1], False).to(canvas.device), mask)
 
-        tokens.append(denoise(model, prompts, steps=steps, seed=seed, on_canvas=edit, **settings).tokens)
+        changed = denoise(model, prompts, steps=steps, seed=seed, on_canvas=edit, **settings)
+        tokens.append(_as_long(changed.tokens, plain.tokens.shape[1], -1))
     return RemaskSensitivity(plain, chosen, torch.stack(remasked), torch.stack(tokens), seed)
+
+
+def _as_long(values: Tensor, positions: int, missing: int) -> Tensor:
+    """`values` [batch, position] with so many positions: cut, or with `missing` at the end."""
+    return nn.functional.pad(values, (0, positions - values.shape[1]), value=missing)
 
 
 def _drawn(

@@ -155,3 +155,31 @@ def test_what_cannot_be_asked_is_refused() -> None:
             found.mean(*given)
     with pytest.raises(ValueError, match="nothing was masked at step 7; there are 1, 2"):
         found.mean("direct", 7)
+
+
+def test_changed_runs_that_end_with_other_blocks_are_compared_at_the_plain_run_s_positions() -> None:
+    ends = set()
+    for seed, share in ((5, 0.15), (7, 1.0)):
+        model = tiny("a2d_qwen3", seed=seed, sampler="dllm_blocks", eos_token_id=5)
+        with torch.no_grad():
+            model.lm_head.weight[5] *= 3
+        mask = model.config.mask_token_id
+        settings = {"gen_length": 10, "block_length": 2, "temperature": 0.0}
+        found = remask(model, [[20, 21, 22, 23]], share=share, **settings)
+        plain = found.run.tokens[0].tolist()
+        for index, step in enumerate(found.steps):
+            places = found.remasked[index, 0].nonzero().flatten().tolist()
+
+            def edit(
+                now: int, canvas: Tensor, step: int = step, places: list[int] = places, mask: int = mask
+            ) -> Tensor:
+                changed = canvas.clone()
+                if now == step:
+                    changed[0, places] = mask
+                return changed
+
+            wanted = denoise(model, [[20, 21, 22, 23]], on_canvas=edit, **settings).tokens[0].tolist()
+            ends.add((len(wanted) > len(plain)) - (len(wanted) < len(plain)))
+            pairs = itertools.zip_longest(plain, wanted[: len(plain)])
+            assert found.changed[index, 0].tolist() == [one != other for one, other in pairs]
+    assert ends == {-1, 0, 1}  # longer, equal and shorter ones
