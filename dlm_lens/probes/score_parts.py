@@ -68,8 +68,9 @@ class ScoreParts(ReducerGroup):
 
     Rotary embeddings depend on i - j alone, so that vectors before rotation give the score that the pair would have
     at distance 0. Shares of variance: s_ij / (c |q_i|) = k_i m_i + (|k_j| - k_i) m_i + k_i (cos_ij - m_i) +
-    (|k_j| - k_i)(cos_ij - m_i); the share of a term is the sum over queries of its covariance with s over keys,
-    over that of the variance of s. "position" is that of k_i (cos_ij - cos0_ij), a part of the angles. The
+    (|k_j| - k_i)(cos_ij - m_i); the share of a term is the sum over queries of n_i times its covariance with s over
+    the n_i keys that query i sees, over that of n_i times the variance of s: every score counts once, so that under
+    a causal mask later queries count more. "position" is that of k_i (cos_ij - cos0_ij), a part of the angles. The
     decomposition into norms and cosine is that of the code published with 2601.07894; the counterfactuals
     and the shares are ours.
 
@@ -143,7 +144,7 @@ class _Shares(Reducer):
     name = "variance_shares"
     dims = ("step", "batch", "layer", "head", "share")
     unit = "share of variance"
-    formula = "sum_i cov_j(term, s) / sum_i var_j(s)"
+    formula = "sum_i n_i cov_j(term, s) / sum_i n_i var_j(s), n_i the keys that query i sees"
 
     @property
     def labels(self) -> dict[str, tuple[str, ...]]:
@@ -291,7 +292,7 @@ def _logits(
 def _covariances(
     terms: _Terms, seen: Bool[Tensor, "batch #head tile key"]
 ) -> Float[Tensor, "batch head tile moment"]:
-    """Each query's covariances over keys of the terms of `SHARES` with its scores, and the scores' variance."""
+    """Sums over each query's keys: products of the terms of `SHARES` and the scores, both minus means; squares."""
     count = seen.sum(-1, keepdim=True).clamp(min=1)
 
     def centred(values: Tensor) -> Tensor:
