@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property, partial
 from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,9 @@ LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib
 
 PLAIN = (bool, int, float, complex, str, bytes, range, slice, Enum, PurePath, np.generic, torch.dtype, torch.device)
 """Values that their repr describes wholly, as it does None."""
+
+HOLDERS = (torch.Tensor, np.ndarray, Mapping, list, tuple, set, frozenset)
+"""Values that are identified by what is in them."""
 
 
 def identity_of(value: Any, *, strict: bool = True) -> str:
@@ -104,32 +107,69 @@ def _opened(value: Any, name: str, shown: bool, strict: bool) -> tuple[str, Insi
     if isinstance(value, BuiltinFunctionType):
         owner = () if isinstance(value.__self__, ModuleType | type(None)) else (("self", value.__self__),)
         return f"builtin {value.__module__}.{value.__qualname__}", owner, False
-    attributes = _attributes(value)
     text = f"{_class_text(kind)} {ADDRESS.sub('', repr(value))}"
     if isinstance(value, torch.nn.Module):
-        public = ((key, one) for key, one in attributes if not key.startswith("_"))
-        return text, (*value.state_dict().items(), *public), False
+        public = ((key, one) for key, one in _attributes(value) if not key.startswith("_"))
+        return text, (*value.state_dict().items(), *public, *_class_values(kind)), False
+    attributes = [*_attributes(value), *_class_values(kind)]
     has_address = bool(ADDRESS.search(repr(value)))
+    # The repr of a user's own class may leave attributes out.
+    complete = not has_address and _is_installed(kind)
     if is_dataclass(value) or is_hook(value):
-        return "" if shown and _is_installed(kind) else _class_text(kind), attributes, shown and not has_address
-    if not has_address:
+        return "" if shown and _is_installed(kind) else _class_text(kind), attributes, shown and complete
+    if complete:
         return "" if shown and not callable(value) else text, (), shown
     # What is implemented in C keeps its state outside of its attributes.
-    in_python = not _is_installed(kind) or isinstance(kind.__init__, FunctionType)
-    if strict and not (in_python and hasattr(value, "__dict__")):
+    in_python = not _is_installed(kind) or (isinstance(kind.__init__, FunctionType) and hasattr(value, "__dict__"))
+    if strict and not in_python:
         raise ValueError(
             f"{name.lstrip('.') or 'it'} is {ADDRESS.sub('', repr(value))}, which has no identity that a later "
             "process could compare"
         )
-    return _class_text(kind), attributes, False
+    return _class_text(kind) if has_address else text, attributes, False
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """The fields and attributes of an object, without those that a cached property computed."""
+    """The fields, slots and attributes of an object, without those that a cached property computed."""
     names = [one.name for one in fields(value)] if is_dataclass(value) else []
+    own = [kind for kind in type(value).__mro__ if not _is_installed(kind)]
+    names += [name for kind in own for name, one in vars(kind).items() if isinstance(one, MemberDescriptorType)]
     found = {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
     computed = {name for name in found if isinstance(getattr(type(value), name, None), cached_property)}
     return [(name, one) for name, one in found.items() if name not in computed]
+
+
+def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
+    """The methods of a user's own class and of those that it inherits from, and their class attributes."""
+    for parent in kind.__mro__:
+        if _is_installed(parent):
+            continue
+        for name, one in sorted(vars(parent).items()):
+            path = f"{parent.__qualname__}.{name}"
+            for function in _functions_of(one):
+                # What a dataclass generates says nothing that its fields do not say.
+                generated = "__dataclass_fields__" in vars(parent) and function.__code__.co_filename == "<string>"
+                if not (generated and name.startswith("__")):
+                    yield path, function
+            if (
+                not name.startswith("__")
+                and not _functions_of(one)
+                and isinstance(one, (*PLAIN, *HOLDERS, type(None)))
+            ):
+                yield path, one
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """The functions that an entry of a class calls; none if it is a plain attribute."""
+    if isinstance(value, property):
+        value = (value.fget, value.fset)
+    elif isinstance(value, staticmethod | classmethod):
+        value = (value.__func__,)
+    elif isinstance(value, cached_property):
+        value = (value.func,)
+    else:
+        value = (value,)
+    return [one for one in value if isinstance(one, FunctionType)]
 
 
 def _plain_text(value: Any) -> str:

@@ -57,6 +57,24 @@ def in_half(code: str) -> Any:
     return space["f"]
 
 
+def of_class(body: str, before: str = "") -> Any:
+    """An object of a class with this body, whose repr says nothing of it."""
+    return in_half(f"{before}\nclass F({'Base' if 'class Base' in before else 'object'}):\n {body}\nf = F()")
+
+
+CALL = "def __call__(self, p): return p < "
+REPR = "def __repr__(self): return 'F()'"
+METHODS = {
+    "class attribute": ("by = {}\n " + CALL + "self.by", ""),
+    "global of a method": (CALL + "A", "A = {}"),
+    "inherited method": ("pass", "class Base:\n " + CALL + "{}"),
+    "property": (CALL + "self.by\n @property\n def by(self): return {}", ""),
+    "static method": (CALL + "self.by()\n @staticmethod\n def by(): return {}", ""),
+    "attribute": (CALL + "self.by\n def __init__(self): self.by = A", "A = {}"),
+    "slot": (CALL + "self.by\n __slots__ = ('by',)\n def __init__(self): self.by = A", "A = {}"),
+}
+
+
 DIFFERENT: dict[str, tuple[Any, Any]] = {
     "constant": (lambda p: p < 0.5, lambda p: p < 0.9),
     "operator": (in_half("f = lambda p: p < .5"), in_half("f = lambda p: p > .5")),
@@ -83,6 +101,12 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "builtin": (torch.sin, torch.cos),
     "module": (torch.nn.Dropout(0.1), torch.nn.Dropout(0.2)),
 }
+
+
+for case, (body, before) in METHODS.items():
+    for shown, text in (("", ""), (", with a repr of its own", "\n " + REPR)):
+        one, other = (of_class(body.replace("{}", by) + text, before.replace("{}", by)) for by in ("1", "2"))
+        DIFFERENT[case + shown] = one, other
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
