@@ -1,5 +1,6 @@
 """`record_forward`: the statistics of a recording, of forward passes that the user runs."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from dlm_lens.attention import (
     mask_window_of,
     own_blocks,
 )
+from dlm_lens.attention.hook_attachment import is_static
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
@@ -149,9 +151,9 @@ class _ForwardRecorder(Recorder):
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward pass begins."""
-        ids: Int[Tensor, "batch position"] | None = args[0] if args else kwargs.get("input_ids")
-        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-        cache = kwargs.get("past_key_values")
+        given = inspect.signature(module.forward).bind_partial(*args).arguments | kwargs
+        ids: Int[Tensor, "batch position"] | None = given.get("input_ids", args[0] if args else None)
+        mask, cache = given.get("attention_mask"), given.get("past_key_values")
         if not isinstance(ids, Tensor):
             raise ValueError(
                 "record_forward needs the forward pass's input_ids; it was given embeddings: of a model with "
@@ -164,7 +166,7 @@ class _ForwardRecorder(Recorder):
             )
         if mask is not None and mask.ndim != 2:
             raise ValueError(f"record_forward takes masks [batch, position]; this one is {list(mask.shape)}")
-        if cache is not None and cache.get_seq_length():
+        if cache is not None and (is_static(cache) or cache.get_seq_length()):
             raise ValueError("record_forward needs all queries of the canvas; run the forward without a cache")
         if self.canvases and self.canvases[0].shape != ids.shape:
             raise ValueError(

@@ -1,0 +1,45 @@
+"""What `record_forward` reads of the arguments of a forward pass."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForMaskedLM, StaticCache
+
+from dlm_lens import add_hook_points
+from dlm_lens.attention import hooked_attentions
+from dlm_lens.recording import ReceivedAttention, record_forward
+from dlm_lens.testing import tiny
+
+
+def test_record_forward_reads_arguments_by_their_names() -> None:
+    # LayoutLM's decoder takes the boxes, and not the mask, as its second argument.
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "layoutlm", hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=128
+    )
+    model = add_hook_points(AutoModelForMaskedLM.from_config(config).eval())
+    ids, mask = torch.randint(3, 120, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    mask[1, :2] = 0
+    boxes = torch.randint(0, 50, (2, 6, 4)).sort(-1).values
+    cases: list[dict[str, Any]] = [{}, {"bbox": boxes}]
+    for given in cases:
+        patterns: list[torch.Tensor] = []
+        point = hooked_attentions(model)[0].hook_pattern
+        handle = point.register_forward_hook(lambda module, args, out: patterns.append(out.double()))  # noqa: B023
+        with torch.no_grad(), record_forward(model, [ReceivedAttention(min_viewers=1)]) as rec:
+            model(input_ids=ids, attention_mask=mask, **given)
+        handle.remove()
+        wanted = patterns[0][1][:, 2:, 2:].sum(1)  # four queries that see four keys
+        torch.testing.assert_close(rec.received[0, 1, 0, :, 2:].double(), wanted, rtol=1e-5, atol=1e-5)
+        assert rec.received[0, 1, 0, :, :2].isnan().all()
+
+
+def test_record_forward_refuses_a_static_cache() -> None:
+    model = tiny("causal")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with (
+        record_forward(model, [ReceivedAttention(min_viewers=1)]),
+        pytest.raises(ValueError, match="run the forward without a cache"),
+    ):
+        model(torch.tensor([[5, 9, 14]]), past_key_values=cache)
