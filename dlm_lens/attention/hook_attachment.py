@@ -101,7 +101,8 @@ def attach_hooks(
         off: whether the hooks are switched off, as in a pass without hooks; they keep their places.
 
     Raises:
-        ValueError: a layer or a site that does not exist, or a model without hook points.
+        ValueError: a layer or a site that does not exist, or a model without hook points; in a forward pass with a
+            static cache, a hook that hides columns.
     """
     values = checked(hooks)
     stacks = {stack: _Stack.of(model, stack) for stack in {hook.stack for hook in values} or {""}}
@@ -118,7 +119,25 @@ def attach_hooks(
                 context = partial(_present, known, module, stack, run)
                 kind: type[HookCall] = ColumnCall if isinstance(hook, ColumnHook) else HookCall
                 handles.callback(module.register_forward_hook(kind(hook, context, off)).remove)
+                if kind is ColumnCall:
+                    attention = attention_of(stack.blocks[layer])
+                    check = attention.register_forward_pre_hook(_refuse_static_cache, with_kwargs=True)
+                    handles.callback(check.remove)
         yield
+
+
+def is_static(cache: Any) -> bool:
+    """Whether a cache of transformers holds room for positions that are not written yet."""
+    return bool(getattr(cache, "is_compileable", False))
+
+
+def _refuse_static_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if a layer's keys are those of a static cache, whose last columns are not those of the queries."""
+    if is_static(kwargs.get("past_key_values")):
+        raise ValueError(
+            "hooks that hide columns take no static cache, which holds positions that are not written yet; leave "
+            "past_key_values out, or take a DynamicCache"
+        )
 
 
 @dataclass(frozen=True)

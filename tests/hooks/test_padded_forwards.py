@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, StaticCache
 
 import dlm_lens as dl
-from dlm_lens.hooks import attach_hooks, keep_only, mask_random, mask_sinks, mask_top_sinks
+from dlm_lens.hooks import ablate, attach_hooks, keep_only, mask_random, mask_sinks, mask_top_sinks
 from dlm_lens.sampling.network import network_inputs
+from dlm_lens.testing import tiny
 from tests.hooks.by_hand import model_of
 from tests.hooks.test_columns_everywhere import Looks
 
@@ -46,3 +48,18 @@ def test_a_padded_row_is_what_it_is_alone(family: str, hook: Any, looked: bool) 
     with torch.no_grad():
         plain = model(input_ids=ids, **network_inputs(content)).logits
     assert (plain - together)[content].abs().max() > 1e-3  # the hook did something
+
+
+def test_hooks_that_hide_columns_refuse_a_static_cache() -> None:
+    model, (ids, content) = tiny("causal"), padded()
+    hook = mask_top_sinks(1)
+    with torch.no_grad(), attach_hooks(model, hook):
+        plain = model(ids, attention_mask=content.long(), use_cache=False).logits
+        kept = model(ids, attention_mask=content.long(), past_key_values=DynamicCache(config=model.config)).logits
+        torch.testing.assert_close(kept, plain)
+        static = StaticCache(config=model.config, max_cache_len=32)
+        with pytest.raises(ValueError, match="hide columns take no static cache"):
+            model(ids, attention_mask=content.long(), past_key_values=static)
+    static = StaticCache(config=model.config, max_cache_len=32)
+    with torch.no_grad(), attach_hooks(model, ablate("z")):  # hides no column
+        model(ids, attention_mask=content.long(), past_key_values=static)
