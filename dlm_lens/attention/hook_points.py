@@ -9,7 +9,6 @@ The attention function receives queries and keys after rotation only. Before it,
 passes its output through the hook point; in an nnsight trace the module's controller does (`tracing.controllers`).
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dlm_lens.attention.forward_code import computes_attention, forward_code, rotates_before, strings_of
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.model_access import ModelLock, eagerly, guard_hooks, in_use, lock_of
 from dlm_lens.attention.visibility import AttentionPass
@@ -37,9 +37,6 @@ family says where they are in the output of a fused projection.
 
 DISPATCH = "dlm_lens"
 """Name of our attention function in transformers' registry; only a `DispatchedConfig` names it."""
-
-PROJECTIONS = ("q_proj", "query", "query_key_value", "qkv", "qkv_proj")
-"""Endings of the names of projections by which an attention module is recognised that calls no interface."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -287,53 +284,32 @@ def _attention_functions(kind: type) -> AttentionInterface:
 def _dispatching_modules(model: nn.Module) -> Iterator[Any]:
     """Attention modules that call the interface; raises for those that cannot be hooked."""
     for name, module in model.named_modules():
-        code = _forward_code(type(module))
+        code = forward_code(type(module))
         calls = any("ALL_ATTENTION_FUNCTIONS" in each.co_names for each in code)
-        if calls and "sdpa" in _strings(each for each in code):
+        if calls and "sdpa" in strings_of(code):
             raise ValueError(
                 f"{type(module).__name__} ({name}) computes something else for the attention implementation 'sdpa' "
                 "than for others, so that its attention cannot be hooked exactly"
             )
         if calls:
             yield module
-        elif _computes_attention(module):
+        elif computes_attention(module):
             raise ValueError(
                 f"{type(module).__name__} ({name}) computes attention without transformers' attention interface, "
                 "so that its attention cannot be hooked"
             )
 
 
-def _forward_code(kind: type) -> list[Any]:
-    """Code of the forward that runs, and of those that it calls as super().forward."""
-    found: list[Any] = []
-    for parent in kind.__mro__:
-        forward = parent.__dict__.get("forward")
-        code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
-        if code is None:
-            continue
-        found.append(code)
-        if not {"super", "forward"} <= set(code.co_names):
-            break
-    return found
-
-
-def _strings(code: Any) -> set[str]:
-    found: set[str] = set()
-    for each in code:
-        for constant in each.co_consts:
-            values = constant if isinstance(constant, tuple | frozenset) else (constant,)
-            found |= {value for value in values if isinstance(value, str)}
-    return found
-
-
-def _computes_attention(module: nn.Module) -> bool:
-    """Whether this looks like an attention module: by its class's name, with projections as direct children."""
-    if not any(parent.__name__.endswith("Attention") for parent in type(module).__mro__):
-        return False
-    return any(child.endswith(PROJECTIONS) for child in module._modules)
-
-
 _NORMS = {"q": ("q_norm", "q_layernorm"), "k": ("k_norm", "k_layernorm")}
+
+
+def _norm_before_rotation(attention: Any, name: str) -> nn.Module | None:
+    """The norm of an attention module's queries ("q") or keys; None if it has none before their rotation."""
+    for norm in _NORMS[name]:
+        module = attention._modules.get(norm)
+        if isinstance(module, nn.Module) and not rotates_before(type(attention), norm):
+            return module
+    return None
 
 
 class ProjectionPoint(HookPoint):
@@ -386,10 +362,8 @@ class ProjectionPoint(HookPoint):
         fused = getattr(attention, "fused_projections", None)
         if fused is not None:
             return attention.get_submodule(fused[self.name][0])
-        for norm in _NORMS[self.name]:
-            if isinstance(attention._modules.get(norm), nn.Module):
-                return attention._modules[norm]
-        return attention._modules[f"{self.name}_proj"]
+        norm = _norm_before_rotation(attention, self.name)
+        return attention._modules[f"{self.name}_proj"] if norm is None else norm
 
     def check_source(self) -> None:
         """Raise if the module that computes queries (keys) was replaced since this point was connected to it.
@@ -472,7 +446,11 @@ def _add_projection_points(attention: Any) -> None:
     if not isinstance(width, int) or clipped or any(not size or size % width for size in sizes.values()):
         return
     for name, size in sizes.items():
-        point = ProjectionPoint(name, size // width, width, None if fused is None else fused[name][1])
+        heads = size // width
+        if name == "q" and _norm_before_rotation(attention, "q") is not None:
+            own = attention.config.num_attention_heads
+            heads = own if heads == 2 * own else heads  # the other half of the projection is a gate (Qwen3-Next)
+        point = ProjectionPoint(name, heads, width, None if fused is None else fused[name][1])
         point.attention.append(attention)
         attention.add_module(f"hook_{name}", point)
 
