@@ -21,6 +21,9 @@ from dlm_lens.adapters.model_names import embedded_models
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.printable import one_line, printable_name
 
+LONGEST_PART = 255
+"""Characters of a part of a path: more are no name of a file on common file systems."""
+
 
 def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:
     """Path of a single file of a hub repository.
@@ -91,13 +94,14 @@ def file_within(directory: Path, name: str) -> Path | None:
 
 
 def check_name(source: str, name: str) -> None:
-    """Refuse a file name that leads out of the checkpoint.
+    """Refuse a file name that leads out of the checkpoint, or is longer than a file's name can be.
 
     Raises:
-        ValueError: an absolute path, or one through "..".
+        ValueError: an absolute path, or one through "..", or a part of more than `LONGEST_PART` characters.
     """
     path = PurePosixPath(name)
-    if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name:
+    long = any(len(part) > LONGEST_PART for part in path.parts)
+    if long or not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name:
         raise ValueError(
             f"{source} names the file {printable_name(name)!r}, which is no path inside the checkpoint, and is not "
             "read: fetch the checkpoint again"

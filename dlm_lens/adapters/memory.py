@@ -112,10 +112,10 @@ def _device(device_map: Any) -> torch.device | None:
     Raises:
         ValueError: no device, or none of this machine.
     """
-    places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
-    if len(places) != 1:
+    places = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    if any(place != places[0] for place in places[1:]) or not places:
         return None
-    (place,) = places
+    place = places[0]
     if place is None:
         return torch.get_default_device()
     if place in ("auto", "balanced", "balanced_low_0", "sequential", "disk"):
@@ -153,19 +153,19 @@ def weight_files(source: str, options: Mapping[str, Any]) -> list[Path] | int:
     held = {name: local_file(source, name, dict(options)) for name in names}
     files = [file for file in held.values() if file is not None]
     if len(files) < len(names) and (Path(source).is_dir() or constants.HF_HUB_OFFLINE):
-        lacking = ", ".join(name for name, file in held.items() if file is None)
+        lacking = ", ".join(printable_name(name) for name, file in held.items() if file is None)
         raise FileNotFoundError(f"{index} names {len(names)} files, of which {lacking} is missing: fetch it too")
     return files if len(files) == len(names) else _promised(listed)
 
 
 def _listed(index: Path) -> tuple[dict[str, Any], list[str]]:
     """The contents of an index, and the files that it names."""
-    refusal = f"{index} is no index of weights (a JSON object with a weight_map); fetch it again"
+    refusal = f"{index} is no index of weights (a JSON object with a weight_map and metadata); fetch it again"
     try:
         listed = read_object(index, str(index))
     except ValueError as error:
         raise ValueError(refusal) from error
-    weights, about = listed.get("weight_map"), listed.get("metadata", {})
+    weights, about = listed.get("weight_map"), listed.get("metadata")  # transformers wants both
     if not isinstance(weights, dict) or not weights or not isinstance(about, dict):
         raise ValueError(refusal)
     for tensor, name in weights.items():

@@ -22,7 +22,7 @@ from dlm_lens.evaluation.reference_logits import ReferenceLogits, relative_gap, 
 from dlm_lens.files.json_objects import parse_json
 from dlm_lens.findings import Finding, checked
 from dlm_lens.placement import input_device
-from dlm_lens.printable import counted, one_line, printable, shown
+from dlm_lens.printable import counted, one_line, printable_name, shown
 from dlm_lens.recording import ReceivedAttention, Recording, record, record_forward
 from dlm_lens.sampling import denoise, log_likelihood
 from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
@@ -151,7 +151,7 @@ class _Checks:
             ids = getattr(config, f"{name}_token_id", None)
             for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
                 text = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else "after the tokenizer's"
-                written.append(f"{name} {token} ({printable(str(text))})")
+                written.append(f"{name} {token} ({printable_name(str(text))})")
         mask, theirs = getattr(config, "mask_token_id", None), getattr(tokenizer, "mask_token_id", None)
         if mask is not None and theirs is not None and mask != theirs:
             return Finding(

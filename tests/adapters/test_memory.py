@@ -57,7 +57,7 @@ def test_files_that_are_still_on_the_hub_are_told_from_their_index(
     assert weight_bytes("org/name", None, options={}) == 1000
     assert weight_bytes("org/name", torch.float32, options={}, stored=torch.bfloat16) == 2000
     assert weight_bytes("org/name", torch.float32, options={}) == 1000
-    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "x.safetensors"}}))
     assert weight_bytes("org/name", None, options={}) is None
 
 
@@ -140,10 +140,28 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     lost.unlink()
     with pytest.raises(FileNotFoundError, match=rf"names 5 files, of which {lost.name} is missing: fetch it too"):
         dlm_lens.load(tmp_path)
-    for content in ("", "[]", "{}"):
-        (tmp_path / "model.safetensors.index.json").write_text(content)
-        with pytest.raises(ValueError, match=r"is no index of weights \(a JSON object with a weight_map\); fetch"):
+    index = tmp_path / "model.safetensors.index.json"
+    whole = index.read_text()
+    for content in ("", "[]", "{}", json.dumps({"weight_map": json.loads(whole)["weight_map"]})):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=r"is no index of weights \(.* a weight_map and metadata\); fetch"):
             dlm_lens.load(tmp_path)
+        index.write_text(whole)
+
+
+def test_names_of_missing_files_are_written_safely_and_long_ones_refused(tmp_path: Path) -> None:
+    tiny("llada").save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    for name, said in (
+        ("m\x1b]0;title\x07.safetensors", r"m\\x1b\]0;title\\x07.safetensors is missing"),
+        ("a" * 5000 + ".safetensors", r"names the file 'a+\.\.\.', which is no path inside the checkpoint"),
+    ):
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}}))
+        with pytest.raises((ValueError, FileNotFoundError), match=said) as caught:
+            dlm_lens.load(tmp_path)
+        assert len(str(caught.value)) < 400 + len(str(tmp_path))
+    with pytest.raises(ValueError, match=r"device_map \[1\] names no device"):
+        dlm_lens.load("toy", device_map=[1])
 
 
 def test_the_command_line_says_it_in_one_sentence(

@@ -46,6 +46,19 @@ def test_the_embedded_models_pass(toy: Any) -> None:
     assert "mask 3 ([MASK])" in found(toy)["special ids"].found
 
 
+def test_a_special_token_writes_no_line_of_its_own(tmp_path: Path) -> None:
+    model = tiny("llada")
+    model.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    forged = "[MASK])\nok  reading  0.10 nats a token"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = tmp_path / name
+        file.write_text(file.read_text().replace('"[MASK]"', json.dumps(forged)))
+    said = found(dlm_lens.load(tmp_path))["special ids"].found
+    assert "\n" not in said
+    assert "[MASK])\\nok  reading" in said
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_network_that_was_never_trained_does_not_read(family: str) -> None:
     findings = found(tiny(family), WORDS)
