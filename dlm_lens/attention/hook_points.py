@@ -130,7 +130,8 @@ class DispatchedConfig:
 def add_hook_points(model: Model) -> Model:
     """Give every attention module of a transformers model its hook points, in place, and return the model.
 
-    Parameters, their names and every forward stay as they are. A second call changes nothing. Attention modules are
+    Parameters, their names and every forward stay as they are. A second call only counts the layers again, of which
+    some may have been removed or exchanged. Attention modules are
     found by their code: a forward that looks its function up in transformers' attention interface. A version of
     transformers that is not one of those declared is named in a warning. Of a language model with networks for
     images or sound the text network gets them; give another part itself to hook it.
@@ -140,6 +141,9 @@ def add_hook_points(model: Model) -> Model:
             attention itself, or does something else depending on the name of the implementation.
     """
     if has_hook_points(model):
+        for stack in attention_stacks(model):
+            for index, attention in enumerate(hooked_attentions(model, stack)):
+                attention.hook_layer = index
         return model
     stacks = attention_stacks(model).values()
     found = [list(_dispatching_modules(stack)) for stack in stacks]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from dlm_lens.attention.hook_points import attention_stack, is_hooked_attention
 from dlm_lens.attention.model_access import unwrapped
 from dlm_lens.placement import resident
+from dlm_lens.printable import shown
 
 MLPS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_mlp")
 """Names of a layer's MLP."""
@@ -29,16 +30,21 @@ def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
         stack: of `attention_stacks`; by default the one that predicts.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or layers were removed or exchanged after they got their hook points.
     """
-    blocks = [
-        layer
-        for layer in attention_stack(model, stack).modules()
-        if unwrapped(layer) is layer
-        and any(is_hooked_attention(unwrapped(child)) for child in layer._modules.values())
-    ]
+    blocks, places = [], []
+    for layer in attention_stack(model, stack).modules():
+        attentions = [unwrapped(child) for child in layer._modules.values()] if unwrapped(layer) is layer else []
+        attentions = [each for each in attentions if is_hooked_attention(each)]
+        blocks += [layer] if attentions else []
+        places += [each.hook_layer for each in attentions]
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
+    if places != list(range(len(places))):
+        raise ValueError(
+            f"the layers of {type(model).__name__} have the numbers {shown(places)}: some were removed or "
+            "exchanged after they got their hook points; dlm_lens.add_hook_points(model) counts them again"
+        )
     return blocks
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, BloomConfig, BloomForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+import dlm_lens
 from dlm_lens.attention import (
     HOOK_POINTS,
     add_hook_points,
@@ -378,3 +379,32 @@ def test_family_models_keep_the_classes_and_forwards_of_transformers(family: str
     attention = attention_of(attention_blocks(tiny(family))[0])
     assert type(attention).__module__.startswith("transformers.models.")
     assert "forward" not in vars(attention)
+
+
+def test_layers_that_were_removed_or_exchanged_are_counted_again() -> None:
+    ids = torch.randint(3, 60, (1, 12), generator=torch.Generator().manual_seed(0))
+    removed, exchanged = tiny("causal", num_hidden_layers=3), tiny("causal")
+    del removed.model.layers[0]
+    layers = exchanged.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    for model, numbers in ((removed, r"\[1, 2\]"), (exchanged, r"\[1, 0\]")):
+        reducers = [dlm_lens.ReceivedAttention(min_viewers=1)]
+        with (
+            pytest.raises(ValueError, match=f"have the numbers {numbers}: some were removed or exchanged"),
+            dlm_lens.record_forward(model, reducers),
+        ):
+            pass
+        dlm_lens.add_hook_points(model)
+        patterns: list[Tensor] = []
+        hooks = [
+            layer.self_attn.hook_pattern.register_forward_hook(lambda module, args, out: patterns.append(out))  # noqa: B023
+            for layer in model.model.layers
+        ]
+        with torch.no_grad(), dlm_lens.record_forward(model, reducers) as rec:
+            model(input_ids=ids, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        even = (torch.ones(12, 12).tril() / torch.arange(1, 13)[:, None]).sum(0)
+        for index, pattern in enumerate(patterns):
+            # Sums of a dozen float32 products in another order
+            torch.testing.assert_close(rec.received[0, 0, index], pattern[0].sum(-2) / even, rtol=1e-5, atol=1e-5)
