@@ -52,7 +52,7 @@ def other_side(model: Any, run: DenoisingRun, corrupted: Any) -> Side | str:
         model: the run's.
         run: the clean run.
         corrupted: "zero" or "mean"; a `DenoisingRun` with canvases of the same shape; hooks; or a prompt with as
-            many tokens in every row, which replaces that of the run on every canvas.
+            many tokens in every row, which replaces that of the run on every canvas, but for what the run fills in.
 
     Raises:
         ValueError: a run of another shape, or a prompt of another length.
@@ -74,10 +74,11 @@ def other_side(model: Any, run: DenoisingRun, corrupted: Any) -> Side | str:
 
 
 def with_prompt(model: Any, run: DenoisingRun, prompt: Any) -> DenoisingRun:
-    """A run whose canvases hold another prompt, and else the same tokens.
+    """A run whose canvases hold another prompt, and else the same tokens; its [MASK]s are filled in as in the run.
 
     Raises:
-        ValueError: a row of the prompt has another number of tokens, or there are more or fewer rows.
+        ValueError: a row of the prompt has another number of tokens, there are more or fewer rows, or a token is
+            where the run fills in a [MASK].
     """
     given = read_prompts(model, prompt)
     ids, content = given.ids.cpu(), given.attention_mask.cpu()
@@ -89,9 +90,17 @@ def with_prompt(model: Any, run: DenoisingRun, prompt: Any) -> DenoisingRun:
             f"the corrupted prompt has {content.sum(-1).tolist()} tokens a row and the run's "
             f"{old.sum(-1).tolist()}; give prompts with as many tokens, row by row"
         )
-    canvases = run.canvases.clone()
-    canvases[:, old] = ids[content]
-    return replace(run, canvases=canvases)
+    prompts = run.canvases[0].clone()
+    prompts[old] = ids[content]
+    filled = old & run.answer
+    wrong = filled & (prompts != getattr(model.config, "mask_token_id", None))
+    if bool(wrong.any()):
+        row, position = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"the corrupted prompt has token {int(prompts[row, position])} at canvas position {position} of row "
+            f"{row}, which the run fills in; give [MASK] there"
+        )
+    return replace(run, canvases=torch.where(old & ~filled, prompts, run.canvases))
 
 
 def repeated(run: DenoisingRun, times: int) -> DenoisingRun:

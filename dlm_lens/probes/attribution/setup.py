@@ -94,6 +94,8 @@ class Setup:
             raise ValueError(f"{who}: {other!r} is no run that clean values could be put into; take 'noising'")
         base, source = (clean, other) if direction == "noising" or isinstance(other, str) else (other, clean)
         wanted = _wanted(stored, explain, who)
+        in_both = _in_both(model, run, other, wanted)
+        shared, wanted = not torch.equal(in_both, wanted), in_both
         there = wanted.any(-1).any(-1).nonzero().flatten().tolist()
         chosen = tuple(there) if steps is None else chosen_indices("step", steps, run.steps, f"{who}: ")
         missing = [step for step in chosen if step not in there]
@@ -105,6 +107,8 @@ class Setup:
         explained = "the tokens that each step decides"
         if explain is not None:
             explained = f"the tokens at canvas positions {', '.join(map(str, explain))}, where they are open"
+        if shared:
+            explained += ", of those that are open in both runs"
         if kept:
             _check_kept(stored, chosen, (base, source), who)
         return cls(model, run, base, source, target, chosen, wanted, explained, kept)
@@ -241,6 +245,16 @@ def _check_kept(stored: StoredRun, steps: Sequence[int], sides: Sequence[Side | 
         raise ValueError(f"{who}: step {missing[0]} computes the whole canvas; these read kept keys: {list(there)}")
     if any(side == "mean" or (isinstance(side, Side) and side.hooks) for side in sides):
         raise ValueError(f"{who}: kept=True takes a prompt, a run or 'zero' as corrupted, no hooks and no 'mean'")
+
+
+def _in_both(
+    model: Any, run: DenoisingRun, other: Side | str, wanted: Bool[Tensor, "step batch position"]
+) -> Bool[Tensor, "step batch position"]:
+    """The entries that the other run predicts too: what it has decided by then has no logits there."""
+    if isinstance(other, str) or other.run is run:
+        return wanted
+    stored = StoredRun(model, other.run, warn=False)
+    return wanted & torch.stack([stored.predicted(step).cpu() for step in range(run.steps)])
 
 
 def _wanted(stored: StoredRun, explain: Sequence[int] | None, who: str) -> Bool[Tensor, "step batch position"]:

@@ -1,0 +1,72 @@
+"""What a corrupted run, or a corrupted prompt with masks, puts in: against passes over its canvases by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dlm_lens as dl
+from dlm_lens.probes import LogProbability, activation_patching, edge_attribution
+from dlm_lens.sampling import DenoisingRun
+from dlm_lens.testing import tiny
+
+
+def logs_at(model: Any, run: DenoisingRun, step: int) -> Tensor:
+    """Log-probabilities of a plain forward pass over a step's canvas [row, position, token], without [MASK]."""
+    with torch.no_grad():
+        logits = model(run.canvases[step]).logits.double()
+    logits[..., model.config.mask_token_id] = -torch.inf
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("direction", ["noising", "denoising"])
+def test_of_two_runs_the_positions_count_that_are_open_in_both(direction: Any) -> None:
+    model = tiny("llada").double()
+    clean = dl.denoise(model, ["w1 w2 w3 w4"], steps=4, gen_length=8)
+    other = dl.denoise(model, ["w9 w20 w3 w31"], steps=4, gen_length=8)
+    found = activation_patching(model, clean, other, target=LogProbability(), direction=direction)
+    base, source = (clean, other) if direction == "noising" else (other, clean)
+    left_out, steps = 0, []
+    for step in range(4):
+        decided = clean.unmasked[step, 0].nonzero().flatten().tolist()
+        places = [place for place in decided if bool(other.masked[step, 0, place])]
+        left_out += len(decided) - len(places)
+        if not places:
+            continue
+        steps.append(step)
+        for run, got in ((base, found.base), (source, found.source)):
+            wanted = sum(float(logs_at(model, run, step)[0, place, clean.tokens[0, place]]) for place in places)
+            assert float(got[len(steps) - 1, 0]) == pytest.approx(wanted, abs=1e-5)  # results are float32
+    assert found.steps == tuple(steps)
+    assert left_out
+    assert "of those that are open in both runs" in found.contract.output
+    lacking = next(step for step in range(4) if step not in steps)
+    with pytest.raises(ValueError, match=f"step {lacking} has nothing to explain; these steps have: "):
+        activation_patching(model, clean, other, steps=[lacking])
+    assert "both" not in activation_patching(model, clean, clean, steps=[0], layers=[0]).contract.output
+
+
+def test_a_corrupted_prompt_leaves_what_the_run_filled_in() -> None:
+    model = tiny("llada").double()
+    mask = model.config.mask_token_id
+    prompt = [1, 2, mask, 4, mask, 6]
+    run = dl.denoise(model, [prompt], steps=4, gen_length=4)
+    same = activation_patching(model, run, [prompt], "resid", layers=[0])
+    assert torch.equal(same.source, same.base)
+    assert float(same.effects.abs().max()) < 1e-12
+    other = [1, 9, mask, 4, mask, 6]
+    found = activation_patching(model, run, [other], "resid", layers=[0], target=LogProbability())
+    canvases = run.canvases.clone()
+    canvases[:, 0, 1] = 9
+    for index, step in enumerate(found.steps):
+        with torch.no_grad():
+            logits = model(canvases[step]).logits.double()[0]
+        logits[:, mask] = -torch.inf
+        places = run.unmasked[step, 0].nonzero().flatten()
+        wanted = logits.log_softmax(-1)[places, run.tokens[0, places]].sum()
+        torch.testing.assert_close(found.source[index, 0].double(), wanted, rtol=1e-6, atol=1e-6)
+    # Edges of a prompt that changes nothing have no effect.
+    assert float(edge_attribution(model, run, [prompt]).scores.abs().max()) < 1e-12
+    with pytest.raises(ValueError, match="has token 3 at canvas position 4 of row 0, which the run fills in"):
+        activation_patching(model, run, [[1, 2, mask, 4, 3, 6]])
