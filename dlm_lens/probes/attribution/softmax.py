@@ -9,8 +9,11 @@ from torch import Tensor
 
 from dlm_lens.attention import AttentionInputs
 
-TILE_ENTRIES = 2**22
-"""Entries of [batch, head, query, key] at a time."""
+TILE_ENTRIES = 2**21
+"""Entries of [batch, head, query, key] at a time, in float64."""
+
+LARGEST_EXPONENT = 700.0
+"""exp of more is no float64."""
 
 
 class SoftmaxEffects:
@@ -33,6 +36,7 @@ class SoftmaxEffects:
         queries = gradient if gradient.shape[1] == q.shape[2] else gradient[:, inputs.own]
         self.gradient = queries.transpose(1, 2)
         self.groups = q.shape[1] // k.shape[1]
+        self._wide = torch.promote_types(gradient.dtype, torch.float32)
         self._check()
 
     def of_queries(self, other: Float[Tensor, "batch query head d_head"]) -> Float[Tensor, "batch head query"]:
@@ -60,21 +64,17 @@ class SoftmaxEffects:
         With w_ij = A_ij (exp(s'_ij - s_ij) - 1), row i sums to 1 + w_ij before it is divided, so that the effect is
         sum_i w_ij / (1 + w_ij) (G_ij - m_i).
         """
-        found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2])
+        found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2], dtype=torch.float64)
         for rows in self._tiles():
-            plain = self._scores(rows)
-            change = (self._scores(rows, self.inputs.q, other.transpose(1, 2)) - plain).expm1()
-            pattern = self._pattern(plain, rows)
-            found += self._reweighted(pattern, change * pattern, rows)
-        return self._grouped(found)
+            found += self._reweighted(rows, self._scores(rows, self.inputs.q, other.transpose(1, 2)))
+        return self._grouped(found.to(self._wide))
 
     def of_hiding(self) -> Float[Tensor, "batch head key"]:
         """The same with key j hidden before the softmax: w_ij = -A_ij, or 0 for a query that sees no other."""
-        found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2])
+        found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2], dtype=torch.float64)
         for rows in self._tiles():
-            pattern = self._pattern(self._scores(rows), rows)
-            found += self._reweighted(pattern, -pattern * (pattern < 1), rows)
-        return found
+            found += self._reweighted(rows, None)
+        return found.to(self._wide)
 
     def of_log_scale(self) -> Float[Tensor, "batch head key"]:
         """dL/d lambda_j where lambda_j is added to every score of key j: sum_i A_ij (G_ij - m_i)."""
@@ -84,10 +84,38 @@ class SoftmaxEffects:
             found += (pattern * (weights - (pattern * weights).sum(-1, keepdim=True))).sum(-2)
         return found
 
-    def _reweighted(self, pattern: Tensor, w: Tensor, rows: slice) -> Float[Tensor, "batch head key"]:
-        weights = self._weights(rows)
+    def _reweighted(
+        self, rows: slice, others: Float[Tensor, "batch head tile key"] | None
+    ) -> Float[Tensor, "batch head key"]:
+        """Sum over queries of w / (1 + w) (G - m), w for one other score s' of each key, or none: a hidden key.
+
+        With a' = exp(s') / Z and R = 1 - A, w / (1 + w) = (a' - A) / (R + a'). At a row's strongest key, where R
+        may be smaller than the rounding of A, R is the sum of the other weights, and G - m = R (G - g) with g the
+        mean of G over the other keys.
+        """
+        scores, weights, visible = self._scores(rows), self._weights(rows), self.inputs.seen(rows)
+        sees = torch.ones_like(scores, dtype=torch.bool) if visible is None else visible.expand_as(scores)
+        alone = sees.sum(-1, keepdim=True) < 2  # nothing is left of such a row without its key, and it is 1 with it
+        scores = scores.masked_fill(~sees, -torch.inf).masked_fill(alone, 0.0)
+        total = scores.logsumexp(-1, keepdim=True)
+        pattern = (scores - total).exp()
+        log = (
+            torch.full_like(scores, -torch.inf)
+            if others is None
+            else (others - total).masked_fill(~sees, -torch.inf)
+        )
+        put = log.clamp(max=LARGEST_EXPONENT).exp()
         mean = (pattern * weights).sum(-1, keepdim=True)
-        return (w / (1 + w) * (weights - mean)).sum(-2)
+        found = (put - pattern) / (1 - pattern + put) * (weights - mean)
+
+        top = scores.argmax(-1, keepdim=True)
+        rest = scores.scatter(-1, top, -torch.inf)
+        left = rest.logsumexp(-1, keepdim=True)
+        rest_mean = ((rest - left).exp() * weights).sum(-1, keepdim=True)
+        odds = log.gather(-1, top) - (left - total)  # ln a' - ln R
+        share = (left - total).exp() * odds.sigmoid() - pattern.gather(-1, top) * (-odds).sigmoid()
+        found = found.scatter(-1, top, share * (weights.gather(-1, top) - rest_mean))
+        return found.masked_fill(alone, 0.0).sum(-2)
 
     def _tiles(self) -> list[slice]:
         batch, heads, queries, _ = self.inputs.q.shape
@@ -98,10 +126,9 @@ class SoftmaxEffects:
         self, rows: slice, q: Tensor | None = None, k: Tensor | None = None
     ) -> Float[Tensor, "batch head tile key"]:
         q, k = self.inputs.q if q is None else q, self.inputs.k if k is None else k
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grouped = rearrange(q[:, :, rows].to(wide), "b (g n) q d -> b g n q d", n=self.groups)
-        scores = grouped @ k.to(wide).unsqueeze(2).mT * self.inputs.scale
-        return rearrange(scores, "b g n q k -> b (g n) q k")
+        grouped = rearrange(q[:, :, rows].to(self._wide), "b (g n) q d -> b g n q d", n=self.groups)
+        scores = grouped @ k.to(self._wide).unsqueeze(2).mT * self.inputs.scale
+        return rearrange(scores, "b g n q k -> b (g n) q k").double()
 
     def _pattern(self, scores: Tensor, rows: slice) -> Float[Tensor, "batch head tile key"]:
         visible = self.inputs.seen(rows)
@@ -112,9 +139,9 @@ class SoftmaxEffects:
 
     def _weights(self, rows: slice) -> Float[Tensor, "batch head tile key"]:
         """G of some queries."""
-        wide = torch.promote_types(self.gradient.dtype, torch.float32)
-        grouped = rearrange(self.gradient[:, :, rows].to(wide), "b (g n) q d -> b g n q d", n=self.groups)
-        return rearrange(grouped @ self.inputs.v.to(wide).unsqueeze(2).mT, "b g n q k -> b (g n) q k")
+        grouped = rearrange(self.gradient[:, :, rows].to(self._wide), "b (g n) q d -> b g n q d", n=self.groups)
+        found = grouped @ self.inputs.v.to(self._wide).unsqueeze(2).mT
+        return rearrange(found, "b g n q k -> b (g n) q k").double()
 
     def _grouped(self, found: Tensor) -> Tensor:
         """Sums over the query heads of every key/value head."""
