@@ -179,7 +179,7 @@ class Passes:
         model: from `dlm_lens.load`, the run's.
         side: canvases and hooks.
         wanted: the positions that count at every step, of the rows once.
-        tokens: the final tokens of the clean run.
+        tokens: at the entries of every step, the token that is explained.
         times: how often every row is there.
         kept: hooks and gradients are those of the earlier pass whose keys and values the step reads from a cache.
     """
@@ -189,13 +189,13 @@ class Passes:
         model: Any,
         side: Side,
         wanted: Bool[Tensor, "step batch position"],
-        tokens: Int[Tensor, "batch position"],
+        tokens: Int[Tensor, "step batch position"],
         times: int = 1,
         kept: bool = False,
     ) -> None:
-        self.model, self.side, self.times, self.rows, self.kept = model, side, times, len(tokens), kept
+        self.model, self.side, self.times, self.rows, self.kept = model, side, times, tokens.shape[1], kept
         self.stored = StoredRun(model, repeated(side.run, times), hooks=side.hooks, carried="nothing", warn=False)
-        self.wanted, self.tokens = wanted.repeat(1, times, 1), tokens.repeat(times, 1)
+        self.wanted, self.tokens = wanted.repeat(1, times, 1), tokens.repeat(1, times, 1)
         self.layout = SinkLayout.of(model)
 
     @property
@@ -266,7 +266,7 @@ class Passes:
         if mask is not None and mask < logits.shape[-1]:
             logits = logits.index_fill(-1, torch.tensor([mask], device=logits.device), -torch.inf)
         where = row.cpu(), position.cpu()
-        token = self.tokens[where].to(logits.device)
+        token = self.tokens[step][where].to(logits.device)
         other = (
             torch.full_like(token, -1) if others is None else others.repeat(self.times, 1)[where].to(token.device)
         )

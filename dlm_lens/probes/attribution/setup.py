@@ -36,6 +36,7 @@ class Setup:
         target: of every row.
         steps: of the run.
         wanted: the entries that the target sums over.
+        tokens: what is there after each step, or in the end where positions are named.
         explained: which those are, in words.
         kept: nodes are those of the earlier pass whose keys and values a step reads from a cache.
     """
@@ -47,6 +48,7 @@ class Setup:
     target: Target
     steps: tuple[int, ...]
     wanted: Bool[Tensor, "step batch position"]
+    tokens: Int[Tensor, "step batch position"]
     explained: str
     kept: bool = False
 
@@ -104,18 +106,22 @@ class Setup:
                 f"{who}: step {missing[0] if missing else 'none'} has nothing to explain; these steps have: "
                 f"{there}. Give explain=, canvas positions that are open, for others"
             )
-        explained = "the tokens that each step decides"
+        # A sampler that revises may write another token later.
+        tokens, explained = run.canvases[1:], "the tokens that each step decides"
         if explain is not None:
-            explained = f"the tokens at canvas positions {', '.join(map(str, explain))}, where they are open"
+            tokens, explained = (
+                run.tokens.expand_as(tokens),
+                f"the final tokens at canvas positions {', '.join(map(str, explain))}, where they are open",
+            )
         if shared:
             explained += ", of those that are open in both runs"
         if kept:
             _check_kept(stored, chosen, (base, source), who)
-        return cls(model, run, base, source, target, chosen, wanted, explained, kept)
+        return cls(model, run, base, source, target, chosen, wanted, tokens, explained, kept)
 
     def passes(self, side: Side, times: int = 1) -> Passes:
         """Passes over the canvases of a side."""
-        return Passes(self.model, side, self.wanted, self.run.tokens, times, self.kept)
+        return Passes(self.model, side, self.wanted, self.tokens, times, self.kept)
 
     @property
     def values_from(self) -> Side:

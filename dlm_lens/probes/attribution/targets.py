@@ -17,7 +17,8 @@ class Decisions:
         logits: guided as in the run; [MASK], which no sampler decides, is -inf.
         row: of the batch, of each entry.
         position: canvas position of each entry.
-        token: the token that the run has there in the end.
+        token: the token that the step decides; at positions that `explain` names, the one that the run has there
+            in the end.
         other: the likeliest other token of the corrupted pass; without a corrupted run, of the run's own.
     """
 

@@ -42,7 +42,8 @@ class TokenEffects(ShowsItself):
         position: on the canvas.
         tokens: candidates; the first is the run's own.
         effects: w: the change of the later targets, summed, when the candidate stands at the position on every
-            later canvas and everything else is as in the run. Tokens that are no candidates count as the run's own.
+            later canvas, up to the one on which the run itself has masked or revised it, and everything else is as
+            in the run. Tokens that are no candidates count as the run's own.
         probability: of the candidates at the step.
 
     Raises:
@@ -203,8 +204,10 @@ def _changes(
     run = repeated(setup.run, times)
     canvases = run.canvases.clone()
     for slot, row, position, token in changed:
-        canvases[step + 1 :, slot * rows + row, position] = token
-    wanted, tokens = setup.wanted.repeat(1, times, 1), setup.run.tokens.repeat(times, 1)
+        later_on = canvases[step + 1 :, slot * rows + row, position]
+        held = later_on.eq(later_on[0]).cumprod(0).bool()
+        later_on[held] = token
+    wanted, tokens = setup.wanted.repeat(1, times, 1), setup.tokens.repeat(1, times, 1)
     passes = Passes(setup.model, Side(replace(run, canvases=canvases)), wanted, tokens)
     found = torch.zeros(times, rows, dtype=torch.float64)
     for later, start in starts.items():

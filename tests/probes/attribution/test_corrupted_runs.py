@@ -1,5 +1,6 @@
 """What a corrupted run, or a corrupted prompt with masks, puts in: against passes over its canvases by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.probes import LogProbability, activation_patching, edge_attribution
-from dlm_lens.sampling import DenoisingRun
+from dlm_lens.probes import LogitDifference, LogProbability, activation_patching, edge_attribution, token_effects
+from dlm_lens.probes.attribution.targets import Decisions
+from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.testing import tiny
 
 
@@ -70,3 +72,52 @@ def test_a_corrupted_prompt_leaves_what_the_run_filled_in() -> None:
     assert float(edge_attribution(model, run, [prompt]).scores.abs().max()) < 1e-12
     with pytest.raises(ValueError, match="has token 3 at canvas position 4 of row 0, which the run fills in"):
         activation_patching(model, run, [[1, 2, mask, 4, 3, 6]])
+
+
+def scores_at(model: Any, run: DenoisingRun, step: int, decided: Tensor) -> Tensor:
+    """The summed logits of `decided` where a step decides, minus those of token 0 [row]; of a pass of its own."""
+    stored = StoredRun(model, run)
+    with torch.no_grad():
+        logits = stored.logits(stored.states(step)).double()
+    found = torch.zeros(len(run.tokens), dtype=torch.float64)
+    for entry, (row, place) in enumerate(stored.predicted(step).nonzero().tolist()):
+        if run.unmasked[step, row, place]:
+            found[row] += logits[entry, decided[row, place]] - logits[entry, 0]
+    return found
+
+
+@pytest.mark.parametrize("family", ["duo", "uniform_qwen"])
+def test_of_a_run_that_revises_the_tokens_count_that_each_step_decides(family: str) -> None:
+    model = tiny(family).double()
+    run = dl.denoise(model, [[1, 2, 3, 4, 5], [8, 9, 10]], steps=6, gen_length=8)
+    seen: dict[int, Decisions] = {}
+
+    def spy(decisions: Decisions) -> Tensor:
+        seen.setdefault(decisions.step, decisions)
+        return decisions.logits[:, 0]
+
+    activation_patching(model, run, "zero", "resid", target=spy, layers=[0])
+    revised = False
+    for step, given in seen.items():
+        where = given.row % len(run.tokens), given.position
+        assert torch.equal(given.token, run.canvases[step + 1][where])
+        revised |= not torch.equal(given.token, run.tokens[where])
+    assert revised
+    at = next(step for step in seen if bool((run.canvases[step + 1] != run.tokens)[run.unmasked[step]].any()))
+    later = [step for step in seen if step > at]
+    found = token_effects(model, run, at, later, target=LogitDifference(0), candidates=2)
+    assert torch.equal(found.effects[:, 0], torch.zeros(len(found.row), dtype=torch.float64))
+    after = run.canvases[1:]
+    plain = {step: scores_at(model, run, step, after[step]) for step in later}
+    for entry, (row, place) in enumerate(zip(found.row.tolist(), found.position.tolist(), strict=True)):
+        own = int(run.canvases[at + 1, row, place])
+        assert int(found.tokens[entry, 0]) == own
+        for candidate in (1, 2):
+            canvases = run.canvases.clone()
+            for canvas in canvases[at + 1 :]:
+                if int(canvas[row, place]) != own:
+                    break
+                canvas[row, place] = found.tokens[entry, candidate]
+            changed = replace(run, canvases=canvases)
+            wanted = sum(float((scores_at(model, changed, step, after[step]) - plain[step])[row]) for step in later)
+            assert float(found.effects[entry, candidate]) == pytest.approx(wanted, abs=1e-4)  # float32 results
