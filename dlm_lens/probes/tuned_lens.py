@@ -34,6 +34,7 @@ from dlm_lens.placement import input_device
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.unembedding import Unembedding, kl_divergence
 from dlm_lens.recording.model_identity import weights_digest
+from dlm_lens.sampling.algorithm_registry import algorithms
 
 FORMAT = "dlm-lens tuned lens 2"
 
@@ -163,7 +164,9 @@ def train_tuned_lens(
     tokens (one to the left where the family shifts its logits); an AR model gets unmasked text and all positions.
     In a model of uniform noise random tokens stand for masks; in DiffusionGemma on the canvas alone, the last
     `canvas_length` tokens of a window, whose first step (without self-conditioning) the passes are.
-    The model's weights do not change; the last layer needs no map. Adam with a linear decay to zero.
+    The model's weights do not change; the last layer needs no map, and a model of one layer no training. Adam with
+    a linear decay to zero. A model whose runs attend block by block or through a window of masks is refused, unless
+    every forward pass of it does: its windows would be seen as no canvas of a run is.
 
     Args:
         model: from `dlm_lens.load`.
@@ -177,8 +180,8 @@ def train_tuned_lens(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a model without a tokenizer or one that is given the noise level, a file of fewer than 2 tokens,
-            or a setting below 1.
+        ValueError: a model without a tokenizer, one that is given the noise level, one of blocks that its sampler
+            lays out, a file of fewer than 2 tokens, or a setting below 1.
     """
     if min(steps, batch_size, length - 1) < 1 or learning_rate <= 0:
         raise ValueError(
@@ -190,6 +193,7 @@ def train_tuned_lens(
             f"{type(model).__name__} is given the noise level (time_conditioning), on which its last norm depends, "
             "and a tuned lens is trained without one; use the logit lens of a run (dlm_lens.logit_lens)"
         )
+    _refuse_blocks(model)
     ids, head = _ids(model, Path(text)), Unembedding(model)
     layers = tuple(range(len(attention_blocks(model)) - 1))
     width = int(model.config.hidden_size)
@@ -203,7 +207,8 @@ def train_tuned_lens(
     try:
         for parameter, _ in frozen:
             parameter.requires_grad_(False)
-        for batch in tqdm(_batches(model, ids, steps, batch_size, length, seed), total=steps, disable=not progress):
+        batches = _batches(model, ids, steps, batch_size, length, seed) if layers else ()
+        for batch in tqdm(batches, total=steps, disable=not progress):
             loss = _loss(model, head, lens, *batch)
             optimizer.zero_grad()
             loss.backward()
@@ -213,10 +218,25 @@ def train_tuned_lens(
     finally:
         for parameter, wanted in frozen:
             parameter.requires_grad_(wanted)
+    losses = losses or [0.0]
     logger.info("tuned lens of %s: mean KL over layers %.4g -> %.4g nats", lens.model, losses[0], losses[-1])
     training = {"text": Path(text).name, "tokens": len(ids), "steps": steps, "batch_size": batch_size}
     training |= {"length": length, "learning_rate": learning_rate, "seed": seed, "last_loss": losses[-1]}
     return TunedLens(weight.detach().cpu(), bias.detach().cpu(), layers, lens.model, lens.digest, training)
+
+
+def _refuse_blocks(model: Any) -> None:
+    """Raise for a model whose sampler, and not its forward pass, says which queries see which keys."""
+    config = model.config
+    name = family_of(config.model_type).sampler_of(config)
+    sampler = algorithms()[name].sampler
+    by_itself = getattr(config, "block_causal_length", None) is not None or computed_span(model, 2) is not None
+    if sampler.windowed or (sampler.grows and not by_itself):
+        how = "through a window of masks" if sampler.windowed else "block by block"
+        raise ValueError(
+            f"in runs of the sampler {name!r} {type(model).__name__} attends {how}, and a tuned lens is trained on "
+            "whole pieces of a text; use the logit lens of a run (dlm_lens.logit_lens)"
+        )
 
 
 def _ids(model: Any, path: Path) -> Int[Tensor, "token"]:

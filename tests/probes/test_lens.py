@@ -289,6 +289,29 @@ def test_a_tuned_lens_learns_where_the_model_predicts(name: str, most: float, tm
     assert float(tuned.kl[:, 0].nanmean()) < most * float(plain.kl[:, 0].nanmean())
 
 
+@pytest.mark.parametrize("family", ["sdar", "llada2", "sdlm", "nemotron_labs_diffusion", "efficient_dlm"])
+def test_no_tuned_lens_is_trained_on_passes_that_no_run_makes(family: str, tmp_path: Any) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % 50}" for i in range(200)))
+    how = "through a window of masks" if family == "sdlm" else "block by block"
+    with pytest.raises(ValueError, match=f"attends {how}, and a tuned lens is trained on whole pieces of a text"):
+        train_tuned_lens(tiny(family), text, steps=1, batch_size=1, length=12)
+    # Every forward pass of these is in blocks, or of a canvas behind an encoder.
+    for other in ("bd3lm", "fast_dllm_v2", "diffusion_gemma"):
+        assert train_tuned_lens(tiny(other), text, steps=1, batch_size=1, length=12).layers
+
+
+def test_a_model_of_one_layer_has_nothing_to_train(tmp_path: Any) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i % 50}" for i in range(200)))
+    model = tiny("llada", num_hidden_layers=1)
+    lens = train_tuned_lens(model, text, steps=2, batch_size=1, length=12)
+    assert lens.layers == ()
+    run = dl.denoise(model, [[1, 2, 3]], steps=2, gen_length=4)
+    plain, tuned = (logit_lens(model, run, tuned=each) for each in (None, lens))
+    assert torch.equal(plain.entropy.nan_to_num(-1), tuned.entropy.nan_to_num(-1))
+
+
 def test_chunks_of_entries_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     model, run = started("llada")
     one = logit_lens(model, run, hooks=[mask_positions(3)])
