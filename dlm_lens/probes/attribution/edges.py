@@ -72,7 +72,8 @@ class EdgeScores(ShowsItself):
 
         With integrated gradients it approaches target(other run) - target(base): the gradients at those edges are
         together that at the embedding (completeness, 1703.01365, proposition 1). In a mixture of experts the
-        chosen experts change at once on the way, and it does not approach it.
+        chosen experts change at once on the way, and it does not approach it. Between a run and the same run under
+        hooks, whose embeddings are equal, it is 0.
         """
         return self.scores[:, :, 0].sum(-1)
 
@@ -120,7 +121,8 @@ def edge_attribution(
     base, u' in the other run, and the gradient is that of the stream as v alone reads it, before v's norm: EAP
     (2310.10348), with the norms treated as in the code of EAP-IG. With `integration` m > 0 the gradient is the mean
     over m passes whose first input is base + a (other - base): EAP-IG (2403.17806, section 3). We take the
-    midpoints a = (k + 1/2) / m, its code takes a = k / m. The paper uses m = 5.
+    midpoints a = (k + 1/2) / m, its code takes a = k / m. The paper uses m = 5. Hooks as `corrupted` leave the
+    first input as it is, so that there is no path to integrate along: the scores are those of EAP.
 
     A pass costs one backward pass through the network, and one through the projections of each head. In a mixture
     of experts (LLaDA2, LLaDA-MoE) the gradient is that of the chosen experts and has no part for another choice:
@@ -146,6 +148,8 @@ def edge_attribution(
     graph = check_edges(setup, "edge_attribution")
     _warn_of_experts(model)
     both = BothSides(setup)
+    if torch.equal(setup.base.run.canvases, setup.values_from.run.canvases):
+        integration = 0  # the integral would be the mean of equal passes
     scores: list[Tensor] = []
     starts = []
     for step in tqdm(setup.steps, desc="edges", unit="step", disable=not progress):

@@ -101,7 +101,7 @@ def attribution_patching(
         steps=setup.steps,
         layers=nodes.layers,
         positions=nodes.positions,
-        effects=torch.stack(effects),
+        effects=nodes.of_content(setup.run, torch.stack(effects)),
         base=torch.stack([one.base for one in starts]),
         source=torch.stack([one.source for one in starts]),
         seed=seed,

@@ -22,6 +22,7 @@ from dlm_lens.probes.attribution.patching import Node, NodeSet, Put, values_of
 from dlm_lens.probes.attribution.setup import BothSides, Direction, Setup
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.shapes import check_shapes
 
 BETWEEN = Rule("above 0 and below 1", lambda value: is_real(value) and 0 < value < 1)
@@ -102,7 +103,9 @@ class MissedEffects(ShowsItself):
             if self.estimate.positions is not None:
                 line["position"] = self.estimate.positions[place]
             lines.append(line | {"effect": float(self.effects[at]), "estimate": float(self.estimate.effects[at])})
-        return pd.DataFrame(lines)
+        table = pd.DataFrame(lines)
+        run = self.estimate.run
+        return table if "position" not in table else from_prompt(table, run.padding, run.tokens.shape[1])
 
 
 @checked_arguments(
@@ -190,6 +193,7 @@ def missed_effects(
             groups.add(member, values[: len(member)].double() - start.base.double())
         for (where, _), change, most in zip(rest, groups.difference, groups.bound(confidence), strict=True):
             effects[(index, slice(None), *where)], bounds[(index, slice(None), *where)] = change, most
+    effects, bounds = (nodes.of_content(setup.run, each) for each in (effects, bounds))
     return MissedEffects(contract, replace(estimate), top, subsets, share, confidence, effects, bounds)
 
 

@@ -42,8 +42,8 @@ class NodeEffects(ShowsItself):
         steps: steps of the run.
         layers: layers of the nodes.
         positions: canvas positions of the nodes; None where a node is the activation at all positions.
-        effects: exact or estimated; NaN where a step does not see the position. `head` has size 1 for nodes that
-            are no heads, `place` where `positions` is None.
+        effects: exact or estimated; NaN where a step does not see the position, or it is a row's padding. `head`
+            has size 1 for nodes that are no heads, `place` where `positions` is None.
         base: the target in the run that is patched.
         source: the target in the run that the values come from; NaN for zero and mean.
         seed: of the intervals.
@@ -70,11 +70,14 @@ class NodeEffects(ShowsItself):
 
     def __repr__(self) -> str:
         step, batch, layer, head, place = self.effects.shape
-        strongest = self.table(1)
-        where = ", ".join(f"{name} {strongest[name][0]}" for name in ("step", "layer", "head") if name in strongest)
+        found = self.table(1)
+        strongest = "none defined"
+        if len(found):
+            where = ", ".join(f"{name} {found[name][0]}" for name in ("step", "layer", "head") if name in found)
+            strongest = f"strongest {float(found['effect'].iloc[0]):+.4g} at {where}"
         return (
             f"NodeEffects({self.site}; {step} steps, {batch} rows, {layer} layers, {head} heads, {place} places; "
-            f"strongest {float(strongest['effect'].iloc[0]):+.4g} at {where})\n{self.contract}"
+            f"{strongest})\n{self.contract}"
         )
 
     @property

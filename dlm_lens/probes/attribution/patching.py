@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -148,7 +149,7 @@ def activation_patching(
         steps=setup.steps,
         layers=nodes.layers,
         positions=nodes.positions,
-        effects=torch.stack(effects),
+        effects=nodes.of_content(setup.run, torch.stack(effects)),
         base=torch.stack([one.base for one in targets]),
         source=torch.stack([one.source for one in targets]),
         seed=seed,
@@ -210,6 +211,12 @@ class NodeSet:
         """[batch, layer, head, place] of NaN."""
         places = 1 if self.positions is None else len(self.positions)
         return torch.full((rows, len(self.layers), self.heads(values), places), torch.nan, dtype=torch.float64)
+
+    def of_content(self, run: DenoisingRun, effects: Float[Tensor, "step batch layer head place"]) -> Tensor:
+        """Effects with NaN for nodes at the padding of a row, which are none of its network."""
+        if self.positions is None:
+            return effects
+        return effects.masked_fill(~run.attention_mask[:, None, None, list(self.positions)], torch.nan)
 
     def at(
         self, passes: Passes, step: int, values: dict[int, Tensor]

@@ -12,7 +12,7 @@ from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import HookLike, attention_stacks
 from dlm_lens.probes.attribution.contract import Contract, model_fields
 from dlm_lens.probes.attribution.passes import FirstInput, Passes, Side, likeliest_others, other_side
-from dlm_lens.probes.attribution.targets import Target, named
+from dlm_lens.probes.attribution.targets import Target, check_target, named
 from dlm_lens.sampling import DenoisingRun, StoredRun
 
 Direction = Literal["noising", "denoising"]
@@ -84,10 +84,7 @@ class Setup:
         """
         if direction not in get_args(Direction):
             raise ValueError(f"{who}: direction is {direction!r}; it must be 'noising' or 'denoising'")
-        if not callable(target):
-            raise ValueError(
-                f"{who}: target is {target!r}; give LogProbability(), LogitDifference(...) or a function"
-            )
+        check_target(model, target, who)
         stored = StoredRun(model, run)
         run = stored.run
         clean = Side(run)

@@ -68,6 +68,25 @@ class LogitDifference:
         return both[:, 0] - both[:, 1]
 
 
+def check_target(model: Any, target: Any, who: str) -> None:
+    """Raise for a target that is none, or a difference to what no logit is of.
+
+    Raises:
+        ValueError: nothing that can be called, or `against` that is no token of the model, or [MASK].
+    """
+    if not callable(target):
+        raise ValueError(f"{who}: target is {target!r}; give LogProbability(), LogitDifference(...) or a function")
+    against = target.against if isinstance(target, LogitDifference) else None
+    if against is None:
+        return
+    count = int(model.get_output_embeddings().weight.shape[0])
+    if not 0 <= against < count or against == getattr(model.config, "mask_token_id", None):
+        raise ValueError(
+            f"{who}: LogitDifference(against={against}); give a token between 0 and {count - 1} that is not "
+            "[MASK], which is never decided"
+        )
+
+
 LOGIT_DIFFERENCE = LogitDifference()
 """The target of every attribution by default."""
 

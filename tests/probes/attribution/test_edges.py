@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.hooks import ablate, at_heads
 from dlm_lens.probes import Circuit, LogitDifference, LogProbability, edge_attribution, faithfulness
 from dlm_lens.probes.attribution.streams import graph_of
 from dlm_lens.testing import tiny
@@ -92,6 +93,17 @@ def test_integrated_gradients_from_the_input_add_up_to_the_whole_difference() ->
         whole = found.source - found.base
         errors.append(float((found.from_input - whole).abs().max() / whole.abs().max()))
     assert errors[1] < 1e-3 < errors[0]  # the midpoint rule's error falls with the square of the parts
+
+
+def test_hooks_leave_no_path_to_integrate_along() -> None:
+    model = tiny("llada").double()
+    run = dl.denoise(model, [[1, 2, 3, 4, 5], [8, 9, 10]], steps=2, gen_length=4)
+    hooks = [at_heads(ablate("z"), [1])]
+    found, plain = (edge_attribution(model, run, hooks, target=TARGET, integration=m) for m in (5, 0))
+    assert found.contract.method == plain.contract.method == "EAP"
+    assert torch.equal(found.scores, plain.scores)
+    assert float(found.from_input.abs().max()) == 0 < float((found.source - found.base).abs().max())
+    assert "EAP-IG" in edge_attribution(model, run, [[1, 2, 30, 4, 5], [8, 9, 10]], steps=[0]).contract.method
 
 
 def test_networks_without_such_edges_are_refused() -> None:

@@ -9,7 +9,13 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.hooks import ablate, at_heads, at_layers, capture, patch_from
-from dlm_lens.probes import LogitDifference, LogProbability, activation_patching
+from dlm_lens.probes import (
+    LogitDifference,
+    LogProbability,
+    activation_patching,
+    attribution_patching,
+    missed_effects,
+)
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.testing import tiny
 from tests.probes.attribution.planted import AGAINST, CIRCUIT, OTHER, planted, run_of
@@ -111,3 +117,32 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             activation_patching(model, run, **{"corrupted": OTHERS, **arguments})
+
+
+def test_a_difference_to_what_is_no_token_is_refused() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
+    for against in (-1, 999, model.config.mask_token_id):
+        with pytest.raises(
+            ValueError, match=rf"LogitDifference\(against={against}\); give a token between 0 and 63"
+        ):
+            activation_patching(model, run, OTHERS, target=LogitDifference(against))
+
+
+def test_nodes_at_padding_are_not_defined_and_tables_count_from_the_prompt() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
+    exact = activation_patching(model, run, OTHERS, positions=range(9))
+    estimate = attribution_patching(model, run, OTHERS, positions=range(9))
+    for found in (exact, estimate):
+        undefined = found.effects.isnan()
+        assert bool(undefined[:, 1, :, :, :2].all())  # the second prompt is two tokens shorter
+        assert int(undefined.sum()) == undefined[:, 1, :, :, :2].numel()
+        assert found.table()["position"].min() == 0
+    missed = missed_effects(model, run, OTHERS, estimate, top=2, subsets=64)
+    assert bool(missed.effects[:, 1, :, :, :2].isnan().all())
+    table = missed.table()
+    assert (table["canvas_position"] - table["position"]).tolist() == [0, 2] * 2  # two steps of two rows
+    none = replace(exact, effects=torch.full_like(exact.effects, torch.nan))
+    assert "none defined" in repr(none)
+    assert len(none.table()) == 0
