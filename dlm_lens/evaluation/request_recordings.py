@@ -20,7 +20,7 @@ from dlm_lens.recording.record_runs import DEFAULT, stored_batch
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.recording.reducer_registry import parse_reducers
 from dlm_lens.recording.storage import save_recording
-from dlm_lens.recording.storing_recorder import StoringRecorder
+from dlm_lens.recording.storing_recorder import StoringRecorder, reducer_identities
 from dlm_lens.sampling.likelihood.estimates import likelihood_method
 
 INDEX = "requests.jsonl"
@@ -140,6 +140,7 @@ class RequestRecordings:
             "reducers": [spec.reducer for spec in recorder.arrays.specs],
             "layers": list(recorder.tap.layers),
             "dtype": settings.dtype,
+            **reducer_identities(recorder),
         }
         self._index = Responses(to / index, {**identity, **recorded})
         self._written: dict[str, list[str]] = {}

@@ -32,9 +32,6 @@ def request_of(
     model = recorder.model
     # The digest of the weights does not contain the windows. Models without windows have no such entry.
     slides = any(window is not None for window in recorder.windows)
-    # The repr of a reducer shows neither all entries of a tensor nor the code of a function that it holds.
-    known = {reducer.name: identity_of(reducer, strict=False) for reducer in recorder.reducers}
-    known = {name: text for name, text in known.items() if "#" in text}
     return {
         "model": {
             "name": name_of(model),
@@ -48,12 +45,22 @@ def request_of(
         # What only its place in memory distinguishes, such as a lock, is left out.
         "hooks": [identity_of(hook, strict=False) for hook in hooks],
         "reducers": {spec.name: as_plain(spec) for spec in recorder.arrays.specs},
-        **({"identities": known} if known else {}),
+        **reducer_identities(recorder),
         "layers": list(recorder.tap.layers),
         "dtype": recorder.dtype,
         "batch": None if batch is None else dict(batch),
         **request_of_model(model, settings),
     }
+
+
+def reducer_identities(recorder: Recorder) -> dict[str, dict[str, str]]:
+    """{"identities": name -> `identity_of`} of the reducers that their repr does not determine, or {}.
+
+    The repr of a reducer shows neither all entries of a tensor nor the code of a function that it holds.
+    """
+    known = {reducer.name: identity_of(reducer, strict=False) for reducer in recorder.reducers}
+    known = {name: text for name, text in known.items() if "#" in text}
+    return {"identities": known} if known else {}
 
 
 def _digest(content: bytes) -> str:

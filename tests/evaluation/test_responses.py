@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.evaluation import HarnessLM, evaluate
 from dlm_lens.evaluation.responses import Responses, fingerprint
 from dlm_lens.hooks import at_layers, mask_positions, mask_top_sinks, steer
+from dlm_lens.recording.reducers.base import LayerStep, Reducer
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import KilledError, ask, counted, killed_after, texts
 from tests.files.damage import damage
@@ -292,3 +294,39 @@ def test_a_refused_evaluation_leaves_the_answers_and_files_of_others(llada: Any,
     with pytest.raises(ValueError, match="holds answers with"):
         HarnessLM(llada, responses=path, record_to=tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+@dataclass(frozen=True, eq=False)
+class AlongDirection(Reducer):
+    """Keys times a direction, whose repr shows its first and last entries alone."""
+
+    direction: torch.Tensor
+    unit = ""
+    formula = "k_j . d"
+
+    def reduce(self, layer: LayerStep) -> Any:
+        keys, queries = layer.inputs.k.float(), layer.inputs.q
+        keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+        return layer.only_keys(keys @ self.direction[3 : 3 + keys.shape[-1]])
+
+
+def test_recordings_of_another_reducer_with_the_same_repr_are_refused(llada: Any, tmp_path: Path) -> None:
+    def reducer(scale: float) -> AlongDirection:
+        direction = torch.zeros(2000)
+        direction[3:600] = scale
+        return AlongDirection(direction)
+
+    def make(scale: float) -> HarnessLM:
+        return HarnessLM(llada, generation={"gen_length": 2}, record=[reducer(scale)], record_to=tmp_path)
+
+    assert repr(reducer(1.0)) == repr(reducer(2.0))
+    requests = ask("generate_until", ("w1", {"until": []}))
+    expected = make(1.0).generate_until(requests)
+    with counted(llada) as rows:
+        assert make(1.0).generate_until(requests) == expected
+    assert rows == []
+    with pytest.raises(ValueError, match=r"requests\.jsonl holds answers with identities=.*choose another file"):
+        make(2.0)
+    # An index of a reducer that its repr determines has no such entry, as before.
+    HarnessLM(llada, record="value-norm", record_to=tmp_path / "plain")
+    assert "identities" not in (tmp_path / "plain/requests.jsonl").read_text()
