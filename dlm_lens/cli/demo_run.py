@@ -106,12 +106,13 @@ def run_demo(
     # Statistics are recorded during the run, which saves a second pass per step.
     recording = record(loaded, prompt, progress=True, **settings)
     run, received = recording.run, received_of(recording)
-    _print_text(console, run)
     sinks = find_sinks(received, AboveMean(eps=3.0))
-    _print_sinks(console, sinks)
     heads = {"strongest": strongest(received), "moving": _most_moving(sinks, received)}
     out.mkdir(parents=True, exist_ok=True)
+    # Written before the tables are printed: the reader of the output may be gone.
     files = _write(out, model, run, received, sinks, heads)
+    _print_text(console, run)
+    _print_sinks(console, sinks)
     console.print(
         "\nFigures: the head whose strongest key scores highest on average (layer {}, head {}), and the head whose "
         "sinks move most often (layer {}, head {}).".format(*heads["strongest"], *heads["moving"])

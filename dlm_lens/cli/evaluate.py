@@ -101,9 +101,11 @@ def eval_command(
         confirm_run_unsafe_code=confirm_run_unsafe_code,
         **settings,
     )
-    _show(result, as_json)
+    # Saved before anything is printed: the reader of the output may be gone.
     if out is not None:
         result.save(out)
+    _show(result, as_json)
+    if out is not None:
         echo(f"\nresults: {out / 'results.json'}", err=True)
     if record_to is not None:
         echo(f"recordings: {record_to}; requests.jsonl lists the request of each", err=True)

@@ -519,3 +519,20 @@ def test_the_demo_of_a_real_model_ends_within_64_steps(own: dict, given: dict, s
     assert found == settings
     assert said in sentence
     assert bool(said) == bool(sentence)
+
+
+class Gone(io.StringIO):
+    """A stream whose reader goes away as soon as the text of the run is printed."""
+
+    def write(self, text: str) -> int:
+        if "Loading" in text or "loaded in" in text or not text.strip():
+            return len(text)
+        raise RuntimeError("the output is closed")
+
+
+def test_the_demo_writes_its_files_before_it_prints_tables(checkpoint: Path, tmp_path: Path) -> None:
+    console = Console(file=Gone(), width=200)
+    with pytest.raises(RuntimeError, match="the output is closed"):
+        run_demo("w1 w2", str(checkpoint), tmp_path / "out", gen_length=8, steps=2, console=console)
+    assert json.loads((tmp_path / "out/sinks.json").read_text())["model"] == str(checkpoint)
+    assert len([*(tmp_path / "out").glob("*.png")]) == 4

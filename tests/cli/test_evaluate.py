@@ -170,3 +170,14 @@ def test_without_the_harness_there_is_a_sentence() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'dlm-lens[eval]'" in done.stdout
+
+
+def test_the_results_are_saved_before_they_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise RuntimeError("the output is closed")
+
+    monkeypatch.setattr("dlm_lens.cli.evaluate._show", gone)
+    given = ["toy", "--tasks", "toy_lists", "--limit", "1", "--generation", "gen_length=2"]
+    with pytest.raises(RuntimeError, match="the output is closed"):
+        run(*given, "--out", str(tmp_path))
+    assert len(json.loads((tmp_path / "results.json").read_text())["scores"]) == 1
