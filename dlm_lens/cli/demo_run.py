@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import dlm_lens
 from dlm_lens.adapters import embedded_models, load
-from dlm_lens.files.atomic_writes import write_file
+from dlm_lens.files.atomic_writes import write_figure, write_file
 from dlm_lens.files.paths import check_directory
 from dlm_lens.printable import counted, printable
 from dlm_lens.recording import record
@@ -230,8 +230,7 @@ def _write(
             ),
         }
         for file, figure in figures.items():
-            figure.savefig(out / file, dpi=150, bbox_inches="tight")
-            paths.append(out / file)
+            paths.append(write_figure(out / file, figure))
     numbers = out / "sinks.json"
     write_file(numbers, json.dumps(_numbers(model, run, received, sinks, heads), indent=1, allow_nan=False))
     return (*paths, numbers)

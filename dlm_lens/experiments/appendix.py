@@ -9,6 +9,7 @@ from dlm_lens.experiments.experiment import Experiment, Finding, Rendering
 from dlm_lens.experiments.rendering import findings_table, load_results, markdown, number_tables, scale_of
 from dlm_lens.experiments.results import PATTERN, Results
 from dlm_lens.experiments.verdicts import RATE, Verdict, adjusted, expected_by_chance
+from dlm_lens.files.atomic_writes import write_figure, write_file
 
 DECIDED = ("agrees", "disagrees")
 
@@ -155,5 +156,5 @@ def write_page(path: Path, page: str, found: Iterable[Entry]) -> None:
     for one in found:
         for name, place in pictures(one).items():
             (path.parent / place).parent.mkdir(parents=True, exist_ok=True)
-            one.rendering.figures[name].savefig(path.parent / place, bbox_inches="tight", dpi=110)
-    path.write_text(page, encoding="utf-8")
+            write_figure(path.parent / place, one.rendering.figures[name], dpi=110)
+    write_file(path, page)

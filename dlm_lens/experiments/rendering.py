@@ -8,7 +8,7 @@ from dlm_lens.experiments.experiment import Experiment, Finding, Rendering
 from dlm_lens.experiments.results import Item, Results, read_results
 from dlm_lens.experiments.runner import list_items
 from dlm_lens.experiments.verdicts import RATE
-from dlm_lens.files.atomic_writes import write_file
+from dlm_lens.files.atomic_writes import write_figure, write_file
 
 
 def render_experiment(experiment: Experiment, out: str | Path) -> Path:
@@ -22,7 +22,7 @@ def render_experiment(experiment: Experiment, out: str | Path) -> Path:
     results = load_results(experiment, directory)
     rendering = experiment.render(results)
     for name, figure in rendering.figures.items():
-        figure.savefig(directory / f"{experiment.name}-{name}.png", bbox_inches="tight", dpi=150)
+        write_figure(directory / f"{experiment.name}-{name}.png", figure)
     page = directory / f"{experiment.name}.md"
     pictures = [f"![{experiment.name}, {name}]({experiment.name}-{name}.png)" for name in rendering.figures]
     text = [f"# {experiment.shows}: {experiment.title}", *describe(experiment, results, rendering), *pictures]

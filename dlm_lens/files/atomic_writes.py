@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from dlm_lens.files.locks import lock
 
@@ -60,6 +60,19 @@ def write_file(path: str | Path, content: bytes | str) -> Path:
     remove_stale(path.parent)
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def write_figure(path: str | Path, figure: Any, dpi: int = 150) -> Path:
+    """Write a matplotlib figure without margins, in the format of the path's suffix.
+
+    Raises:
+        DiskFullError: there is no space for it; what was there before is unchanged.
+        OSError: it cannot be written there.
+    """
+    path = Path(path)
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), bbox_inches="tight", dpi=dpi)
     return path
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_lens.declarations import Declaration, by_name, declarations
-from dlm_lens.files.atomic_writes import replacing
+from dlm_lens.files.atomic_writes import write_figure
 from dlm_lens.files.paths import check_file
 from dlm_lens.viz.plot_options import PLOT_OPTIONS
 
@@ -160,8 +160,6 @@ def write_plot(name: str, options: "PlotOptions", out: Path) -> Path:
             )
     made = found.draw(options)
     if hasattr(made, "savefig"):
-        with replacing(out) as file:
-            made.savefig(file, format=out.suffix.removeprefix("."), bbox_inches="tight", dpi=150)
-        return out
+        return write_figure(out, made)
     written: Path = made.save(out)
     return written

@@ -11,6 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
+from dlm_lens.files.atomic_writes import write_figure
 from dlm_lens.training import MaskedDiffusionTrainer
 from dlm_lens.viz import sink_emergence
 from experiments.toy.corpus import build_corpus
@@ -34,7 +35,7 @@ def main(
     trainer.train(resume_from_checkpoint=True)
     if trainer.last_checkpoint is not None:
         figure = sink_emergence(trainer.last_checkpoint, title=f"{model} from scratch")
-        figure.savefig(out / "sink-emergence.png", bbox_inches="tight", dpi=110)
+        write_figure(out / "sink-emergence.png", figure, dpi=110)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The runner: nothing lost, nothing twice, nothing mixed, whatever happens in between."""
 
+import errno
 import json
 import math
 import os
@@ -13,9 +14,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from dlm_lens.experiments import (
     Bench,
@@ -31,6 +34,7 @@ from dlm_lens.experiments.cost_estimate import Shape
 from dlm_lens.experiments.experiment import Cost, read_setting
 from dlm_lens.experiments.intervals import paired_difference, ratio_over_prompts, wilson
 from dlm_lens.experiments.results import Record, ResultsFile
+from dlm_lens.files.atomic_writes import DiskFullError
 from tests.files.damage import damage
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ado]*/*.py"))
@@ -65,6 +69,25 @@ def test_items_are_kept_and_rendered_in_order(tmp_path: Path) -> None:
     assert "| 11 | 363 |" in page
     assert "factor=3" in page
     assert results.sessions[0]["torch"]
+
+
+def test_a_picture_that_has_no_room_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(results: Any) -> Rendering:
+        return Rendering([], {"line": Figure(figsize=(1, 1))})
+
+    drawn = replace(squares(), render=draw)
+    run_experiment(drawn, tmp_path)
+    render_experiment(drawn, tmp_path)
+    picture = tmp_path / "squares-line.png"
+    before = picture.read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr("dlm_lens.files.atomic_writes.os.fsync", full)
+    with pytest.raises(DiskFullError, match=r"squares-line\.png could not be written"):
+        render_experiment(drawn, tmp_path)
+    assert picture.read_bytes() == before
 
 
 def test_a_second_call_computes_nothing(tmp_path: Path) -> None:
