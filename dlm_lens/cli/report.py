@@ -27,7 +27,7 @@ def report_command(
     from dlm_lens.sinks.detector_registry import parse_detector
 
     rule = parse_detector(detector)
-    check_file(out)
+    check_file(out, (".html", ".htm"))
     paths = [recording] if compare is None else [recording, compare]
     for path in paths:
         check_recording(path)

@@ -320,6 +320,9 @@ def test_a_place_that_is_no_file_is_said_with_the_remedy(recording, tmp_path):
         report(recording, tmp_path)
     with pytest.raises(FileNotFoundError, match="nowhere does not exist; make the directory first"):
         report(recording, tmp_path / "nowhere" / "r.html")
+    # Any other name may be that of a file of the recording.
+    with pytest.raises(ValueError, match=r"run\.json ends in \.json; it is written as \.html, \.htm"):
+        report(recording, tmp_path / "run.json")
     assert list(tmp_path.iterdir()) == []
 
 

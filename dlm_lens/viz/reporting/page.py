@@ -49,7 +49,7 @@ def report(
     Args:
         source: a `Recording` with received attention of all queries, or a `Received` and its `DenoisingRun` as a
             tuple.
-        path: the file to write; an existing one is replaced.
+        path: the .html or .htm file to write; an existing one is replaced.
         compare: another source, to show next to the first one.
         detector: the rule with which the page starts, or its text, such as "attention-share:0.1";
             `AboveMean(3.0)` by default. The page computes the sinks by `AboveMean(eps)`, `AboveStd(k)`,
@@ -67,11 +67,11 @@ def report(
     Raises:
         TypeError: a source of another type.
         ValueError: a row that the run does not have, a statistic for `detector` that was not recorded, or too many
-            scores.
+            scores, or a path that does not end in .html or .htm.
         IsADirectoryError: `path` is a directory.
         FileNotFoundError: its directory does not exist.
     """
-    check_file(Path(path))
+    check_file(Path(path), (".html", ".htm"))
     rule = START if detector is None else as_detector(detector)
     sources = [meant(one) for one in ([source] if compare is None else [source, compare])]
     rows = range(shown_rows(sources)) if row is None else [row]
