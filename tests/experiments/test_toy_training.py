@@ -179,3 +179,24 @@ def test_export_writes_half_precision_under_qwen2_names(name: str, model_type: s
     assert "model.layers.3.self_attn.q_proj.bias" in weights
     for key, value in network.state_dict().items():
         torch.testing.assert_close(weights[key].float(), value, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("step", ["save_tokenizer", "save"])
+def test_an_export_that_is_killed_leaves_no_weights(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"experiments.toy.checkpoint.{step}", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export(build_model("toy", 0), "toy", tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+
+    # Killed while the weights are flushed: they are not there in part.
+    with monkeypatch.context() as patch:
+        patch.setattr("dlm_lens.files.atomic_writes.os.fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export(build_model("toy", 0), "toy", tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
