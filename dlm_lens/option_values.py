@@ -1,6 +1,7 @@
 """Values of command line options, read from text without torch: a wrong one is reported before it is imported."""
 
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -66,3 +67,20 @@ def index_or_mean(option: str, text: str) -> int | str:
         return int(text)
     except ValueError:
         raise ValueError(f"{option} is {text!r}; give an index, or mean") from None
+
+
+def process_of_run() -> tuple[int, int]:
+    """Rank and number of processes, as torchrun sets them; 0 of 1 without it.
+
+    Raises:
+        ValueError: RANK or WORLD_SIZE is no whole number, or the rank is not below the number of processes.
+    """
+    given = {name: os.environ.get(name, usual) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1"))}
+    said = " and ".join(f"{name}={text}" for name, text in given.items())
+    try:
+        rank, world = (int(text) for text in given.values())
+    except ValueError:
+        raise ValueError(f"{said}: both must be whole numbers, as torchrun sets them") from None
+    if not 0 <= rank < world:
+        raise ValueError(f"{said}: the rank must be below the number of processes")
+    return rank, world

@@ -1,6 +1,5 @@
 """`dlm-lens record`: statistics of many prompts from a file, one process or several."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from dlm_lens.cli.options import (
 )
 from dlm_lens.cli.prompts import read_prompts
 from dlm_lens.files.paths import check_directory
-from dlm_lens.option_values import whole_numbers
+from dlm_lens.option_values import process_of_run, whole_numbers
 from dlm_lens.printable import echo
 from dlm_lens.recording.reducer_registry import REDUCERS_HELP, parse_reducers
 
@@ -78,6 +77,7 @@ def record_command(
     check_least(0, temperature=temperature)
     chosen = None if layers is None else whole_numbers("--layers", layers)
     statistics = parse_reducers(reducers)
+    rank, world = process_of_run()
     if hooks:
         check_expression(hooks)
     lines = read_prompts(prompts)
@@ -85,7 +85,6 @@ def record_command(
     from dlm_lens.adapters import load
     from dlm_lens.recording.record_runs import Batches, record_batches
 
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     given: dict[str, Any] = {
         "steps": steps,
         "gen_length": gen_length,

@@ -1,7 +1,6 @@
 """`run_experiment`: compute the items that are missing, and store each one before the next begins."""
 
 import logging
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from tqdm.auto import tqdm
 from dlm_lens.experiments.experiment import Bench, Experiment
 from dlm_lens.experiments.model_settings import is_by_model, settings_of, settings_of_item
 from dlm_lens.experiments.results import Item, Record, Results, ResultsFile, key_of, read_results
+from dlm_lens.option_values import process_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def run_experiment(
     Raises:
         ValueError: an unknown setting, or `out` holds results of other settings.
     """
-    rank, world = _process()
+    rank, world = process_of_run()
     loading = dict(loading or {})
     dtype = loading.get("dtype")
     config = experiment.config(small, models, settings) | {
@@ -83,14 +83,6 @@ def list_items(experiment: Experiment, config: Mapping[str, Any]) -> list[Item]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"{experiment.name} lists the item {twice} twice")
     return items
-
-
-def _process() -> tuple[int, int]:
-    """Rank and number of processes, as torchrun sets them."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if not 0 <= rank < world:
-        raise ValueError(f"RANK={rank} and WORLD_SIZE={world}: the rank must be below the number of processes")
-    return rank, world
 
 
 def _session(rank: int, world: int) -> dict[str, Any]:

@@ -132,6 +132,26 @@ def test_of_two_processes_each_takes_every_other_batch(files, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("rank", "world", "sentence"),
+    [
+        ("5", "2", "RANK=5 and WORLD_SIZE=2: the rank must be below the number of processes"),
+        ("-1", "2", "RANK=-1 and WORLD_SIZE=2: the rank must be below the number of processes"),
+        ("0", "0", "RANK=0 and WORLD_SIZE=0: the rank must be below the number of processes"),
+        (
+            "x",
+            "2",
+            "RANK=x and WORLD_SIZE=2: both must be whole numbers, as torchrun sets them",
+        ),
+    ],
+)
+def test_processes_that_cannot_be_are_refused(files, monkeypatch, rank, world, sentence):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert str(CliRunner().invoke(cli.app, arguments(files, "out")).exception) == sentence
+    assert not (files / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("change", "sentence"),
     [
         (["--reducers", "received,mass"], "--reducers 'mass': there are channels, entropy, features"),
