@@ -18,12 +18,18 @@ from dlm_lens.printable import counted
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising import prepared_run
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.prompts import Prompts
+from dlm_lens.sampling.prompts import MOST_CONTEXTS, Prompts
 from dlm_lens.sampling.samplers.base import Sampler
 
 LOGIT_BYTES = 52
 """Of every logit of a step: five float32 copies (logits, scaled, log-softmax, probabilities, conditioning) and four
 float64 ones (random numbers, and the Gumbel scores that they become), counted in the samplers; not measured."""
+
+
+LONGEST = 2**20
+"""Positions that a model is taken to be trained on where its config does not say it."""
+
+MOST_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,8 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
             f"prompt_length is {prompt_length}, rows {rows} and bits {bits}; a run has at least one row of one "
             "token, and weights of some bits"
         )
+    if rows > MOST_ROWS:
+        raise ValueError(f"rows is {rows}; a plan is for at most {MOST_ROWS} prompts in one run")
     values = config_values(embedded_path(source), {})
     if values.get("model_type") is None:
         raise ValueError(
@@ -110,9 +118,16 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
         model = finish_model(model_class(config), family)
     check_values(model.sampler_defaults)
     algorithm = algorithms()[family.sampler_of(config)]
-    ids = torch.zeros(rows, prompt_length, dtype=torch.long)
+    trained = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    if prompt_length > MOST_CONTEXTS * trained:
+        raise ValueError(
+            f"prompt_length is {prompt_length}, more than {MOST_CONTEXTS} times the {trained} positions that the "
+            "model was trained on; give fewer"
+        )
+    # All rows cost the same, so that one is planned and counted `rows` times.
+    ids = torch.zeros(1, prompt_length, dtype=torch.long)
     prompts = Prompts(ids, torch.ones_like(ids, dtype=torch.bool))
-    run = prepared_run(model, prompts, algorithm, settings, (0,) * rows, False)
+    run = prepared_run(model, prompts, algorithm, settings, (0,), False)
     return _counted(source, model, run, rows, bits)
 
 

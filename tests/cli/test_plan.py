@@ -23,12 +23,31 @@ def test_the_plan_of_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [(["--device", "tpu"], "tpu"), (["--bits", "3"], "3"), (["--rows", "0"], "rows")]
+    ("options", "words"),
+    [
+        (["--device", "tpu"], "tpu"),
+        (["--bits", "3"], "3"),
+        (["--rows", "0"], "rows"),
+        (["--rows", "9" * 20], "rows is 9999"),
+    ],
 )
 def test_options_that_cannot_be(options: list[str], words: str, tmp_path: Path) -> None:
+    tiny("llada").config.save_pretrained(tmp_path)
     result = CliRunner().invoke(app, ["plan", str(tmp_path), *options])
     assert result.exit_code != 0
     assert words in result.output + str(result.exception)
+
+
+def test_rows_are_counted_and_not_allocated(tmp_path: Path) -> None:
+    tiny("llada").config.save_pretrained(tmp_path)
+    one, many = (plan_run(str(tmp_path), rows=rows, gen_length=8, prompt_length=8) for rows in (1, 10**9))
+    assert (many.positions, many.flops, many.cache_bytes) == (
+        one.positions * 10**9, one.flops * 10**9, one.cache_bytes * 10**9,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"rows is 10000000000; a plan is for at most 2147483647 prompts"):
+        plan_run(str(tmp_path), rows=10**10)
+    with pytest.raises(ValueError, match=r"prompt_length is 10+, more than 64 times the \d+ positions"):
+        plan_run(str(tmp_path), prompt_length=10**15)
 
 
 def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
