@@ -4,8 +4,9 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,29 @@ class ProgressBar(TrainerCallback):
         """Close the bar."""
         if self.bar is not None:
             self.bar.close()
+
+
+def name_failing_reporters(callbacks: Iterable[Any]) -> None:
+    """Let the callbacks of `report_to` raise one sentence when they cannot begin, as wandb without a login.
+
+    Args:
+        callbacks: of a Trainer; those without a `setup` stay as they are.
+    """
+    for callback in callbacks:
+        if hasattr(callback, "setup"):
+            callback.setup = partial(_begin_reporter, type(callback).__name__, callback.setup)
+
+
+def _begin_reporter(name: str, setup: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the `setup` of a callback.
+
+    Raises:
+        ValueError: naming the callback, where it fails.
+    """
+    try:
+        return setup(*args, **kwargs)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"report_to: {name} could not begin ({said}); set it up, or leave it out of report_to"
+        ) from error

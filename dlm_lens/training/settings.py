@@ -221,6 +221,8 @@ class TrainingSettings:
             if getattr(self, name) < 0:
                 none = "" if name == "seed" else ", and 0 for none"
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative{none}")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed is {self.seed}; it must be below 2^63")
         if self.data.eval_split is not None and not self.eval_steps:
             raise ValueError(
                 f"data.eval_split is {self.data.eval_split!r} and eval_steps is 0, so that no evaluation loss "

@@ -25,6 +25,7 @@ from dlm_lens.training.callbacks import (
     SaveClock,
     SinkMetrics,
     Stopwatch,
+    name_failing_reporters,
     without_progress_bars,
 )
 from dlm_lens.training.checkpoints import (
@@ -122,6 +123,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self._reading: tuple[int, Cursor | None] = (0, None)
         self._part = 0  # micro-batches of the step that are done
         super().__init__(model=model, args=arguments, callbacks=list(callbacks))
+        name_failing_reporters(self.callback_handler.callbacks)
         self.remove_callback(PrinterCallback)
         self.add_callback(ProgressBar())
         self.loss_is_scaled_for_ga = True

@@ -19,6 +19,7 @@ from dlm_lens.training import (
     read_settings,
     shipped_configs,
 )
+from dlm_lens.training.callbacks import name_failing_reporters
 from dlm_lens.training.config_files import CONFIGS
 from dlm_lens.training.cost_estimate import planned_config
 from dlm_lens.training.swiglu import SwiGLU
@@ -81,6 +82,7 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
         ("objective.kind=gan", r"objective\.kind is 'gan'; it must be one of 'masked_diffusion', 'next_token'"),
         ("seed", r"'seed' is not key=value"),
         ("tokens=5", r"tokens and steps given as the length"),
+        (f"seed={2**63}", rf"seed is {2**63}; it must be below 2\^63$"),
         ("seed=-1", r"seed is -1; it must not be negative$"),
         ("eval_steps=-1", r"eval_steps is -1; it must not be negative, and 0 for none"),
         ("save_steps=-1", r"save_steps is -1; it must not be negative, and 0 for none"),
@@ -328,3 +330,17 @@ def test_hostile_files_are_one_sentence(data: bytes, message: str, tmp_path: Pat
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=r"the override .* is no YAML"):
         read_settings("qwen2.5-0.5b-sink", [f"model={'[' * 50_000}"])
+
+
+def test_a_reporter_that_cannot_begin_is_named() -> None:
+    class Reporter:
+        def setup(self, where: str) -> None:
+            raise RuntimeError(f"No key configured\nfor {where}.")
+
+    reporter = Reporter()
+    name_failing_reporters([reporter, object()])
+    message = (
+        r"^report_to: Reporter could not begin \(No key configured for here\.\); set it up, or leave it out of"
+    )
+    with pytest.raises(ValueError, match=message):
+        reporter.setup("here")
