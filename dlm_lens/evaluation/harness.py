@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,6 +42,7 @@ from dlm_lens.evaluation.settings import (
     repeats,
     request_key,
 )
+from dlm_lens.files.locks import held
 from dlm_lens.hooks.expressions import parse_hooks
 from dlm_lens.placement import input_device
 
@@ -193,6 +194,7 @@ class HarnessLM(SharedLM):
         self.items = ItemMaker(self.encoder, self.likelihood, self.seed)
         self.greedy_tasks: frozenset[str] = frozenset()
         identity = self.get_model_info()["dlm_lens"]
+        self._holders = 0
         self.recordings: RequestRecordings | None = None
         self.responses = Responses(self._own_file(responses), identity)
         if recorded is not None:
@@ -326,9 +328,26 @@ class HarnessLM(SharedLM):
         with self.held():
             return self._computed(kind, batch, run)
 
-    def held(self) -> AbstractContextManager[None]:
-        """Lock the directory of the recordings, if there is one, against other evaluations."""
-        return nullcontext() if self.recordings is None else self.recordings.held(shared=self.world_size > 1)
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Lock the directories of answers and recordings against other evaluations; nested locks have no effect.
+
+        Raises:
+            ValueError: another process or thread evaluates there.
+        """
+        shared, path = self.world_size > 1, self.responses.path
+        with ExitStack() as stack:
+            if self.recordings is not None:
+                stack.enter_context(self.recordings.held(shared=shared))
+            together = self.recordings is not None and path is not None and _same(path.parent, self.recordings.to)
+            if path is not None and not self._holders and not together:
+                stack.enter_context(held(path.parent, shared=shared))
+                self.responses.refresh()
+            self._holders += 1
+            try:
+                yield
+            finally:
+                self._holders -= 1
 
     def forget(self) -> None:
         """Remove the files of this evaluation that were made for it and hold no answer yet."""
@@ -404,6 +423,10 @@ class HarnessLM(SharedLM):
 
     def _everything(self, text: Text) -> str:
         return str(self.tokenizer.decode(text.ids, skip_special_tokens=True))
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def _hooks(value: Any) -> tuple[Any, ...]:

@@ -330,3 +330,24 @@ def test_recordings_of_another_reducer_with_the_same_repr_are_refused(llada: Any
     # An index of a reducer that its repr determines has no such entry, as before.
     HarnessLM(llada, record="value-norm", record_to=tmp_path / "plain")
     assert "identities" not in (tmp_path / "plain/requests.jsonl").read_text()
+
+
+def test_two_evaluations_that_store_answers_in_one_directory(tmp_path: Path) -> None:
+    def make(model: Any, **given: Any) -> HarnessLM:
+        return HarnessLM(model, generation={"gen_length": 2}, responses=tmp_path / "out/responses.jsonl", **given)
+
+    requests = ask("generate_until", ("w1", {"until": []}))
+    first, second = make(tiny("llada")), make(tiny("llada"))
+    message = r"another process or thread writes .*out; wait for it, or give another directory"
+    with first.held():
+        with counted(second.model) as rows, pytest.raises(ValueError, match=message):
+            second.generate_until(requests)
+        assert rows == []
+        expected = first.generate_until(requests)
+    # The second one sees what was stored after it was made.
+    with counted(second.model) as rows:
+        assert second.generate_until(requests) == expected
+    assert rows == []
+    # Answers and recordings may have one directory.
+    both = make(tiny("llada"), record="value-norm", record_to=tmp_path / "out")
+    assert both.generate_until(requests) == expected
