@@ -34,7 +34,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
         OSError: it cannot be written there.
     """
     path = Path(path)
-    with disk_errors(path):
+    with disk_errors(path), _named(path):
         temporary, file = _temporary(path.parent)
         try:
             with file:
@@ -136,6 +136,17 @@ def disk_errors(path: Path) -> Iterator[None]:
         full = DiskFullError(f"{path} could not be written ({os.strerror(error.errno)}); make room and do it again")
         full.errno = error.errno
         raise full from error
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in the system's error in place of its temporary file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and TEMPORARY.fullmatch(Path(os.fsdecode(error.filename)).name):
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def _temporary(directory: Path) -> tuple[Path, BinaryIO]:

@@ -2,17 +2,41 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 
 def check_directory(path: Path) -> None:
-    """Raise unless files can be written below a path: it is a directory, or does not exist yet.
+    """Raise unless files can be written below a path: it is a directory, or does not exist yet and can be made.
+
+    A directory that holds something is not tried: a finished run in it is only read.
 
     Raises:
         FileExistsError: it is a file, or lies below one.
+        OSError: nothing can be written where it would be.
     """
     for part in (path, *path.parents):
-        if part.exists() and not part.is_dir():
-            raise FileExistsError(f"{part} is a file; give a directory")
+        _check_no_file(part)
+    if not path.is_dir() or not any(path.iterdir()):
+        _check_writable(next(part for part in (path, *path.absolute().parents) if part.is_dir()))
+
+
+def _check_no_file(part: Path) -> None:
+    if part.exists() and not part.is_dir():
+        raise FileExistsError(f"{part} is a file; give a directory")
+
+
+def _check_writable(directory: Path) -> None:
+    """Raise unless a file can be made in a directory; permissions do not show every disk that cannot be written.
+
+    Raises:
+        OSError: it cannot.
+    """
+    try:
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        # Without a number, which would stand for another remedy: /proc says that there is no such file.
+        raise OSError(f"nothing can be written in {directory} ({error.strerror}); give another directory") from None
 
 
 def check_file(path: Path, suffixes: Sequence[str] = ()) -> None:
@@ -22,13 +46,16 @@ def check_file(path: Path, suffixes: Sequence[str] = ()) -> None:
         IsADirectoryError: it is a directory.
         FileExistsError: it lies below a file.
         FileNotFoundError: its directory does not exist.
+        OSError: nothing can be written in its directory.
         ValueError: a suffix that is not among `suffixes`.
     """
     if path.is_dir():
         name = f"file{suffixes[0]}" if suffixes else "file"
         raise IsADirectoryError(f"{path} is a directory; give the name of a file, such as {path / name}")
-    check_directory(path.parent)
+    for part in path.parents:
+        _check_no_file(part)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent} does not exist; make the directory first")
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; it is written as {', '.join(suffixes)}")
+    _check_writable(path.parent)

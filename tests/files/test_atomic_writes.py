@@ -21,6 +21,7 @@ from dlm_lens.files.atomic_writes import (
     replacing,
     write_file,
 )
+from dlm_lens.files.paths import check_directory, check_file
 from dlm_lens.files.tensor_files import read_with_metadata, write_tensors
 
 
@@ -47,6 +48,31 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
         raise KeyError
     assert (tmp_path / "a").read_text() == "old"
     assert hidden(tmp_path) == []
+
+
+def test_an_error_names_the_file_and_not_its_temporary_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as told:
+        write_file(tmp_path / "none/a", "new")
+    assert (told.value.filename, told.value.filename2) == (str(tmp_path / "none/a"), None)
+    (tmp_path / "b").mkdir()
+    with pytest.raises(IsADirectoryError) as told:
+        write_file(tmp_path / "b", "new")
+    assert told.value.filename == str(tmp_path / "b")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no directory that nobody can write")
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    sentence = r"^nothing can be written in /proc \(.*\); give another directory$"
+    for check in (
+        lambda: check_directory(Path("/proc/new/run")),
+        lambda: check_file(Path("/proc/page.html"), (".html",)),
+    ):
+        with pytest.raises(OSError, match=sentence):
+            check()
+    check_directory(Path("/proc/self"))  # it may hold a finished run
+    check_directory(tmp_path / "new/run")
+    check_file(tmp_path / "page.html")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_planted_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
