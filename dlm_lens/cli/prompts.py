@@ -23,6 +23,11 @@ def read_prompts(path: Path) -> list[Any]:
     return found
 
 
+def prompt_places(path: Path) -> list[str]:
+    """Where each prompt of a file is: FILE line N."""
+    return [where for where, _, _ in read_json_lines(path, "a prompt")]
+
+
 def _prompt(line: Any, text: str, where: str) -> Any:
     if isinstance(line, dict) and isinstance(line.get("prompt"), str):
         return line["prompt"]

@@ -17,7 +17,7 @@ from dlm_lens.cli.options import (
     check_storage,
     device_or_gpu,
 )
-from dlm_lens.cli.prompts import read_prompts
+from dlm_lens.cli.prompts import prompt_places, read_prompts
 from dlm_lens.files.paths import check_directory
 from dlm_lens.option_values import process_of_run, whole_numbers
 from dlm_lens.printable import echo
@@ -83,7 +83,7 @@ def record_command(
     lines = read_prompts(prompts)
 
     from dlm_lens.adapters import load
-    from dlm_lens.recording.record_runs import Batches, record_batches
+    from dlm_lens.recording.record_runs import BatchError, Batches, record_batches
 
     given: dict[str, Any] = {
         "steps": steps,
@@ -110,7 +110,13 @@ def record_command(
         world=world,
         **{name: value for name, value in given.items() if value is not None},
     )
-    count = sum(len(recording.rows) for recording in made)
+    try:
+        count = sum(len(recording.rows) for recording in made)
+    except BatchError as error:
+        places = prompt_places(prompts)
+        first, last = places[error.rows[0]], places[error.rows[-1]]
+        named = first if first == last else f"{first} to {last}"
+        raise ValueError(f"{error.sentence} ({named})") from None
     share = "" if world == 1 else f" (process {rank} of {world})"
     echo(f"{count} of {len(lines)} prompts recorded in {out}{share}")
 

@@ -21,6 +21,7 @@ from dlm_lens.recording.reducers.received import ReceivedAttention
 from dlm_lens.recording.storage import load_part, part_name
 from dlm_lens.recording.storing_recorder import StoringRecorder, request_of
 from dlm_lens.sampling import denoise
+from dlm_lens.sampling.denoising import check_recorded_run
 from dlm_lens.sampling.prompts import read_prompts
 from dlm_lens.sampling.settings import check_model, row_seeds
 
@@ -87,6 +88,15 @@ def record(
         **settings,
     )
     return joined(list(made))
+
+
+class BatchError(ValueError):
+    """A batch of prompts cannot run; `rows` are its prompts, counted from 0."""
+
+    def __init__(self, sentence: str, rows: range) -> None:
+        named = f"prompt {rows[0]}" if len(rows) == 1 else f"prompts {rows[0]} to {rows[-1]}"
+        super().__init__(f"{sentence} ({named})")
+        self.sentence, self.rows = sentence, rows
 
 
 @dataclass(frozen=True)
@@ -165,13 +175,14 @@ def record_batches(
     """Record batch by batch; with several processes each records every `world`-th batch, beginning with `rank`.
 
     Raises:
-        ValueError: as `record`, before anything is computed.
+        ValueError: as `record`, before anything is computed; of several batches a `BatchError`.
     """
     _check(settings, to)
     batches = batches.under(hooks)
     recorder = Recorder(model, reducers, layers=layers, dtype=dtype)
     if to is not None:
         _check_partition(to, batches)
+    _check_batches(model, batches, hooks, settings)
     mine = batches.parts[rank::world]
     # Processes that share the batches share the lock of the directory; a single process holds it alone.
     with nullcontext() if to is None else held(to, shared=world > 1):
@@ -242,6 +253,17 @@ def _check(settings: dict[str, Any], to: Path | None) -> None:
             raise ValueError(
                 f"{name} with to=: functions cannot be compared when a run is continued; leave one out"
             )
+
+
+def _check_batches(model: Any, batches: Batches, hooks: Sequence[HookLike], settings: dict[str, Any]) -> None:
+    """Raise for a batch that cannot run, before the first one begins; a single batch is refused by its own run."""
+    if len(batches.parts) < 2:
+        return
+    for rows in batches.parts:
+        try:
+            check_recorded_run(model, [batches.ids[row] for row in rows], hooks, **settings)
+        except ValueError as error:
+            raise BatchError(str(error), rows) from None
 
 
 def _check_partition(to: Path, batches: Batches) -> None:

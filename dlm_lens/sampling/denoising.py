@@ -1,5 +1,6 @@
 """`denoise`: one call from a prompt to a finished canvas, for every family."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -8,13 +9,13 @@ import torch
 
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import check_values, checked_arguments, one_of
-from dlm_lens.attention import HookLike, checked, exclusive
+from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.sampling.algorithm_registry import Algorithm, algorithms
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
-from dlm_lens.sampling.observers import HookRunner, Resumption, RunObserver
+from dlm_lens.sampling.observers import HookRunner, Resumption, RunObserver, StepObserver
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context, warn_untrained_blocks
 from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
 from dlm_lens.sampling.settings import (
@@ -127,10 +128,8 @@ def denoise(
     _check_use(algorithm, reference_quirks, on_canvas)
     if algorithm.sampler.autoregressive:
         logits = "needed"
-        if hooks or any(observer.whole_prefix for observer in observers):
-            given = _without_cache(given)
-    elif algorithm.sampler.grows and hasattr(algorithm.settings, "use_cache") and (hooks or observers):
-        given = _without_cache(given)
+    whole = bool(hooks) or any(observer.whole_prefix for observer in observers)
+    given = _seeing_all(algorithm, given, whole_prefix=whole, watched=bool(hooks or observers))
     run = prepared_run(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward
     history.settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}
@@ -149,6 +148,71 @@ def denoise(
             observers=observers,
             resume=resume,
         )
+
+
+@torch.no_grad()
+def check_recorded_run(
+    model: Any,
+    ids: Sequence[Sequence[int]],
+    hooks: Sequence[HookLike],
+    *,
+    reference_quirks: bool = False,
+    **settings: Any,
+) -> None:
+    """Refuse what `denoise` with a recorder would refuse before its first pass; nothing is computed.
+
+    Args:
+        model: from `dlm_lens.load`.
+        ids: token ids of every prompt.
+        hooks: interventions.
+        reference_quirks: as for `denoise`.
+        **settings: of `denoise`; what concerns no canvas is left alone.
+
+    Raises:
+        ValueError: a prompt, a setting or a hook that cannot work.
+    """
+    away = ("on_canvas", "on_logits", "logits", "progress")
+    given = {name: value for name, value in settings.items() if value is not None and name not in away}
+    algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
+    given = _seeing_all(algorithm, given, whole_prefix=True, watched=True)
+    # The run itself warns.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prompts = read_prompts(model, ids)
+        run = prepared_run(model, prompts, algorithm, given, (0,) * len(ids), reference_quirks)
+    sampler, canvas, history = run["sampler"], run["canvas"], run["history"]
+    plan = sampler.plans(history.prompt_length, canvas.shape[1])[0]
+    runner = HookRunner(model, hooks, run["network"].forward)
+    refuse_row_lists(
+        [hook for hook in runner.hooks if hook.row_count != len(canvas)],
+        f"the run has {len(canvas)}; give a list for each row",
+    )
+    first = StepObserver(model)
+    first.start(sampler, history.attention_mask)
+    first.step(plan, canvas, sampler.open_positions(canvas, plan.index))
+    assert first.now is not None
+    for hook in runner.hooks:
+        hook.check_run(first.now.for_rows(len(canvas) * sampler.halves))
+
+
+def _seeing_all(
+    algorithm: Algorithm, given: Mapping[str, Any], *, whole_prefix: bool, watched: bool
+) -> dict[str, Any]:
+    """The settings of a run, without a cache where hooks or observers have to see what it keeps.
+
+    Args:
+        algorithm: of the run.
+        given: the settings.
+        whole_prefix: whether something sees the whole prefix in AR decoding.
+        watched: whether there are hooks or observers.
+
+    Raises:
+        ValueError: a cache was asked for.
+    """
+    if algorithm.sampler.autoregressive:
+        return _without_cache(given) if whole_prefix else dict(given)
+    grows = algorithm.sampler.grows and hasattr(algorithm.settings, "use_cache")
+    return _without_cache(given) if grows and watched else dict(given)
 
 
 def _check_use(algorithm: Algorithm, reference_quirks: bool, on_canvas: OnCanvas | None) -> None:

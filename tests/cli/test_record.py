@@ -95,6 +95,8 @@ def test_a_run_that_is_refused_leaves_no_directory(files):
 
 @pytest.mark.long
 def test_an_error_in_a_run_has_a_line_of_its_own_after_the_progress_bar(files):
+    # Of several batches it would be refused before the first one begins.
+    (files / "prompts.jsonl").write_text(json.dumps({"prompt": TEXTS[0]}))
     wrong = arguments(files, "out", "--hooks", "mask_positions(99)")
     done = subprocess.run([sys.executable, "-m", "dlm_lens.cli", *wrong], capture_output=True, text=True)
     assert done.returncode != 0
