@@ -68,6 +68,7 @@ class RunRecord(Document):
     settings: dict[str, Any] = Field(default_factory=dict)
     data: dict[str, Any] = Field(default_factory=dict)
     seconds: float = 0.0
+    open_loss: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     files: dict[str, str] = Field(default_factory=dict)
 

@@ -326,6 +326,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
                 "or choose another output (model.start takes the weights of a checkpoint)"
             )
         self.stopwatch.before = record["seconds"]
+        self._open_loss = record["open_loss"]
         return step_of(found), record["cursor"]
 
     def _check_engine(self, found: Path, files: Mapping[str, str]) -> None:

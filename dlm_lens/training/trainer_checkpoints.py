@@ -43,6 +43,9 @@ class CheckpointingTrainer(Trainer):
     optimizer: Any
     lr_scheduler: Any
     _partial: Path | None = None
+    _open_loss: dict[str, Any] | None = None
+    """Of the resumed checkpoint: the losses since its last log entry, per process, and the step of that entry."""
+    _loss_after_step: torch.Tensor | None = None
 
     def _stop_message(self, why: str, remedy: str = "") -> str:
         kept = last_checkpoint(self.settings.output)
@@ -71,10 +74,11 @@ class CheckpointingTrainer(Trainer):
                 partial_directory(output)
             self.accelerator.wait_for_everyone()
             self._partial = output / PARTIAL
+            losses = self._losses_since_log()
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                publish(self._partial, self._record(), self.settings.keep)
+                publish(self._partial, {**self._record(), "open_loss": losses}, self.settings.keep)
         except (OSError, RuntimeError, SafetensorError) as error:
             tidy(output)
             kept = last_checkpoint(output)
@@ -86,6 +90,29 @@ class CheckpointingTrainer(Trainer):
         finally:
             self._partial = None
         self.accelerator.wait_for_everyone()
+
+    def _losses_since_log(self) -> dict[str, Any]:
+        """The sum of the losses since the last log entry in each process, and the step of that entry."""
+        after = self._tr_loss if self._loss_after_step is None else self._loss_after_step
+        return {
+            "sums": self.accelerator.gather(after.reshape(1)).tolist(),
+            "since": self._globalstep_last_logged,
+        }
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._loss_after_step = None
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        # A checkpoint that is saved later, between two steps, has no part of the step that was stopped.
+        self._loss_after_step = self._tr_loss.clone()
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Continue the mean loss of the next log entry where the checkpoint left it, if it holds that."""
+        left, self._open_loss, self._loss_after_step = self._open_loss, None, None
+        if left:
+            sums, world = left["sums"], self.args.world_size
+            self._tr_loss += sums[self.args.process_index] if len(sums) == world else sum(sums) / len(sums)
+            self._globalstep_last_logged = left["since"]
+        return super()._run_epoch(*args, **kwargs)
 
     def _record(self) -> dict[str, Any]:
         return {

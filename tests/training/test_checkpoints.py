@@ -136,3 +136,18 @@ def test_stale_files_go_when_training_begins(trained: Path, tmp_path: Path) -> N
     (tmp_path / "run" / f".dlm-lens-{'0' * 16}.part").write_bytes(b"half")
     tidy(tmp_path / "run")
     assert [path.name for path in sorted((tmp_path / "run").iterdir()) if path.name.startswith(".")] == []
+
+
+def test_a_resumed_run_logs_the_losses_of_the_unbroken_one(tmp_path: Path) -> None:
+    given = {"log_steps": 4, "save_steps": 3, "keep": 3}
+    whole = job(tmp_path / "whole", **given)
+    whole.train()
+    job(tmp_path / "broken", **given).train()
+    for path in checkpoints(tmp_path / "broken")[1:]:
+        (path / "run.json").unlink()  # as if they had never been finished
+    (left,) = (path for path in checkpoints(tmp_path / "broken") if (path / "run.json").exists())
+    assert read_run(left)["open_loss"]["since"] == 0
+    second = job(tmp_path / "broken", **given)
+    second.train(resume_from_checkpoint=True)
+    assert len(losses(whole)) == 2
+    assert losses(second) == pytest.approx(losses(whole), rel=1e-6)
