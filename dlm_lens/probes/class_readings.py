@@ -97,7 +97,7 @@ class ClassReadability(ShowsItself):
             of: "class", or a null: "shuffled", "place".
         """
         read = self._read(layer, of).masked_fill(self.read[0] < 0, -1)
-        return settled_at(read, self.wanted, self.settled.decided_at, self.settled.run.open[-1])
+        return settled_at(read, self.wanted, self.settled.decided_at, self.settled.unknown)
 
     def earlier(self, layer: int, of: str = "class", *, late: bool = True) -> Estimate:
         """By how many steps the class is settled before the token is (mean; positive: earlier), over prompts.

@@ -27,7 +27,9 @@ class Commitment:
     A position is *committed* at step t if from t on until it is decided every step's most likely token is its final
     one: the first step from which the prediction never changes (2604.23235). `lead` is how many steps earlier that
     is than the decision. A position whose last prediction was another token, because the sampler drew one that is
-    not the most likely, is committed by the decision itself: its lead is -1.
+    not the most likely, is committed by the decision itself: its lead is -1. Where a sampler rewrites decided
+    positions, the decision is the last step that wrote there; what it was without a reading of that step
+    (`commitment(..., decided=True)` has it) is not known.
 
     Args:
         run: the run.
@@ -64,13 +66,19 @@ class Commitment:
 
     @property
     def decided_at(self) -> Int[Tensor, "batch position"]:
-        """The step that decided a position for the last time; -1 for none."""
-        return self.run.step_of
+        """The step that decided or rewrote a position for the last time; -1 for none."""
+        return self.run.last_written
 
     @property
     def committed_at(self) -> Int[Tensor, "batch position"]:
-        """The step at which a position is committed; -1 where no prediction was read, or it stayed open."""
-        return settled_at(self.token, self.run.tokens, self.decided_at, self.run.open[-1])
+        """The step at which a position is committed; -1 where that was not read, or it stayed open."""
+        return settled_at(self.token, self.run.tokens, self.decided_at, self.unknown)
+
+    @property
+    def unknown(self) -> Bool[Tensor, "batch position"]:
+        """Positions that stayed open, or that a step rewrote last whose prediction there was not read."""
+        unread = self.token.gather(0, self.decided_at.clamp(min=0)[None])[0] < 0
+        return self.run.open[-1] | (unread & (self.decided_at > self.run.step_of))
 
     @property
     def lead(self) -> Float[Tensor, "batch position"]:
@@ -164,7 +172,7 @@ def settled_at(
         read: what each step reads; -1 where it reads nothing.
         final: the value that counts.
         decided_at: the step of the decision; readings after it do not count.
-        undecided: positions without a decision.
+        undecided: positions without a decision, or whose decision was not read.
 
     Returns:
         The step; one after the decision where the last reading was another value; -1 where nothing was read, or

@@ -213,3 +213,41 @@ def test_the_map_shows_what_each_prediction_became() -> None:
         dl.viz.commitment_map(found, row=9)
     with pytest.raises(TypeError, match="give a Commitment"):
         dl.viz.commitment_map(found.run)
+
+
+@pytest.mark.parametrize("family", ["duo", "uniform_qwen", "llada2"])
+def test_where_steps_rewrite_the_last_one_decides(family: str) -> None:
+    if family == "llada2":
+        model = tiny("llada2", model_type="llada21_moe", seed=2)
+        settings: dict[str, Any] = {"block_length": 8, "editing_threshold": 0.02, "temperature": 1.0}
+        run = denoise(model, PROMPTS, gen_length=16, **settings)
+    else:
+        model = tiny(family)
+        run = denoise(model, PROMPTS, steps=6, gen_length=8)
+    read, unread = (commitment(model, run, decided=each) for each in (True, False))
+    rewritten = settled = 0
+    for row, place in run.answer.nonzero().tolist():
+        final, line = int(run.tokens[row, place]), run.canvases[:, row, place].tolist()
+        written = [t for t in range(run.steps) if run.unmasked[t, row, place] or run.revised[t, row, place]]
+        if bool(run.open[-1, row, place]) or not written:
+            assert int(read.committed_at[row, place]) == -1
+            continue
+        last = written[-1]
+        assert line[last + 1 :] == [final] * (run.steps - last)
+        late = last > int(run.step_of[row, place])
+        rewritten += late
+        seen = [(t, int(read.token[t, row, place])) for t in range(last + 1) if read.token[t, row, place] >= 0]
+        first = last + 1
+        for step, token in reversed(seen):
+            if token != final:
+                break
+            first = step
+        if late and seen[-1][0] != last:  # the step did not read the position that it rewrote
+            first = -1
+        assert int(read.committed_at[row, place]) == first
+        settled += first >= 0
+        if late:
+            assert int(unread.committed_at[row, place]) == -1
+            assert math.isnan(unread.lead[row, place])
+    assert rewritten
+    assert settled
