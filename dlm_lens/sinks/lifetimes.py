@@ -1,5 +1,6 @@
 """Lifetimes of sinks: the active intervals of every position under hysteresis, and the moves that link them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -291,17 +292,18 @@ def count_lifetimes(lifetimes: SinkLifetimes, before: Ints, trajectory: Ints, pa
         }
 
 
-def main_path(main: Ints, canvas: int, defined: Bools) -> dict[str, Floats]:
+def main_path(main: Ints, canvas: int, defined: Bools, numbers: Sequence[int]) -> dict[str, Floats]:
     """Statistics of the position of the largest sink over the steps ([step, pattern]; -1: none).
 
-    `drift` is the slope of the least-squares line of position over step, in positions per step (to the right above
-    0); `displacement` the last position minus the first; `variance` the population's over steps, in positions^2;
-    `changes` how often the position differs between neighbouring steps that both have a sink, `change` by how much.
-    `moved_over_run` compares the first step with the last of those that are `defined` (NaN where either has no
-    sink).
+    `numbers` are those of the steps in the run, the times of the line that gives the drift: a part of a run may
+    leave steps out. `drift` is the slope of the least-squares line of position over step, in positions per step
+    (to the right above 0); `displacement` the last position minus the first; `variance` the population's over
+    steps, in positions^2; `changes` how often the position differs between neighbouring steps that both have a
+    sink, `change` by how much. `moved_over_run` compares the first step with the last of those that are `defined`
+    (NaN where either has no sink).
     """
     there = (main >= 0) & (main < canvas)
-    steps = np.arange(len(main))[:, None]
+    steps = np.asarray(numbers)[:, None]
     count = there.sum(0)
     at = np.where(there, main, 0).astype(float)
     with np.errstate(invalid="ignore", divide="ignore"):

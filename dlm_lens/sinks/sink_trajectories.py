@@ -238,6 +238,9 @@ class Trajectories(ShowsItself):
         right), `variance` (studied by 2602.17664), `changes`, `change`, see `lifetimes.main_path`; and the share
         of the patterns of each kind. Means leave out patterns for which a quantity is not defined.
 
+        In a part of a run that leaves steps out, `drift` is per step of the run; `life`, `move_rate` and
+        `switch_rate` count the steps of the part.
+
         Raises:
             ValueError: an unknown grouping.
         """
@@ -265,7 +268,9 @@ class Trajectories(ShowsItself):
         sink_steps = (self.counts > 0).sum(0).flatten().numpy()
         lifetimes = count_lifetimes(self.lives, self.before, self.trajectory, len(index))
         switches = self.switched.sum(0).flatten().numpy()
-        path = main_path(self.main.flatten(1).numpy(), self.canvas, self.defined.flatten(1).numpy())
+        path = main_path(
+            self.main.flatten(1).numpy(), self.canvas, self.defined.flatten(1).numpy(), self.step_numbers
+        )
         with np.errstate(invalid="ignore", divide="ignore"):
             part, mean = sink_steps / defined, self.counts.sum(0).flatten().numpy() / defined
         drift = np.where(path["drift"] == 0, np.nan, path["drift"])

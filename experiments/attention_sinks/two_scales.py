@@ -250,7 +250,8 @@ def drift_of_random_positions(open_to: NDArray[np.bool_], seed: int) -> dict[str
     rng = np.random.default_rng(seed)
     draws = np.where(open_to[:, None], rng.random((len(open_to), DRAWS, open_to.shape[1])), -1.0)
     main = np.where(open_to.any(1, keepdims=True), draws.argmax(-1), -1)
-    drift = np.asarray(main_path(main, open_to.shape[1], np.ones_like(main, bool))["drift"], float)
+    path = main_path(main, open_to.shape[1], np.ones_like(main, bool), range(len(main)))
+    drift = np.asarray(path["drift"], float)
     known = drift[~np.isnan(drift)]
     return {
         "drift": float(known.mean()) if len(known) else float("nan"),

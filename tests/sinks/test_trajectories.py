@@ -229,6 +229,14 @@ def test_life_statistics_and_the_main_path_equal_plain_loops(seed):
     assert measures.move_rate == pytest.approx(lifetimes.came_from.notna().sum() / 10)
 
 
+def test_the_drift_of_a_part_is_per_step_of_the_run():
+    values = torch.full((24, 1, 1, 1, 40), 0.5)
+    for step in range(24):
+        values[step, ..., 4 + step] = 12.0
+    part = trajectories(received_of(values[::4], steps=tuple(range(0, 24, 4))), AboveMean(3.0))
+    assert part.measures["drift"].tolist() == pytest.approx([1.0])
+
+
 def test_a_move_is_off_within_one_step_of_on():
     def moves_of(first_until, second_from):
         values = torch.full((12, 20), 0.5)
