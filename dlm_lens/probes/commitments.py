@@ -82,8 +82,15 @@ class Commitment:
 
     @property
     def lead(self) -> Float[Tensor, "batch position"]:
-        """How many steps a position is committed before it is decided; NaN where it is not."""
-        lead = (self.decided_at - self.committed_at).float()
+        """How many steps a position is committed before it is decided; NaN where it is not.
+
+        The difference of the steps' numbers in the run, which a part of a run may leave out; -1 where the decision
+        itself commits the position.
+        """
+        number = torch.tensor(self.run.step_numbers)
+        last = len(number) - 1
+        between = number[self.decided_at.clamp(0, last)] - number[self.committed_at.clamp(0, last)]
+        lead = torch.where(self.committed_at > self.decided_at, -1, between).float()
         return lead.masked_fill(self.committed_at < 0, torch.nan)
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.probes import Commitment, commitment, proposed_commitment
 from dlm_lens.sampling import StoredRun, denoise
+from dlm_lens.sampling.run_parts import RunPart
 from dlm_lens.testing import tiny
 from dlm_lens.viz import commitment_map
 from tests.probes.test_decisions import run_of
@@ -87,6 +88,12 @@ def test_commitments_that_are_known() -> None:
     assert found.lead.tolist() == [[1, 2, -1]]
     assert found.flips.tolist() == [[2, 0, 1]]
     assert found.mean_lead.value == pytest.approx(2 / 3)
+
+
+def test_the_lead_in_a_part_counts_the_steps_of_the_run() -> None:
+    found = planted([[7, 8, 1], [5, 8, 1], [7, 8, 2], [7, -1, -1]], steps=[3, 2, 2], final=[7, 8, 9])
+    place = RunPart((0, 3, 4, 9), (0, 3, 4, 9), found.run.answer)
+    assert replace(found, run=replace(found.run, part=place)).lead.tolist() == [[5, 4, -1]]
 
 
 @pytest.mark.parametrize("name", ["causal", "dream", "diffugpt", "llada2"])
