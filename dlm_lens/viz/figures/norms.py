@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from dlm_lens.printable import counted
 from dlm_lens.probes import ValueNorms, value_norms
@@ -47,6 +47,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
     points.set_xticks([0, 1], ["sinks", "matched others"], fontsize=8)
     points.set_ylabel(f"norm {norms.formula.split(' (')[0]}", fontsize=8, **PLAIN)
     counts.set_xlabel("share of tokens", fontsize=8)
+    counts.xaxis.set_major_locator(MaxNLocator(4))  # a narrow panel
     counts.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     counts.legend(fontsize=7, frameon=False)
     for axes in (points, counts):
