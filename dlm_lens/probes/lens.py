@@ -51,8 +51,9 @@ class LogitLens(ShowsItself):
         top_probabilities: their probabilities.
         entropy: of the whole distribution, in nats.
         kl: KL(model's output || lens) at the same position, in nats; NaN where not predicted. 0 in the last layer.
-        rank: how many tokens are likelier than the one that was finally decoded at `predicts`; -1 where not
-            predicted or never decoded.
+        rank: how many tokens are likelier than the one that was finally decoded at `predicts`. [MASK], which
+            is never decoded, does not count, also where it is the first of `top_tokens`; -1 where not predicted or
+            never decoded.
         lens: "logit lens", or the repr of the tuned lens.
         hooks: reprs of the hooks that ran; () for none.
         hooked: the same entries with hooks; None without hooks.

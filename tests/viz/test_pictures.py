@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -284,6 +285,7 @@ def test_norms_are_drawn_as_they_are(recording):
     assert sum(float(patch.get_data().values.sum()) for patch in counts.patches) == pytest.approx(2)
     for sentence in (norms.rule, f"n = {len(norms.sink)} pairs of {norms.found} sinks, 3 prompts"):
         assert sentence in texts(figure)
+    assert len(counts.get_xticks()) <= 5
     layers = dl.viz.value_norm_layers(norms)
     for axes, name in ((0, "norm_sink"), (0, "norm_other"), (1, "share")):
         np.testing.assert_allclose(line(layers.axes[axes], name), norms.profile[["layer", name]])
@@ -306,6 +308,9 @@ def test_the_lens_table_names_the_likeliest_tokens(model, recording):
     assert [t.get_text() for t in figure.axes[0].texts] == wanted
     frames = [p for p in figure.axes[0].patches if p.get_gid() == "right"]
     assert len(frames) == int((lens.predicted[chosen, None] & (lens.rank[chosen] == 0)).sum())
+    masks = replace(lens, top_tokens=torch.full_like(lens.top_tokens, 63), rank=torch.zeros_like(lens.rank))
+    shown = dl.viz.lens_table(masks, position=run.prompt_length + 4, row=1)
+    assert not [p for p in shown.axes[0].patches if p.get_gid() == "right"]  # [MASK] is not the token decoded
     strips = [p.get_x() for p in figure.axes[0].patches if p.get_gid() == "predicted"]
     assert strips == lens.predicted[chosen].nonzero().flatten().tolist()
     at_step = dl.viz.lens_table(lens, step=2, row=0)

@@ -122,7 +122,7 @@ def _shown(lens: LogitLens, position: int, padding: int) -> str:
 def _write_tokens(axes: Axes, lens: LogitLens, entries: Tensor) -> None:
     """Write the tokens into their cells; draw red frames, and a strip above the columns of masked positions."""
     viridis = colormaps["viridis"]
-    layers = len(lens.layers)
+    layers, written = len(lens.layers), lens.written()
     for column, entry in enumerate(entries.tolist()):
         names = token_labels(lens.top_tokens[entry, :, 0].tolist(), lens.run.tokenizer, length=7)
         predicted = bool(lens.predicted[entry])
@@ -134,7 +134,9 @@ def _write_tokens(axes: Axes, lens: LogitLens, entries: Tensor) -> None:
                 column + 0.5, layer + 0.5, name, ha="center", va="center", fontsize=6, color=colour, clip_on=True,
                 **PLAIN,
             )  # fmt: skip
-            if predicted and int(lens.rank[entry, layer]) == 0:
+            # A rank leaves [MASK] out, which may be the likeliest token that the cell shows.
+            right = int(lens.top_tokens[entry, layer, 0]) == int(written[entry])
+            if predicted and right and int(lens.rank[entry, layer]) == 0:
                 corner = (column + 0.04, layer + 0.06)
                 axes.add_patch(
                     Rectangle(corner, 0.92, 0.88, fill=False, edgecolor=RIGHT, linewidth=1.4, gid="right")
