@@ -22,13 +22,17 @@ class Selection:
         received: with one row, one layer and one head.
         layer: index of the layer; None for the mean over layers.
         head: index of the head; None for the mean over heads.
-        row: index of the sequence.
+        row: number of the sequence in its recording, also where that is a part of another one.
+        layers: the layers that a mean is over, where they are not all of the model's; empty for all.
+        heads: likewise.
     """
 
     received: Received
     layer: int | None
     head: int | None
     row: int
+    layers: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
 
     @property
     def level(self) -> Level:
@@ -75,13 +79,26 @@ def choose(received: Any, layer: int | None, head: int | None, row: int) -> Sele
         TypeError: neither a `Received` nor a `Recording`.
         ValueError: a head without its layer, or an unknown layer, head or row.
     """
-    received = as_received(received)
-    level = level_of(layer, head)
+    number, received = row_number(received, row), as_received(received)
+    level, given = level_of(layer, head), received
     received = received.at_level(level)
     layers = slice(0, 1) if layer is None else _slice("layer", layer, received.layers)
     heads = slice(0, 1) if head is None else _slice("head", head, received.head_numbers)
     rows = _slice("row", row, range(received.values.shape[1]))
-    return Selection(received.part(rows, layers, heads), layer, head, row)
+    part = received.part(rows, layers, heads)
+    return Selection(part, layer, head, number, some_of(given.layers), given.heads)
+
+
+def some_of(layers: Sequence[int]) -> tuple[int, ...]:
+    """The layers if they are not those of a whole model, 0, 1, ...; else none."""
+    return () if list(layers) == list(range(len(layers))) else tuple(layers)
+
+
+def row_number(given: Any, row: int) -> int:
+    """The number that a row has in the whole recording, of which `given` may be a part; else its place."""
+    given = meant(given)
+    known = isinstance(given, Recording) and 0 <= row < len(given.rows)
+    return int(given.rows[row]) if known else row
 
 
 def as_received(given: Any) -> Received:

@@ -13,7 +13,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
-from dlm_lens.viz.selection import as_received, choose, index_of, level_of
+from dlm_lens.viz.selection import as_received, choose, index_of, level_of, some_of
 
 Source = Received | Recording | Sinks | Trajectories
 
@@ -35,11 +35,14 @@ class Track:
         rule: rule, scale and queries in words.
         level: head, layer or model.
         sinks: how many of the keys, the last ones, are learned sink tokens.
-        defined: which steps have scores; a row that has ended has none.
+        running: which steps the row ran; it has ended at the others.
         padding: number of padding positions before the row's first token.
         uniform_noise: whether open keys hold random tokens.
         low: whether the rule's sinks have low scores.
         steps: the number of each step in its run; empty for 0, 1, ....
+        row: number of the sequence in its recording.
+        layers: the layers that a mean is over, where they are known not to be all of the model's; else empty.
+        heads: likewise.
     """
 
     largest: list[int]
@@ -51,11 +54,14 @@ class Track:
     rule: str
     level: Level
     sinks: int
-    defined: list[bool]
+    running: list[bool]
     padding: int = 0
     uniform_noise: bool = False
     low: bool = False
     steps: tuple[int, ...] = ()
+    row: int = 0
+    layers: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
 
     def from_first_token(self, padding: int) -> "Track":
         """The same track with keys that count from the row's first token instead of the canvas's."""
@@ -73,7 +79,7 @@ class Track:
         canvas = self.content[: len(self.content) - self.sinks]
         low, high = (min(canvas), max(canvas) + 1) if canvas else (0, 0)
         own = [(max(start - self.padding, low), min(stop - self.padding, high)) for start, stop in spans]
-        return [span if here and span[0] < span[1] else None for span, here in zip(own, self.defined, strict=True)]
+        return [span if here and span[0] < span[1] else None for span, here in zip(own, self.running, strict=True)]
 
     def marks(self, chosen: Bool[Tensor, "step position"] | None) -> list[tuple[int, int]]:
         """The (step, key) of chosen canvas positions, with keys that count from the row's first token.
@@ -126,7 +132,10 @@ def track_of(
     padding = 0 if shown.received.padding is None else int(shown.received.padding[0])
     rule = AboveMean(3.0) if detector is None else detector
     found = find_sinks(shown.received, rule, level=shown.level)
-    return _track(found, {}, shown.content.tolist(), shown.final).from_first_token(padding)
+    track = _track(found, {}, shown.content.tolist(), shown.final).from_first_token(padding)
+    # A step at which too few queries see each key has no score, but is no end.
+    running = [step < shown.steps for step in range(len(track.largest))]
+    return replace(track, running=running, row=shown.row, layers=shown.layers, heads=shown.heads)
 
 
 def trajectories_of(given: Source, detector: Detector | str | None) -> Trajectories:
@@ -181,7 +190,8 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
         rule=f"{sinks.detector}; scale: {sinks.scale}; queries: {sinks.queries}",
         level=sinks.level,
         sinks=sinks.sinks,
-        defined=(~scores.isnan()).any(-1).tolist(),
+        running=_until_last((~scores.isnan()).any(-1)),
+        row=place.get("batch", 0),
         uniform_noise=holds_random_tokens(sinks.tokens, sinks.masked),
         low=low,
         steps=sinks.steps,
@@ -212,10 +222,17 @@ def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, r
         rule=f"{paths.detector}; scale: {paths.scale}; queries: {paths.queries}",
         level=paths.level,
         sinks=paths.sinks,
-        defined=paths.defined[:, row, layers, heads].tolist(),
+        running=_until_last(paths.defined[:, row, layers, heads]),
+        row=row,
+        layers=some_of(paths.layers),
         uniform_noise=holds_random_tokens(paths.tokens, paths.masked),
         steps=paths.steps,
     ).from_first_token(0 if paths.padding is None else int(paths.padding[row]))
+
+
+def _until_last(defined: Bool[Tensor, "step"]) -> list[bool]:
+    """The steps up to the last one with a score: a row without scores after it has ended."""
+    return defined.flip(0).cummax(0).values.flip(0).tolist()
 
 
 def _check_level(what: str, level: Level, layer: int | None, head: int | None) -> None:

@@ -135,7 +135,7 @@ def test_undefined_cells_are_blank_and_explained(received):
     [
         ("relative to uniform", 7, 2, ["relative to uniform (1 = uniform)", "level: head (layer 7, head 2)"]),
         ("column sum", 4, None, ["column sum (in queries)", "level: layer (head mean of layer 4)"]),
-        ("relative to uniform", None, None, ["level: model (mean over layers and heads)"]),
+        ("relative to uniform", None, None, ["level: model (mean over layers 4, 7 and heads)"]),
     ],
 )
 def test_every_figure_names_scale_level_and_n(received, scale, layer, head, sentences):

@@ -13,6 +13,7 @@ from dlm_lens.probes import logit_lens, proposed_commitment
 from dlm_lens.recording import Recording
 from dlm_lens.testing import tiny
 from dlm_lens.viz.attention_snapshot import snapshot
+from dlm_lens.viz.reporting.data import Subject, canvas_content
 
 PART = [1, 4, 5]
 RULE = dl.AboveMean(0.01)
@@ -110,8 +111,6 @@ def test_views_of_the_text(part: Recording) -> None:
 
 
 def test_a_report_of_scores_and_their_run(part: Recording, tmp_path: Path) -> None:
-    from dlm_lens.viz.reporting.data import Subject
-
     assert Subject.of(part, 0).steps == Subject.of((dl.received_of(part), part.run), 0).steps == (1, 4, 5)
 
 
@@ -129,3 +128,32 @@ def test_the_command_line(part: Recording, tmp_path: Path) -> None:
     assert not error
     assert "after step 4" in page
     assert plot("0") == ("step 0 does not exist; steps are 1, 4, 5", "")
+
+
+def titled(figure) -> str:
+    return figure.axes[0].get_title(loc="left").replace("\n", " ")
+
+
+def test_captions_name_the_heads_layers_and_row_of_a_part(tmp_path: Path) -> None:
+    whole = dl.record(tiny("llada"), [[1, 2, 3], [4, 5]], steps=2, gen_length=4)
+    some = whole.select(head=[1, 3], layer=[1], batch=1)
+    for draw in (viz.incoming_attention, viz.sink_positions):
+        assert "level: layer (mean of heads 1, 3 of layer 1)" in titled(draw(some, layer=1, head=None))
+        caption = titled(draw(some, layer=None, head=None))
+        assert "level: model (mean over layer 1 and heads 1, 3)" in caption
+        assert "n = 1 sequence (row 1)" in caption
+        assert "level: layer (head mean of layer 1)" in titled(draw(whole, layer=1, head=None))
+    view = viz.received_tokens(some, layer=1, head=None)
+    assert "mean of heads 1, 3 of layer 1" in view.sentences[0]
+    assert "(row 1)" in view.sentences[0]
+    about = canvas_content(Subject.of(some, 0))
+    assert (about["row"], about["some_rows"], about["some_layers"], about["some_heads"]) == (1, True, [1], [1, 3])
+
+
+def test_a_step_without_scores_is_no_end_of_a_row() -> None:
+    # The first canvas of a causal run has fewer queries than a score needs.
+    whole = dl.record(tiny("causal"), [[5, 9, 13, 2, 7, 21, 30, 31], [3, 8]], seed=1, gen_length=6)
+    assert bool(whole.received[0, 1].isnan().all())
+    figure = viz.sink_positions(whole, layer=0, head=0, row=1, blocks=viz.row_blocks(whole.run, 1))
+    assert "6 steps" in titled(figure)
+    assert figure.axes[0].patches[0].get_x() == -0.5

@@ -61,8 +61,8 @@ def incoming_attention(
         TypeError: neither a `Received` nor a `Recording`.
         ValueError: a layer, head, row or step that the recording does not have.
     """
-    received = as_received(received)
-    shown = choose(received, layer, head, row)
+    shown, received = choose(received, layer, head, row), as_received(received)
+    level = level_label(shown.level, layer, head, shown.layers, shown.heads)
     numbers = received.step_numbers
     # A row that has ended has no scores at later steps.
     chosen = list(range(shown.steps)) if steps is None else step_places(steps, numbers)
@@ -79,7 +79,7 @@ def incoming_attention(
         _mark_masked(axes, masked, 72 * min((width - 1.6) / len(positions), (height - 2.0) / len(chosen)))
     bar = figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.04)
     bar.ax.tick_params(labelsize=7)
-    bar.set_label(f"{SCALE_LABELS[received.scale]}\n{level_label(shown.level, layer, head)}", fontsize=8, **PLAIN)
+    bar.set_label(f"{SCALE_LABELS[received.scale]}\n{level}", fontsize=8, **PLAIN)
     _name_axes(axes, shown, positions, [numbers[place] for place in chosen])
     dots = masked is not None and bool(masked.any())
     if not bool(np.isfinite(scores).any()):
@@ -90,10 +90,10 @@ def incoming_attention(
         *([title] if title else []),
         "Incoming attention",
         f"scale: {received.scale}",
-        level_label(shown.level, layer, head),
+        level,
         f"queries: {received.queries}",
         f"{counted_keys(len(positions), received.sinks)}, {counted(len(chosen), 'step')}, n = 1 sequence "
-        f"(row {row})",
+        f"(row {shown.row})",
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
     return figure
@@ -108,7 +108,7 @@ def incoming_attention(
 def _draw(options: PlotOptions) -> Figure:
     layer, head = options.place()
     return incoming_attention(
-        options.received, layer=layer, head=head, row=options.row, steps=options.steps or None, title=options.name
+        options.recording, layer=layer, head=head, row=options.row, steps=options.steps or None, title=options.name
     )
 
 

@@ -70,12 +70,26 @@ def counted_keys(keys: int, sinks: int) -> str:
     return f"{counted(keys - sinks, 'position')}{learned}"
 
 
-def level_label(level: Level, layer: int | None, head: int | None) -> str:
-    """The level with its layer and head, for captions."""
+def level_label(
+    level: Level, layer: int | None, head: int | None, layers: Sequence[int] = (), heads: Sequence[int] = ()
+) -> str:
+    """The level with its layer and head, for captions.
+
+    Args:
+        level: whose pattern it is.
+        layer: index of the layer; None for a mean.
+        head: index of the head; None for a mean.
+        layers: the layers that a mean is over, where they are not all of the model's; empty for all.
+        heads: likewise.
+    """
+    some_layers, some_heads = (
+        f"{name[: -1 if len(numbers) == 1 else None]} {', '.join(map(str, numbers))}" if numbers else name
+        for name, numbers in (("layers", layers), ("heads", heads))
+    )
     return {
         "head": f"level: head (layer {layer}, head {head})",
-        "layer": f"level: layer (head mean of layer {layer})",
-        "model": "level: model (mean over layers and heads)",
+        "layer": f"level: layer ({f'mean of {some_heads}' if heads else 'head mean'} of layer {layer})",
+        "model": f"level: model (mean over {some_layers} and {some_heads})",
     }[level]
 
 

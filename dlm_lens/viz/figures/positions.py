@@ -93,10 +93,10 @@ def sink_positions(
         *([title] if title else []),
         _what([track]),
         f"rule: {track.rule}",
-        level_label(track.level, layer, head) + ", whose sinks move most" * chosen,
-        f"{counted_keys(positions, track.sinks)}, {counted(sum(track.defined), 'step')}, n = 1 sequence "
-        f"(row {row})",
-        f"sink in {sum(track.passes)} of {counted(sum(track.defined), 'step')}",
+        level_label(track.level, layer, head, track.layers, track.heads) + ", whose sinks move most" * chosen,
+        f"{counted_keys(positions, track.sinks)}, {counted(sum(track.running), 'step')}, n = 1 sequence "
+        f"(row {track.row})",
+        f"sink in {sum(track.passes)} of {counted(sum(track.running), 'step')}",
     ]
     figure.axes[0].set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
     return figure
@@ -149,9 +149,9 @@ def sink_positions_by_model(
         draw_track(axes, track, 2.6, spans, rewritten)
         about = [
             name,
-            level_label(track.level, *heads[name]).removeprefix("level: "),
+            level_label(track.level, *heads[name], track.layers, track.heads).removeprefix("level: "),
             counted_keys(len(track.content), track.sinks),
-            f"sink in {sum(track.passes)} of {counted(sum(track.defined), 'step')}",
+            f"sink in {sum(track.passes)} of {counted(sum(track.running), 'step')}",
         ]
         axes.set_title(caption(about, 4.2), loc="left", fontsize=7.5, **PLAIN)
     explain_tracks(figure, list(tracks.values()), blocks=bool(blocks), revised=edits)
@@ -176,7 +176,7 @@ def _draw(options: PlotOptions) -> Figure:
     if len(options.recordings) == 1:
         layer, head = options.place()
         return sink_positions(
-            options.received,
+            options.recording,
             options.rule,
             layer=layer,
             head=head,

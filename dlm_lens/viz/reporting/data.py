@@ -19,6 +19,7 @@ from dlm_lens.sinks import AboveMean, Detector, Level, Received, received_of
 from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 from dlm_lens.viz.reporting.rules import kinds_of, stored_rules
 from dlm_lens.viz.reporting.score_precision import PRECISIONS, Precision, Scores
+from dlm_lens.viz.selection import row_number, some_of
 
 logger = logging.getLogger(__name__)
 
@@ -163,12 +164,17 @@ def _facts(subject: Subject) -> dict[str, Any]:
     progress = run.progress[:, subject.row]
     return {
         "model": subject.model,
-        "row": subject.row,
+        "row": row_number(subject.source, subject.row),
         "rows": subject.rows,
+        # A part of the rows does not know how many its recording has.
+        "some_rows": any(row_number(subject.source, row) != row for row in range(subject.rows)),
         "prompt_text": _prompt_text(subject),
         "steps": list(subject.steps),
         "layers": list(received.layers),
         "heads": list(subject.heads),
+        # The layers and heads that a mean is over, where they are not all of the model's.
+        "some_layers": list(some_of(received.layers)),
+        "some_heads": list(received.heads),
         "learned": received.sinks,
         "scale": received.scale,
         "queries": received.queries,

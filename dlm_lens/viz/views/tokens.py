@@ -51,8 +51,8 @@ def received_tokens(
         TypeError: neither a `Received` nor a `Recording`.
         ValueError: an unknown layer, head, row or step, or a `Received` without tokens.
     """
-    received = as_received(received)
-    shown = choose(received, layer, head, row)
+    shown, received = choose(received, layer, head, row), as_received(received)
+    level = level_label(shown.level, layer, head, shown.layers, shown.heads)
     if shown.received.tokens is None:
         raise ValueError("this Received has no tokens; those of received_over_steps and of recordings have")
     numbers = received.step_numbers
@@ -76,9 +76,9 @@ def received_tokens(
         )
     word = "open" if holds_random_tokens(received.tokens, received.masked) else "masked"
     about = (
-        f"scale: {received.scale}; {level_label(shown.level, layer, head)}; queries: {received.queries}; "
-        f"{counted_keys(len(content), received.sinks)}, n = 1 sequence (row {row}). {MASK} is {word}; white is 0, "
-        f"the darkest {top:.3g}.",
+        f"scale: {received.scale}; {level}; queries: {received.queries}; "
+        f"{counted_keys(len(content), received.sinks)}, n = 1 sequence (row {shown.row}). {MASK} is {word}; "
+        f"white is 0, the darkest {top:.3g}.",
         *cropped,
     )
     return View("Received attention of every token", about, tuple(pieces))
@@ -137,7 +137,7 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
 def _draw_received(options: PlotOptions) -> View:
     layer, head = options.place()
     steps = options.steps or None
-    return received_tokens(options.received, layer=layer, head=head, row=options.row, steps=steps)
+    return received_tokens(options.recording, layer=layer, head=head, row=options.row, steps=steps)
 
 
 @plot(

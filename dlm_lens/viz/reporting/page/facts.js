@@ -8,7 +8,7 @@ function aboutText({ about, keys, steps }) {
     about.layers.length ? counted(level.layers, "layer") : "",
     level.name === "head" ? counted(level.heads, "head") : "",
     `${counted(keys - about.learned, "position")}${about.learned ? ` and ${counted(about.learned, "learned sink token")}` : ""}`,
-    `n = 1 sequence (row ${about.row} of ${about.rows})`,
+    `n = 1 sequence (row ${about.row}${about.some_rows ? "" : ` of ${about.rows}`})`,
     `scale: ${about.scale}`,
     `queries: ${about.queries}`,
   ].filter(Boolean).join(" \u00b7 ");

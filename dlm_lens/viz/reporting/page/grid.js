@@ -99,9 +99,13 @@ function paintGridAxes(pen, pane, { layers, heads, width, height }) {
 function patternText(pane) {
   const { about } = pane.recorded;
   const [layer, head] = pane.chosen;
-  if (pane.level === "model") return "mean of all heads";
+  const [layers, heads] = [about.some_layers, about.some_heads].map((some) => some.join(", "));
+  if (pane.level === "model") {
+    if (!layers && !heads) return "mean of all heads";
+    return `mean of ${heads ? `heads ${heads}` : "all heads"} of ${layers ? `layers ${layers}` : "all layers"}`;
+  }
   const where = `layer ${about.layers[layer] ?? layer}`;
-  return pane.level === "layer" ? `${where}, mean of its heads` : `${where}, head ${about.heads[head]}`;
+  return pane.level === "layer" ? `${where}, mean of ${heads ? `heads ${heads}` : "its heads"}` : `${where}, head ${about.heads[head]}`;
 }
 
 function chosenText(pane, state) {
