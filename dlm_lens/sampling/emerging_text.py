@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Bool
+import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.display import Cell, Kind, Line, Preview
@@ -20,6 +21,28 @@ CELLS, STRIP_STEPS, STRIP_POSITIONS = 48, 64, 160
 """Most cells of a line, and steps and positions of the strip, of a preview."""
 
 
+def canvas_after(
+    run: "DenoisingRun", row: int, step: int
+) -> tuple[Int[Tensor, "position"], Bool[Tensor, "position"]]:
+    """The token ids of a row after a step, and which positions are open.
+
+    A part of a run may leave out the step that follows. Then the next canvas of the part is a later one, and what
+    the step itself changed is put on its own canvas. There a revised position is open again if it is open on that
+    later canvas, or if the step proposed no other token; one that a step between has decided again looks rewritten.
+
+    Args:
+        run: from `denoise`, or a part of a run.
+        row: index of the sequence in the batch.
+        step: index of the step in this run.
+    """
+    numbers, canvas = run.step_numbers, run.canvases[step, row]
+    if run.part is None or numbers[step + 1 : step + 2] == (numbers[step] + 1,):
+        return run.canvases[step + 1, row], run.masked[step + 1, row]
+    new, again, proposed = run.unmasked[step, row], run.revised[step, row], run.proposals[step, row]
+    opened = again & ((proposed == canvas) | run.masked[step + 1, row])
+    return torch.where(new | again, proposed, canvas), (run.masked[step, row] & ~new) | opened
+
+
 def emerging_cells(run: "DenoisingRun", row: int, step: int) -> list[Cell]:
     """The answer after a step: open positions as ▢, end of text as ∎, a tail of equal tokens once with its count.
 
@@ -30,7 +53,8 @@ def emerging_cells(run: "DenoisingRun", row: int, step: int) -> list[Cell]:
     """
     shown = _answer(run, row)
     kinds = _kinds(run, row, step, shown)
-    return _named(run, run.canvases[step + 1, row, shown], run.masked[step + 1, row, shown], kinds)
+    tokens, opened = canvas_after(run, row, step)
+    return _named(run, tokens[shown], opened[shown], kinds)
 
 
 def answer_cells(run: "DenoisingRun", marked: Bool[Tensor, "position"]) -> list[Cell]:
@@ -78,7 +102,7 @@ def _answer(run: "DenoisingRun", row: int) -> Any:
 def _kinds(run: "DenoisingRun", row: int, step: int, shown: Any) -> list[Kind]:
     """What every shown position is after a step. A position that was opened again is "revised"."""
     new, again = run.unmasked[step, row, shown].tolist(), run.revised[step, row, shown].tolist()
-    opened = run.masked[step + 1, row, shown].tolist()
+    opened = canvas_after(run, row, step)[1][shown].tolist()
     return [
         "open" if hidden and (fresh or not edited) else "new" if fresh else "revised" if edited else "plain"
         for fresh, edited, hidden in zip(new, again, opened, strict=True)

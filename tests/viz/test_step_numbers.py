@@ -157,3 +157,11 @@ def test_a_step_without_scores_is_no_end_of_a_row() -> None:
     figure = viz.sink_positions(whole, layer=0, head=0, row=1, blocks=viz.row_blocks(whole.run, 1))
     assert "6 steps" in titled(figure)
     assert figure.axes[0].patches[0].get_x() == -0.5
+
+
+def test_the_text_after_a_step_of_a_part_is_that_of_the_whole_run(recorded, part: Recording) -> None:
+    whole = recorded[1].run
+    lines = [viz.emerging_lines(run, steps=PART) for run in (whole, part.run)]
+    assert [line.plain for line in lines[1]] == [line.plain for line in lines[0]]
+    views = [viz.emerging_text(run, steps=PART) for run in (whole, part.run)]
+    assert [p.props["tokens"] for p in views[1].pieces] == [p.props["tokens"] for p in views[0].pieces]

@@ -11,7 +11,7 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import holds_random_tokens
-from dlm_lens.sampling.emerging_text import MASK
+from dlm_lens.sampling.emerging_text import MASK, canvas_after
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
@@ -106,8 +106,8 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
     content, cropped = _last_positions(run.attention_mask[row].nonzero().flatten(), len(chosen))
     pieces, before, last = [], run.masked[0, row, content], 0
     for step in chosen:
-        masked = run.masked[step + 1, row, content]
-        labels = web_labels(run.canvases[step + 1, row, content].tolist(), run.tokenizer)
+        tokens, masked = (of_row[content] for of_row in canvas_after(run, row, step))
+        labels = web_labels(tokens.tolist(), run.tokenizer)
         labels = [MASK if hidden else label for label, hidden in zip(labels, masked.tolist(), strict=True)]
         edited = run.revised[last : step + 1, row, content].any(0) & ~before & ~masked
         labels = [
