@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from dlm_lens.recording import record
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Received
+from dlm_lens.testing import tiny
 from dlm_lens.viz.reporting import report
 
 pytestmark = pytest.mark.browser
@@ -156,3 +158,12 @@ def test_a_damaged_file_says_so(chromium, page_file, tmp_path):
     page.wait_for_selector("#problem:not([hidden])")
     assert "cannot be shown" in page.inner_text("#problem")
     page.close()
+
+
+def test_a_part_says_between_which_steps_a_position_was_decoded(opened, tmp_path):
+    whole = record(tiny("llada"), [[1, 2, 3]], steps=6, gen_length=6, block_length=6)
+    page = opened(report(whole.select(step=[0, 3]), tmp_path / "part.html", row=0))
+    titles = page.eval_on_selector_all(".cell", "cells => cells.map(cell => cell.title)")
+    for key, step in list(enumerate(whole.run.step_of[0].tolist()))[3:]:
+        when = f"at step {step}" if step in (0, 3) else "between step 0 and 3" if step < 3 else "after step 3"
+        assert f"decoded {when}: " in titles[key]

@@ -58,12 +58,18 @@ function openText(recorded, step, key) {
   return open === "open" ? `open, holds "${visible(recorded.text(step, key))}"` : open;
 }
 
+// A part of a run may leave out the step that decided a position which is open at one of its steps, but not at the next.
+function decodedAt(recorded, step, key) {
+  const { steps } = recorded.about;
+  if (recorded.isWritten(step, key)) return `at step ${steps[step]}`;
+  return step + 1 < steps.length ? `between step ${steps[step]} and ${steps[step + 1]}` : `after step ${steps[step]}`;
+}
+
 function maskText(pane, key) {
   const { recorded, step } = pane;
   for (let later = step; later < recorded.steps; later += 1) {
     if (!recorded.isMasked(later + 1, key)) {
-      const when = recorded.about.steps[later];
-      return `${openText(recorded, step, key)}, decoded at step ${when}: "${visible(recorded.text(later + 1, key))}"`;
+      return `${openText(recorded, step, key)}, decoded ${decodedAt(recorded, later, key)}: "${visible(recorded.text(later + 1, key))}"`;
     }
   }
   return `${openText(recorded, step, key)} to the end`;
