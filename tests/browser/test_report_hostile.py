@@ -167,3 +167,16 @@ def test_a_part_says_between_which_steps_a_position_was_decoded(opened, tmp_path
     for key, step in list(enumerate(whole.run.step_of[0].tolist()))[3:]:
         when = f"at step {step}" if step in (0, 3) else "between step 0 and 3" if step < 3 else "after step 3"
         assert f"decoded {when}: " in titles[key]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_keys_without_a_score_are_bluish_in_the_plot_over_steps(opened, tmp_path, scheme):
+    whole = record(tiny("causal"), [[1, 2, 3]], gen_length=6)
+    page = opened(report(whole, tmp_path / "plot.html", row=0), scheme=scheme)
+    red, _, blue = page.evaluate(
+        """() => { const { pathDrawn: c, recorded, pattern } = dlmLens.panes[0]; const key = recorded.keys - 1;
+        if (recorded.bin(pattern, 0, key)) throw new Error("it has a score");
+        return [...c.getContext("2d").getImageData(0, key, 1, 1).data].slice(0, 3); }"""
+    )
+    assert blue - red > 40
+    assert "Bluish: no score" in page.text(".headpart .note")

@@ -26,12 +26,13 @@ function drawnPath(recorded, pattern, look) {
   [image.width, image.height] = [recorded.steps, recorded.keys];
   const pen = image.getContext("2d");
   const dots = pen.createImageData(recorded.steps, recorded.keys);
-  const blank = look.theme === "light" ? 226 : 52;
+  // Bluish, since masked keys with low scores are grey.
+  const blank = look.theme === "light" ? [190, 214, 250] : [34, 52, 92];
   const veil = look.theme === "light" ? 120 : 150;
   for (let step = 0; step < recorded.steps; step += 1) {
     for (let key = 0; key < recorded.keys; key += 1) {
       const bin = recorded.bin(pattern, step, key);
-      let rgb = bin ? look.rgb(middle(bin)) : [blank, blank, blank];
+      let rgb = bin ? look.rgb(middle(bin)) : blank;
       if (bin && recorded.isMasked(step, key)) rgb = rgb.map((c) => Math.round(0.8 * c + 0.2 * veil));
       dots.data.set([...rgb, 255], 4 * (key * recorded.steps + step));
     }
