@@ -120,7 +120,8 @@ def steer_along(
         curve: points on the curve.
         knots: where on the axis each point is, rising.
         by: how far to move, on the axis; negative for back.
-        over: the axis: "time", t / T of step t of T, or "progress", the share of the row's answer that is decided.
+        over: the axis: "time", t / T of step t of the T that are planned (rows that end earlier, by their text or a
+            threshold, have fewer), or "progress", the share of the row's answer that is decided.
         site: "resid" (the residual stream after a block), "attn_out" or "mlp_out".
         positions: canvas positions, `sink(i)`, `by_row`, or "open", "decided", "prompt", "answer"; None for all.
 

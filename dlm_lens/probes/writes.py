@@ -39,7 +39,7 @@ class SinkWrites(ShowsItself):
         sink: whether the key is a sink; False for a control, another key of the same pattern.
         masked: whether the key is masked.
         score: received attention, on the scale of the sinks; NaN where undefined.
-        norm: ||W_O^h v_j||, in the units of the residual stream.
+        norm: ||W_O^h v_j||, in the units of the residual stream, before a norm or gate that may follow attention.
         top_tokens: the tokens that softmax(W_U norm(W_O^h v_j)) promotes most.
         top_probabilities: their probabilities.
         entropy: of that distribution, in nats; ln of the vocabulary's size if it promotes nothing.
@@ -124,7 +124,8 @@ def sink_writes(
     """The output W_O^h v_j of sinks per head, as a distribution over tokens: softmax(W_U norm(W_O^h v_j)).
 
     The head adds this vector to the residual stream of a query whose attention goes to the key alone (with gated
-    attention: with the gate open). The final norm removes its length, so that the distribution shows its direction;
+    attention: with the gate open). In layers with a norm or a gate between attention and the stream (Gemma, OLMo 2,
+    DiTs) it is what the head gives to that norm or gate, whose output depends on all heads or on the noise level. The final norm removes its length, so that the distribution shows its direction;
     the length is reported as `norm`. With an approximate cache the values that a step does not compute are those of
     the step that did. Each sink is paired with a control, another key of the same pattern that is no sink, drawn
     with `seed`.
