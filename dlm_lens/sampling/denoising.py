@@ -166,7 +166,7 @@ def check_recorded_run(
         ids: token ids of every prompt.
         hooks: interventions.
         reference_quirks: as for `denoise`.
-        **settings: of `denoise`; what concerns no canvas is left alone.
+        **settings: of `denoise`; those that concern no canvas are not looked at.
 
     Raises:
         ValueError: a prompt, a setting or a hook that cannot work.
