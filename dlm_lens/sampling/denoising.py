@@ -207,7 +207,7 @@ def _seeing_all(
         watched: whether there are hooks or observers.
 
     Raises:
-        ValueError: a cache was asked for.
+        ValueError: a cache is on (use_cache=True).
     """
     if algorithm.sampler.autoregressive:
         return _without_cache(given) if whole_prefix else dict(given)
