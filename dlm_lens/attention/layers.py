@@ -30,7 +30,8 @@ def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
         stack: of `attention_stacks`; by default the one that predicts.
 
     Raises:
-        ValueError: there are none, or layers were removed or exchanged after they got their hook points.
+        ValueError: there are none, layers were removed or exchanged after they got their hook points, or a
+            TransformerLens bridge runs its own attention in place of them.
     """
     blocks, places = [], []
     for layer in attention_stack(model, stack).modules():
@@ -40,6 +41,12 @@ def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
         places += [each.hook_layer for each in attentions]
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
+    if any(hasattr(block, "original_component") for block in blocks):
+        raise ValueError(
+            f"{type(model).__name__} is a TransformerLens bridge, or carries one, whose attention runs without the "
+            "hook points of dlm_lens; use the bridge's own methods, such as denoise(prompt, hooks=[...]), or the "
+            "model that dlm_lens.load returned"
+        )
     if places != list(range(len(places))):
         raise ValueError(
             f"the layers of {type(model).__name__} have the numbers {shown(places)}: some were removed or "

@@ -137,14 +137,30 @@ def in_use(model: Any) -> Iterator[None]:
 
 
 def exclusive(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator for functions whose first argument is the model: the whole call runs inside `in_use(model)`."""
+    """A decorator for functions whose first argument is the model: the whole call runs inside `in_use(model)`.
+
+    A `DiffusionLM` stands for the model that it wraps.
+    """
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with in_use(args[0] if args else kwargs.get("model")):
-            return function(*args, **kwargs)
+        given: list[Any] = list(args)
+        if given:
+            given[0] = model = network_of(given[0])
+        elif "model" in kwargs:
+            kwargs["model"] = model = network_of(kwargs["model"])
+        else:
+            model = None
+        with in_use(model):
+            return function(*given, **kwargs)
 
     return alone
+
+
+def network_of(model: Any) -> Any:
+    """The module that a wrapper of nnsight holds; anything else itself."""
+    inner = None if isinstance(model, nn.Module) else getattr(model, "_module", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 class _Eager:

@@ -13,7 +13,7 @@ from transformer_lens.model_bridge.sources.transformers_driver import Transforme
 from transformers import PreTrainedModel
 
 from dlm_lens.adapters import load
-from dlm_lens.attention.model_access import ModelLock, lock_of, without_wrappers
+from dlm_lens.attention.model_access import ModelLock, lock_of, network_of, without_wrappers
 from dlm_lens.bridging.architectures import ARCHITECTURES, architecture_of
 from dlm_lens.bridging.diffusion_bridge import DiffusionBridge
 from dlm_lens.placement import input_device
@@ -34,7 +34,7 @@ def bridge(model_or_name: Any, **load_options: Any) -> DiffusionBridge:
         ValueError: options beside a loaded model, a model that dlm_lens did not load, one of another layout than
             Llama's, Qwen2's, Qwen3's and GPT-2's, or one with unmerged PEFT adapters.
     """
-    model = model_or_name
+    model = network_of(model_or_name)
     if isinstance(model_or_name, str | Path):
         model = load(model_or_name, **load_options)
     elif load_options:

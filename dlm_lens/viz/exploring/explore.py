@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dlm_lens.attention import HookLike, checked
+from dlm_lens.attention.model_access import network_of
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sinks import Detector
 from dlm_lens.sinks.detectors.base import as_detector
@@ -57,6 +58,7 @@ def explore(
     from dlm_lens.viz.exploring.exploration import Exploration
     from dlm_lens.viz.exploring.widget import Explorer  # needs anywidget
 
+    model = network_of(model)
     check_model(model)
     for name in NOT_TAKEN:
         if name in settings:
