@@ -309,9 +309,10 @@ _NORMS = {"q": ("q_norm", "q_layernorm"), "k": ("k_norm", "k_layernorm")}
 
 def _norm_before_rotation(attention: Any, name: str) -> nn.Module | None:
     """The norm of an attention module's queries ("q") or keys; None if it has none before their rotation."""
-    for norm in _NORMS[name]:
+    # Some layers rotate queries before they compute keys, so that the queries' norm tells the order for both.
+    for norm, of_queries in zip(_NORMS[name], _NORMS["q"], strict=True):
         module = attention._modules.get(norm)
-        if isinstance(module, nn.Module) and not rotates_before(type(attention), norm):
+        if isinstance(module, nn.Module) and not rotates_before(type(attention), of_queries):
             return module
     return None
 
