@@ -126,8 +126,12 @@ def chosen_indices(name: str, indices: Iterable[int] | None, count: int, prefix:
         prefix: text before a message, such as "replay: ".
 
     Raises:
-        ValueError: an index that does not exist, or no index at all.
+        ValueError: an index that does not exist, no index at all, or a number in the place of a list.
     """
+    if indices is not None and not isinstance(indices, Iterable):
+        raise TypeError(
+            f"{prefix}{name}s is {indices!r}; give a list, such as {name}s=[{indices!r}], or None for all"
+        )
     chosen = range(count) if indices is None else tuple(indices)
     for index in chosen:
         check_index(name, index, count, prefix)

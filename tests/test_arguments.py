@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import dlm_lens as dl
-from dlm_lens.arguments import check_index
+from dlm_lens.arguments import check_index, chosen_indices
 from dlm_lens.sinks.statistics import Estimate
 
 
@@ -62,3 +62,11 @@ def test_an_index_that_is_no_whole_number_is_named(wrong: Any) -> None:
             dl.viz.report(recording, "not_written.html", row=wrong)
         with pytest.raises(ValueError, match=r"position is .*; it must be a whole number"):
             dl.sinks.sink_rate(dl.find_sinks(recording, dl.AboveMean(3.0)), position=wrong)
+
+
+def test_a_number_in_the_place_of_a_list_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"^patching: steps is 3; give a list, such as steps=\[3\], or None for all$"
+    ):
+        chosen_indices("step", 3, 8, "patching: ")  # type: ignore[arg-type]
+    assert chosen_indices("step", [-1, 3, 3], 8) == (3, 7)

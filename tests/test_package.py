@@ -70,6 +70,14 @@ def test_the_first_page_is_short_and_the_rooms_names_are_found_from_it() -> None
         _ = dlm_lens.eps_swep
     with pytest.raises(ImportError, match="eps_swep"):
         from dlm_lens import eps_swep  # noqa: F401
+    for name, said in (
+        ("mask_sinks", "has no 'mask_sinks'; it is dlm_lens.hooks.mask_sinks$"),
+        ("explore", "has no 'explore'; it is dlm_lens.viz.explore$"),
+        ("trajectoris", "has no 'trajectoris'; there is dlm_lens.trajectories, "),
+        ("qzqz", r"has no 'qzqz'; dir\(dlm_lens\) lists its names and packages$"),
+    ):
+        with pytest.raises(AttributeError, match=said):
+            getattr(dlm_lens, name)
 
 
 def test_every_room_exports_what_it_lists() -> None:
