@@ -129,7 +129,7 @@ def chosen_indices(name: str, indices: Iterable[int] | None, count: int, prefix:
         ValueError: an index that does not exist, no index at all, or a number in the place of a list.
     """
     if indices is not None and not isinstance(indices, Iterable):
-        raise TypeError(
+        raise ValueError(
             f"{prefix}{name}s is {indices!r}; give a list, such as {name}s=[{indices!r}], or None for all"
         )
     chosen = range(count) if indices is None else tuple(indices)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import dlm_lens
+from dlm_lens.adapters import family_of
 from dlm_lens.testing import tiny
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llada"
@@ -302,3 +303,11 @@ def test_a_class_of_another_family_is_named(tmp_path: Path, caplog: pytest.LogCa
 def test_an_unknown_sampler_in_a_config_is_refused() -> None:
     with pytest.raises(ValueError, match=r"names the sampler .os\.system.; sink_qwen has llada, dream"):
         tiny("sink_qwen", sampler="os.system")
+
+
+def test_the_settings_of_a_checkpoint_are_those_of_its_own_sampler() -> None:
+    # The toy's file has settings of LLaDA's sampler, cfg_scale among them, which Dream's has not.
+    other = dlm_lens.load("toy", sampler="dream")
+    assert other.sampler_defaults == family_of("sink_qwen").samplers["dream"]
+    assert dlm_lens.denoise(other, "sort 4 2 9 1 :", steps=2, gen_length=4).steps == 2
+    assert dlm_lens.load("toy", sampler="llada").sampler_defaults == dlm_lens.load("toy").sampler_defaults
