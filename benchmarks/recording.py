@@ -124,8 +124,8 @@ def _keep(kept: list[Any], model: Any, canvas: Tensor) -> None:
 
 def _bridged(model: Any, prompt: Tensor, settings: dict[str, Any]) -> Any:
     if not hasattr(model, "_benchmark_bridge"):
-        model._benchmark_bridge = dlm_lens.bridge(model)
-    return model._benchmark_bridge.denoise_with_cache(
+        model._benchmark_bridge = (dlm_lens.bridge(model),)  # a module itself would become a child of the model
+    return model._benchmark_bridge[0].denoise_with_cache(
         prompt, names_filter=lambda name: name.endswith("attn.hook_pattern"), device="cpu", **settings
     )
 

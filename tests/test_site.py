@@ -38,9 +38,10 @@ def test_every_raise_with_a_sentence_is_read(sentences):
             inside ^= line.count('"""') % 2 == 1
             if not inside and re.match(r"\s*raise _?\w+\(", line):
                 assert (module, number) in places, f"{path}:{number} is on no page of errors"
-    # What is left has no sentence for a user: attribute protocols, exit codes, private signals that are caught.
+    # What is left has no sentence for a user: attribute protocols, exit codes, private signals that are caught; a
+    # BatchError repeats the sentence of its cause.
     left = {re.sub(r"\W.*", "", one.code.removeprefix("raise ")) for one in unread}
-    assert left <= {"AttributeError", "typer", "ValueError", "_LeftError", "_RepeatedNameError"}, left
+    assert left <= {"AttributeError", "BatchError", "typer", "ValueError", "_LeftError", "_RepeatedNameError"}, left
     assert [one.code for one in unread if "ValueError" in one.code] == ["raise ValueError(str(cause)) from None"]
 
 

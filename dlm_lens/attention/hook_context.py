@@ -48,6 +48,8 @@ class RunStep:
         share: `progress`, where the positions are a part of the canvas, and in an AR run.
         whole: positions of the run's canvas, where the step sees a prefix of it; None where it sees all.
         halves: how often the rows of the run are here one after the other: twice with guidance.
+        alike: whether all queries of a row see the same keys, as the sampler lays attention out; False where that
+            is not known.
     """
 
     step: int
@@ -66,6 +68,7 @@ class RunStep:
     queries: tuple[int, int] | None = None
     share: Float[Tensor, "row"] | None = field(default=None, repr=False)
     whole: int | None = None
+    alike: bool = False
     halves: int = 1
 
     @property

@@ -71,7 +71,8 @@ class _Least:
         if before is None or hidden.keep_self or hidden.keep is not None:
             return None
         visible = inputs.visible
-        alike = not inputs.causal and (visible is None or visible.shape[2] == 1 or visible.stride(2) == 0)
+        alike = visible is None or visible.shape[2] == 1 or (context.run is not None and context.run.alike)
+        alike = alike and not inputs.causal
         if hidden.leaves_one and before == 0 and alike and inputs.window is None:
             return 0
         if hidden.most is None or (context.run is None and inputs.visible is not None):

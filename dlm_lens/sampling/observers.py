@@ -242,6 +242,7 @@ class StepObserver(RunObserver):
             tokenizer=getattr(self.model, "tokenizer", None),
             memory=self._memory,
             share=progress_by_steps(self.sampler, plan, canvas),
+            alike=self.sampler.attends_alike(self.model.config),
         )
         self.now = now if plan.seen is None else now.until(plan.seen, self.sampler.block_layout)
         return canvas

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from dlm_lens.attention import (
     BlockLayout,
     Context,
+    attends_observed_first,
+    has_causal_context,
     in_window,
     padding_before,
     until_window,
@@ -286,6 +288,11 @@ class Sampler(nn.Module):
     ) -> dict[str, Any]:
         """Arguments of a pass over what a step sees, beside the ids."""
         return network_inputs(content)
+
+    def attends_alike(self, config: Any) -> bool:
+        """Whether all queries of a row see the same keys: no blocks, no window of masks, no order of keys."""
+        laid_out = self.grows or self.block_layout is not None or self.mask_window is not None
+        return not (laid_out or self.autoregressive or attends_observed_first(config) or has_causal_context(config))
 
     def seen_content(
         self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
