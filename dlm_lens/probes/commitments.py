@@ -95,7 +95,7 @@ class Commitment:
 
     @property
     def flips(self) -> Int[Tensor, "batch position"]:
-        """How often the most likely token changed from one prediction to the next, while the position was open."""
+        """How often the most likely token changed from one prediction that was read to the next."""
         count = torch.zeros_like(self.run.tokens)
         last = torch.full_like(self.run.tokens, -1)
         for token in self.token:
