@@ -230,7 +230,7 @@ def denoising_clock(
             layer, or runs in which the label is the same everywhere.
         MemoryError: the sums would take more; raised before the first forward pass.
     """
-    given = [runs] if isinstance(runs, DenoisingRun) else list(runs)
+    given = list(runs) if isinstance(runs, Sequence) else [runs]
     stored = [StoredRun(model, run, hooks=hooks) for run in given]
     kinds = _classes(positions)
     blocks = chosen_indices("layer", layers, len(attention_blocks(model)), "denoising_clock: ")
@@ -288,7 +288,7 @@ def read_clock(
             f"read_clock: the clock reads states of {clock.weight.shape[-1]} features, the model has {width}; fit "
             "one with denoising_clock"
         )
-    given = [runs] if isinstance(runs, DenoisingRun) else list(runs)
+    given = list(runs) if isinstance(runs, Sequence) else [runs]
     stored = [StoredRun(model, run, hooks=hooks) for run in given]
     readings = []
     for number, one in enumerate(stored):

@@ -268,6 +268,13 @@ def test_a_class_whose_label_is_the_same_everywhere_is_left_out_of_the_repr() ->
     assert [name for name in ("open", "prompt", "written") if f"{name} R^2" in shown] == ["open", "prompt"]
 
 
+def test_a_recording_is_no_run() -> None:
+    model = tiny("llada")
+    recording = dl.record(model, MANY[:2], [dl.ReceivedAttention(min_viewers=1)], steps=2, gen_length=4)
+    with pytest.raises(TypeError, match="the run is a Recording; give the DenoisingRun that"):
+        denoising_clock(model, recording)
+
+
 def test_baselines_are_group_means_of_the_training_prompts() -> None:
     model = tiny("llada")
     run = dl.denoise(model, MANY[:10], steps=4, gen_length=8)
