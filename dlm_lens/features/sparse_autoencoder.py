@@ -166,7 +166,7 @@ class SparseAutoencoder:
         Raises:
             ValueError: another width, a layer that is unknown or does not exist, or what `check_layer` refuses.
         """
-        blocks = attention_blocks(model)
+        blocks = attention_blocks(model, bridged=True)  # a BridgeRecorder reads features too
         width, depth = int(model.config.hidden_size), len(blocks)
         if width != self.d_model:
             raise ValueError(f"{self} was trained on vectors of {self.d_model} entries; the model's have {width}")
