@@ -1,5 +1,6 @@
 """The report in a browser: it moves, it shows the recording's numbers, and it finds the sinks of find_sinks."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -408,6 +409,26 @@ def test_tokens_that_differ_are_marked(recordings, opened, tmp_path):
     )
     assert marked == [2, 2]
     assert torch.equal(base.received.nan_to_num(), other.received.nan_to_num())
+
+
+@pytest.mark.long
+def test_a_comparison_chooses_layers_and_heads_by_their_numbers(recordings, opened, tmp_path):
+    whole = recordings["toy"]
+    part = whole.select(layer=[2, 3], head=[1, 3])
+    for first, second in ((whole, part), (part, whole)):
+        page = opened(dl.viz.report(first, tmp_path / "parts.html", compare=second))
+
+        def shown(page=page):
+            found = page.eval_on_selector_all(".headpart .which", "each => each.map(one => one.textContent)")
+            return [re.findall(r"layer (\d+), head (\d+)", text)[0] for text in found]
+
+        assert shown()[0] == shown()[1] or first is whole  # the strongest head of a part is in the whole
+        for layer, head in ((2, 1), (3, 3), (2, 3)):
+            page.page.evaluate(f"dlmLens.page.choose({layer}, {head})")
+            assert shown() == [(str(layer), str(head))] * 2
+        page.page.evaluate("dlmLens.page.choose(0, 0)")  # the part has the layers 2 and 3, the heads 1 and 3
+        nearest, own = ("2", "1"), ("0", "0")
+        assert shown() == ([own, nearest] if first is whole else [nearest, own])
 
 
 @pytest.mark.long

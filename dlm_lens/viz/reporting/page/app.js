@@ -4,7 +4,8 @@ const page = new Page(document, document.documentElement);
 
 // The pattern with which the page starts: the one with the highest score at any step.
 function strongestPattern(recorded) {
-  const { name, layers, heads } = recorded.about.levels[0];
+  const { about } = recorded;
+  const { name, layers, heads } = about.levels[0];
   let best = [-1, 0, 0];
   for (let layer = 0; layer < layers; layer += 1) {
     for (let head = 0; head < heads; head += 1) {
@@ -14,7 +15,8 @@ function strongestPattern(recorded) {
       }
     }
   }
-  return best.slice(1);
+  const [, layer, head] = best;
+  return [about.layers[layer] ?? layer, about.heads[head] ?? head];
 }
 
 // Show a prompt of the recording, or of both, in place of the current one.

@@ -1,5 +1,12 @@
 // The part of the page that shows one recording; a comparison has two.
 
+// The place of a layer or head by its number in the model; of one that was not recorded, that of the nearest.
+function placeOf(numbers, wanted, count) {
+  if (count === 1 || numbers.length !== count) return Math.min(wanted, count - 1);
+  const distances = numbers.map((number) => Math.abs(number - wanted));
+  return distances.indexOf(Math.min(...distances));
+}
+
 class Pane {
   // `page` is what shows the pane (page.js).
   constructor(page, recorded, label, { alone = true } = {}) {
@@ -52,7 +59,8 @@ class Pane {
   }
 
   choose(layer, head) {
-    this.page.choose(layer, head);
+    const { layers, heads } = this.recorded.about;
+    this.page.choose(layers[layer] ?? layer, heads[head] ?? head);
   }
 
   // Take over the state of the page, at a step of this recording.
@@ -60,7 +68,8 @@ class Pane {
     this.step = step;
     this.level = state.level;
     this.size = this.recorded.level(state.level);
-    this.chosen = [Math.min(state.layer, this.size.layers - 1), Math.min(state.head, this.size.heads - 1)];
+    const { layers, heads } = this.recorded.about;
+    this.chosen = [placeOf(layers, state.layer, this.size.layers), placeOf(heads, state.head, this.size.heads)];
     this.pattern = this.recorded.pattern(state.level, ...this.chosen);
     countSinks(this, state);
   }
