@@ -126,10 +126,9 @@ def sink_writes(
     The head adds this vector to the residual stream of a query whose attention goes to the key alone (with gated
     attention: with the gate open). In layers with a norm or a gate between attention and the stream (Gemma, OLMo 2,
     DiTs) it is what the head gives to that norm or gate, whose output depends on all heads or on the noise level.
-    The final norm removes its length, so that the distribution shows its direction;
-    the length is reported as `norm`. With an approximate cache the values that a step does not compute are those of
-    the step that did. Each sink is paired with a control, another key of the same pattern that is no sink, drawn
-    with `seed`.
+    The final norm removes its length, so that the distribution shows its direction; the length is reported as
+    `norm`. With an approximate cache the values that a step does not compute are those of the step that did. Each
+    sink is paired with a control, another key of the same pattern that is no sink, drawn with `seed`.
 
     Args:
         model: from `dlm_lens.load`, the run's.

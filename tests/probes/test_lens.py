@@ -289,7 +289,9 @@ def test_a_tuned_lens_learns_where_the_model_predicts(name: str, most: float, tm
     assert float(tuned.kl[:, 0].nanmean()) < most * float(plain.kl[:, 0].nanmean())
 
 
-@pytest.mark.parametrize("family", ["sdar", "llada2", "sdlm", "nemotron_labs_diffusion", "efficient_dlm"])
+@pytest.mark.parametrize(
+    "family", ["sdar", "llada2", "sdlm", "nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder"]
+)
 def test_no_tuned_lens_is_trained_on_passes_that_no_run_makes(family: str, tmp_path: Any) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{i % 50}" for i in range(200)))
