@@ -22,13 +22,12 @@ AFTER_MLP = ("post_mlp_layernorm", "post_feedforward_layernorm", "mlp_gate")
 """Norms or gates between the MLP and the residual stream."""
 
 
-def attention_blocks(model: Any, stack: str = "", *, bridged: bool = False) -> list[nn.Module]:
+def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
     """The decoder layers, in order, whose attention has hook points.
 
     Args:
         model: from `dlm_lens.load`.
         stack: of `attention_stacks`; by default the one that predicts.
-        bridged: take a model under a TransformerLens bridge too, of which hook points say nothing.
 
     Raises:
         ValueError: there are none, layers were removed or exchanged after they got their hook points, or a
@@ -42,7 +41,7 @@ def attention_blocks(model: Any, stack: str = "", *, bridged: bool = False) -> l
         places += [each.hook_layer for each in attentions]
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
-    if not bridged and any(hasattr(block, "original_component") for block in blocks):
+    if any(hasattr(block, "original_component") for block in blocks):
         raise ValueError(
             f"{type(model).__name__} is a TransformerLens bridge, or carries one, whose attention runs without the "
             "hook points of dlm_lens; use the bridge's own methods, such as denoise(prompt, hooks=[...]), or the "

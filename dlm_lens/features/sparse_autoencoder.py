@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dlm_lens.arguments import is_whole
-from dlm_lens.attention import adding_module, attention_blocks, writing_module
+from dlm_lens.attention import adding_module, attention_blocks, hooked_attentions, writing_module
 from dlm_lens.shapes import check_shapes
 
 Activation = Literal["topk", "groupmax", "relu", "jumprelu", "gated"]
@@ -166,16 +166,15 @@ class SparseAutoencoder:
         Raises:
             ValueError: another width, a layer that is unknown or does not exist, or what `check_layer` refuses.
         """
-        blocks = attention_blocks(model, bridged=True)  # a BridgeRecorder reads features too
-        width, depth = int(model.config.hidden_size), len(blocks)
+        width, depth = int(model.config.hidden_size), len(hooked_attentions(model))
         if width != self.d_model:
             raise ValueError(f"{self} was trained on vectors of {self.d_model} entries; the model's have {width}")
         if layer and self.layer is None:
             raise ValueError(f"{self} does not say of which layer it is; give load_sae(..., layer=)")
         if layer and not 0 <= int(self.layer or 0) < depth:
             raise ValueError(f"{self} is of layer {self.layer}; the model has the layers 0 to {depth - 1}")
-        if self.layer is not None and 0 <= self.layer < depth:
-            self.check_layer(blocks[self.layer])
+        if self.of_module and self.layer is not None and 0 <= self.layer < depth:
+            self.check_layer(attention_blocks(model)[self.layer])
 
     def check_layer(self, block: nn.Module) -> None:
         """Raise where the autoencoder is of a module's output (`of_module`) that the layer norms before it adds it.
