@@ -176,7 +176,8 @@ def known_values(
         "trained_block_length"
     ) is None:
         known["trained_block_length"] = family.hub_block_lengths.get(name)
-    if "sampler_defaults" in values and (chosen or own) != (values.get("sampler") or own):
+    asked = given.get("sampler")
+    if "sampler_defaults" in values and isinstance(asked, str) and asked != (values.get("sampler") or own):
         known["sampler_defaults"] = {}  # those of the checkpoint are settings of its own sampler
     return {name: value for name, value in {**given, **known}.items() if value is not None}
 

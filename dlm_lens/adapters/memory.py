@@ -112,10 +112,14 @@ def _device(device_map: Any) -> torch.device | None:
     Raises:
         ValueError: no device, or none of this machine.
     """
-    places = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
-    if any(place != places[0] for place in places[1:]) or not places:
+    refusal = f'device_map {shown(device_map)} names no device; give "cpu", "cuda", "cuda:1" or "auto"'
+    listed = list(device_map.values()) if isinstance(device_map, Mapping) else [device_map]
+    if not all(isinstance(place, str | int | torch.device | None) for place in listed):
+        raise ValueError(refusal)
+    places = set(listed)
+    if len(places) != 1:
         return None
-    place = places[0]
+    (place,) = places
     if place is None:
         return torch.get_default_device()
     if place in ("auto", "balanced", "balanced_low_0", "sequential", "disk"):
@@ -123,9 +127,7 @@ def _device(device_map: Any) -> torch.device | None:
     try:
         device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f'device_map {device_map!r} names no device; give "cpu", "cuda", "cuda:1" or "auto"'
-        ) from error
+        raise ValueError(refusal) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device_map {device_map!r} asks for {device}, and this machine has {torch.cuda.device_count()} CUDA "
