@@ -21,7 +21,15 @@ from dlm_lens.probes.predictions import result_of
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, Floats, difference_of, estimate, mean_of
+from dlm_lens.sinks.statistics import (
+    POSITIVE_BOUNDS,
+    Bounds,
+    Estimate,
+    Floats,
+    difference_of,
+    estimate,
+    mean_of,
+)
 
 PLACES: dict[str, Any] = {"all": None, "open": "open", "decided": "decided"}
 """Where the activation is replaced -> positions of the hook: everywhere, at open positions, at all others."""
@@ -123,7 +131,7 @@ class InsertionLoss(ShowsItself):
                     line |= {"loss": float(sums[0].sum() / count.sum())}
                     line |= self.added(layer, name, place).columns("added")
                     divergence = self._sum(self._of(self.kl, layer, name, place))
-                    line |= self._estimate([divergence, count], mean_of).columns("kl")
+                    line |= self._estimate([divergence, count], mean_of, POSITIVE_BOUNDS).columns("kl")
                     for against in ("zero", "mean"):
                         line |= self.recovered(layer, name, place, against).columns(f"recovered_{against}")
                     lines.append(line)
@@ -158,8 +166,10 @@ class InsertionLoss(ShowsItself):
         found: Floats = values[at].double().sum(0).numpy()
         return found
 
-    def _estimate(self, sums: Sequence[Floats], statistic: Callable[[Floats], Floats]) -> Estimate:
-        return estimate(np.stack(sums, -1), statistic, seed=self.seed)
+    def _estimate(
+        self, sums: Sequence[Floats], statistic: Callable[[Floats], Floats], bounds: Bounds | None = None
+    ) -> Estimate:
+        return estimate(np.stack(sums, -1), statistic, bounds=bounds, seed=self.seed)
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, estimate_mean
+from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, estimate_mean
 
 PER_LAYER = ("entropy", "kl", "rank")
 
@@ -190,7 +190,7 @@ class LogitLens(ShowsItself):
 
     def _mean(self, name: str, values: Tensor, kept: Tensor) -> dict[str, float]:
         rows = len(self.run.tokens)
-        bounds = SHARE_BOUNDS if name == "found" else None
+        bounds = SHARE_BOUNDS if name == "found" else POSITIVE_BOUNDS
         return estimate_mean(values[kept], self.batch[kept], rows, bounds=bounds, seed=self.seed).columns(name)
 
 

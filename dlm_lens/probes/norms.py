@@ -17,6 +17,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 from dlm_lens.sinks.statistics import (
+    POSITIVE_BOUNDS,
     SHARE_BOUNDS,
     Bounds,
     Estimate,
@@ -92,17 +93,17 @@ class ValueNorms(ShowsItself):
     @property
     def mean_sink(self) -> Estimate:
         """Mean norm of the sinks' values."""
-        return self._estimate(mean_of, self.sink, None)
+        return self._estimate(mean_of, self.sink, None, bounds=POSITIVE_BOUNDS)
 
     @property
     def mean_other(self) -> Estimate:
         """Mean norm of the others' values."""
-        return self._estimate(mean_of, self.other, None)
+        return self._estimate(mean_of, self.other, None, bounds=POSITIVE_BOUNDS)
 
     @property
     def ratio(self) -> Estimate:
         """Mean of the sinks over mean of the others; below 1 where sinks have short values."""
-        return self._estimate(ratio_of, self.sink, None, self.other, None)
+        return self._estimate(ratio_of, self.sink, None, self.other, None, bounds=POSITIVE_BOUNDS)
 
     @property
     def difference(self) -> Estimate:
@@ -338,6 +339,7 @@ def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tens
             e = estimate(
                 torch.stack([_per_prompt(values.nan_to_num(), kept), _per_prompt(kept, kept)], -1),
                 mean_of,
+                bounds=POSITIVE_BOUNDS,
                 seed=seed,
             )
             line |= e.columns(f"norm_{name}")

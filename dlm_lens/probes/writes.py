@@ -22,7 +22,7 @@ from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 from dlm_lens.sinks.detection import check_all_heads
-from dlm_lens.sinks.statistics import estimate_mean
+from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, estimate_mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,8 @@ class SinkWrites(ShowsItself):
                 line["entries"] = int(group.sum())
                 for name in ("norm", "entropy"):
                     values, rows = getattr(self, name)[group], len(self.run.tokens)
-                    line |= estimate_mean(values, self.batch[group], rows, seed=self.seed).columns(name)
+                    e = estimate_mean(values, self.batch[group], rows, bounds=POSITIVE_BOUNDS, seed=self.seed)
+                    line |= e.columns(name)
                 lines.append(line)
         return pd.DataFrame(lines)
 

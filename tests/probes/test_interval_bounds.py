@@ -1,4 +1,4 @@
-"""Intervals of correlations, shares and R^2 end at what these can be."""
+"""Intervals of correlations, shares, R^2, norms, entropies and divergences end at what these can be."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.probes import EarlyAttention, decision_order
+from dlm_lens.probes import EarlyAttention, decision_order, logit_lens, sink_writes, value_norms
 from dlm_lens.probes.clock.readings import _r2
 from dlm_lens.probes.early_patterns import MEASURES, PREDICTORS
-from dlm_lens.sinks.statistics import R2_BOUNDS, estimate, estimate_mean
+from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, R2_BOUNDS, estimate, estimate_mean
 
 
 @pytest.mark.parametrize(("tau", "end"), [([1.0, 0.2, 1.0], "high"), ([-1.0, -0.2, -1.0], "low")])
@@ -41,3 +41,28 @@ def test_r2_is_at_most_1() -> None:
     assert estimate(sums, _r2).high > 1
     found = estimate(sums, _r2, bounds=R2_BOUNDS)
     assert (found.high, found.low) == (1.0, estimate(sums, _r2).low)
+
+
+def test_norms_entropies_and_divergences_are_not_below_0(tiny_llada: Any) -> None:
+    prompts = ["w1 w2", "w3 w4"]
+    rec = dl.record(tiny_llada, prompts, [dl.ReceivedAttention(), dl.ValueNorm()], gen_length=8, steps=4)
+    sinks = dl.find_sinks(rec, dl.TopK(1))
+    tables = {}
+    norms = value_norms(rec, sinks)
+    apart = torch.where(norms.prompt == 0, 0.01, 1.0)  # of two prompts that differ the interval is wide
+    norms = replace(norms, sink=norms.sink * apart, other=torch.ones_like(norms.other))
+    for name in ("mean_sink", "ratio"):
+        assert getattr(norms, name).low == 0 < getattr(norms, name).value
+    lens = logit_lens(tiny_llada, rec.run, sinks)
+    apart = torch.where(lens.batch == 0, 0.01, 1.0)[:, None]
+    tables["lens"] = replace(lens, entropy=lens.entropy * apart, kl=lens.kl * apart).summary()
+    writes = sink_writes(tiny_llada, rec.run, sinks)
+    apart = torch.where(writes.batch == 0, 0.01, 1.0)
+    tables["writes"] = replace(writes, norm=writes.norm * apart, entropy=writes.entropy * apart).summary()
+    for table, columns in (("lens", ("entropy", "kl")), ("writes", ("norm", "entropy"))):
+        for name in columns:
+            low = tables[table][f"{name}_low"].dropna()
+            assert len(low) > 0
+            assert bool((low == 0).all()), (table, name)
+    values, prompt = [0.01, 1.0], [0, 1]
+    assert estimate_mean(values, prompt, 2).low < 0 == estimate_mean(values, prompt, 2, bounds=POSITIVE_BOUNDS).low
