@@ -14,6 +14,7 @@ from dlm_lens.attention import HookLike, exclusive, predicting_position
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
 
@@ -251,8 +252,7 @@ def retrieval_heads(
         TypeError: the run is no `DenoisingRun`.
         ValueError: a run of another model, or a layer that does not exist.
     """
-    if not isinstance(run, DenoisingRun):
-        raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
+    check_run(run)
     config = model.config
     ids = [getattr(config, f"{name}_token_id", None) for name in ("mask", "pad", "bos", "eos")]
     named = [one for each in ids if each is not None for one in (each if isinstance(each, list) else [each])]

@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, one_of
 from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, Estimate, estimate_mean
 
@@ -101,10 +102,7 @@ def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionO
         TypeError: the run is no `DenoisingRun`.
         ValueError: another `within`.
     """
-    if not isinstance(run, DenoisingRun):
-        raise TypeError(
-            f"decision_order takes a DenoisingRun, and this is {type(run).__name__}; give recording.run"
-        )
+    check_run(run)
     answer = run.open[0] & ~run.open[-1]
     step = run.last_written.masked_fill(~answer, -1)
     before = step[:, :, None] < step[:, None, :]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import Recording
+from dlm_lens.recording.recording import check_recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, estimate, mean_of
 
@@ -82,8 +83,10 @@ def region_flow(recording: Recording, *, seed: int = 0) -> RegionFlow:
     """Attention between regions at every step, from a recording with RegionMass; mean over heads.
 
     Raises:
+        TypeError: no `Recording`.
         ValueError: RegionMass was not recorded.
     """
+    check_recording(recording)
     if "region_mass" not in recording.specs:
         raise ValueError(
             "this recording has no region_mass; record with RegionMass(), or RegionMass(sinks=detector)"

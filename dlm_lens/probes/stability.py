@@ -13,6 +13,7 @@ from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import LayerStep, PatternReducer, ReceivedAttention, rerun
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate_mean
@@ -251,7 +252,8 @@ def pattern_stability(
         TypeError: the run is no `DenoisingRun`.
         ValueError: an AR run, whose rows of the pattern never change; a step or share out of range.
     """
-    if isinstance(run, DenoisingRun) and run.autoregressive:
+    check_run(run)
+    if run.autoregressive:
         raise ValueError("the rows of an AR model's pattern never change once decoded; give the run of a DLM")
     chosen = run.steps // 5 if reference is None else reference
     if not 0 <= chosen < run.steps or not 0 < keep <= 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, chosen_indices, whole
 from dlm_lens.display import ROWS, Preview, ShowsItself
 from dlm_lens.recording import Recording
+from dlm_lens.recording.recording import check_recording
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 
@@ -128,8 +129,7 @@ def feature_contexts(
     parts: Iterable[Any] = [recordings] if isinstance(recordings, Recording) else recordings
     merged: _Merged | None = None
     for index, recording in enumerate(parts):
-        if not isinstance(recording, Recording):
-            raise TypeError(f"feature_contexts: {type(recording).__name__} is no Recording")
+        check_recording(recording)
         if "feature_top" not in recording.arrays:
             raise ValueError(
                 "feature_contexts: the recording has no features; record FeatureActivations(sae, top=10)"

@@ -10,14 +10,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.norms import TIE
 from dlm_lens.probes.sink_mass import MixingBound, SinkMass
 from dlm_lens.recording import ResidualNorm, UpdateNorm, rerun
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
+from dlm_lens.sinks.detection import FOUND
 from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, POSITIVE_BOUNDS, estimate, mean_of, ratio_of
 
 
@@ -103,6 +106,7 @@ class SinkUpdates(ShowsItself):
         }
 
 
+@checked_arguments(sinks=FOUND)
 @exclusive
 def sink_updates(
     model: Any,
@@ -133,6 +137,7 @@ def sink_updates(
         TypeError: the run is no `DenoisingRun`.
         ValueError: sinks of another run or level or of some heads, a layer without sinks, a share out of range.
     """
+    check_run(run)
     if not 0 <= attends < 1:
         raise ValueError(f"attends is {attends}; it is a share of attention, from 0 to below 1")
     if sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:

@@ -410,3 +410,13 @@ def _attributes(recording: Recording) -> dict[str, Any]:
         "hooks": json.dumps(recording.hooks),
         "versions": json.dumps(dict(recording.versions)),
     }
+
+
+def check_recording(recording: Any) -> None:
+    """Raise unless this is a `Recording`.
+
+    Raises:
+        TypeError: naming the class of what was given.
+    """
+    if not isinstance(recording, Recording):
+        raise TypeError(f"the recording is a {type(recording).__name__}; give a Recording of dlm_lens.record")

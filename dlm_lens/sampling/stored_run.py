@@ -20,7 +20,7 @@ from dlm_lens.attention import HookLike, attention_stack, checked, computed_span
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
-from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, check_run
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
 from dlm_lens.sampling.samplers.base import FirstCanvas, rerun_sampler
@@ -63,10 +63,7 @@ class StoredCanvases:
         carried: Carried = "all",
         warn: bool = True,
     ) -> None:
-        if not isinstance(run, DenoisingRun):
-            raise TypeError(
-                f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned"
-            )
+        check_run(run)
         if not hasattr(model, "get_input_embeddings"):
             raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
         embedded, highest = model.get_input_embeddings().weight.shape[0], int(run.canvases.max())

@@ -186,6 +186,9 @@ class PatternSettings(TypedDict, total=False):
     min_viewers: int
 
 
+FOUND = instance(Sinks, "the Sinks of dlm_lens.find_sinks")
+
+
 @checked_arguments(
     attention=None,
     level=LEVEL,

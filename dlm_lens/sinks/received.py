@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import instance
 from dlm_lens.attention import padding_before
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.detectors.base import Quantity
@@ -272,6 +273,9 @@ class Received:
             heads=self.heads if "head" not in merged else (),
             dims=tuple(name for name in self.dims if name not in merged),
         )
+
+
+RECEIVED = instance(Received, "the Received of dlm_lens.received_of")
 
 
 def with_all_axes(tensor: Any, dims: tuple[str, ...], axes: tuple[str, ...] = AXES) -> Any:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.arguments import LEVEL, checked_arguments
+from dlm_lens.arguments import LEVEL, checked_arguments, instance
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
@@ -286,6 +286,8 @@ class Trajectories(ShowsItself):
         table = pd.DataFrame(columns)
         return from_prompt(table, self.padding, self.canvas, ("static_position",), rows="row").drop(columns="row")
 
+
+FOLLOWED = instance(Trajectories, "the Trajectories of dlm_lens.trajectories")
 
 HYSTERESIS = 0.75
 """An active sink ends below the threshold of the rule with its setting times this factor."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.attention import HookLike
 from dlm_lens.recording import AttentionPattern, ValueNorm, rerun
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
 from dlm_lens.viz.selection import numbers_in_words
@@ -93,8 +94,7 @@ def snapshot(
         TypeError: the run is not a `DenoisingRun`.
         ValueError: a step, layer or row that does not exist, or a run of another model.
     """
-    if not isinstance(run, DenoisingRun):
-        raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
+    check_run(run)
     for name, index, numbers in (("step", step, run.step_numbers), ("row", row, range(len(run.tokens)))):
         if index not in numbers:
             raise ValueError(f"{name} {index} of {len(numbers)}: {name}s {numbers_in_words(numbers)}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import holds_random_tokens
+from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
 from dlm_lens.viz.selection import as_received, choose, index_of, level_of, some_of
 
@@ -101,8 +101,10 @@ def row_blocks(run: DenoisingRun, row: int) -> list[tuple[int, int]]:
     """The block of a row at each step of its run, as (start, stop) canvas positions; empty where it has ended.
 
     Raises:
+        TypeError: no `DenoisingRun`.
         ValueError: the run has no such row.
     """
+    check_run(run)
     (row,) = chosen_indices("row", [row], len(run.tokens))
     inside = run.in_block[:, row].long()
     starts, lengths = inside.argmax(-1).tolist(), inside.sum(-1).tolist()

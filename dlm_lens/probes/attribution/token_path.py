@@ -17,6 +17,7 @@ from dlm_lens.probes.attribution.passes import Passes, Side, repeated
 from dlm_lens.probes.attribution.setup import BothSides, Setup, Start
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Decisions, Target, named
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -153,6 +154,7 @@ def token_effects(
         TypeError: the run is no `DenoisingRun`.
         ValueError: a step that decides nothing, a later one that is not later, or one that explains nothing.
     """
+    check_run(run)
     (at,) = chosen_indices("step", [step], run.steps, "token_effects: ")
     first = Setup.of(model, run, None, target, [at], None, "noising", "token_effects")
     if later is None:

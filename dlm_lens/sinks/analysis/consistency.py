@@ -4,10 +4,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.sinks.lifetimes import KINDS
-from dlm_lens.sinks.sink_trajectories import Trajectories
+from dlm_lens.sinks.sink_trajectories import FOLLOWED, Trajectories
 
 
+@checked_arguments(paths=FOLLOWED)
 def sink_consistency(paths: Trajectories) -> pd.DataFrame:
     """Agreement of the sinks of one (layer, head) across sequences (2510.15731: "consistency across sequences").
 

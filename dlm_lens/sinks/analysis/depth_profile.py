@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.display import ShowsItself
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector, as_detector
-from dlm_lens.sinks.received import Received, Scale
+from dlm_lens.sinks.received import RECEIVED, Received, Scale
 
 Main = Literal["head", "model"]
 
@@ -68,6 +69,7 @@ class SinkProfile(ShowsItself):
         )
 
 
+@checked_arguments(received=RECEIVED)
 def sink_profile(received: Received, detector: Detector | None = None, *, main: Main = "head") -> SinkProfile:
     """Score of the main sink in every head, averaged over steps, and the sinks per layer (2510.15731, Figure 5).
 

@@ -10,16 +10,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.arguments import check_index
-from dlm_lens.sinks.detection import Sinks, find_sinks
+from dlm_lens.arguments import check_index, checked_arguments
+from dlm_lens.sinks.detection import FOUND, Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
-from dlm_lens.sinks.received import Level, Received
+from dlm_lens.sinks.received import RECEIVED, Level, Received
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
 
 ENTRIES_AT_ONCE = 2**19
 
 
+@checked_arguments(sinks=FOUND)
 def sink_rate(sinks: Sinks, position: int | None = None) -> Float[Tensor, "*rows"]:
     """Share of (layer, head) that have a sink, per step and sequence.
 
@@ -138,7 +139,9 @@ def eps_sweep(
     rules = [AboveMean(float(eps), literal=literal) for eps in eps_values]
     if not rules:
         raise ValueError("eps_values is empty; give at least one threshold")
-    runs = [received] if isinstance(received, Received) else list(received)
+    runs = list(received) if isinstance(received, Iterable) else [received]
+    for run in runs:
+        RECEIVED.check("received", run)
     counts, labels = [], []
     for run in runs:
         given = run.at_level(level)

@@ -10,10 +10,11 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.received import in_model
-from dlm_lens.sinks.sink_trajectories import GROUPS, By, Trajectories
+from dlm_lens.sinks.sink_trajectories import FOLLOWED, GROUPS, By, Trajectories
 from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, Floats, ratio_by_prompt
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 
@@ -31,6 +32,7 @@ class _KeyClasses:
     """[class, step, batch, key]"""
 
 
+@checked_arguments(paths=FOLLOWED)
 def token_enrichment(
     paths: Trajectories,
     by: By = "all",
@@ -78,6 +80,7 @@ def token_enrichment(
     return _enrichment(paths, _KeyClasses(names, member), by)
 
 
+@checked_arguments(paths=FOLLOWED)
 def position_enrichment(
     paths: Trajectories,
     by: By = "all",

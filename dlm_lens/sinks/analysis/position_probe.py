@@ -15,6 +15,7 @@ from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
@@ -123,8 +124,7 @@ def position_or_token(
         ValueError: a step that is not there.
     """
     check_model(model)
-    if not isinstance(run, DenoisingRun):
-        raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
+    check_run(run)
     rule = AboveMean(3.0) if detector is None else as_detector(detector)
     chosen = [0, run.steps // 3, 2 * run.steps // 3, run.steps - 1] if steps is None else list(steps)
     if not chosen:

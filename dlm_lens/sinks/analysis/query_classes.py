@@ -5,13 +5,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
-from dlm_lens.sinks.received import Level, Received, in_model
+from dlm_lens.sinks.received import RECEIVED, Level, Received, in_model
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
 
 
+@checked_arguments(masked=RECEIVED, unmasked=RECEIVED)
 def compare_query_classes(
     masked: Received, unmasked: Received, detector: Detector | None = None, *, level: Level = "head"
 ) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import holds_random_tokens
+from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
 from dlm_lens.sampling.emerging_text import MASK, canvas_after
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
@@ -98,8 +98,7 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         TypeError: the run is not a `DenoisingRun`.
         ValueError: a row or step that the run does not have.
     """
-    if not isinstance(run, DenoisingRun):
-        raise TypeError(f"the run is a {type(run).__name__}; give the DenoisingRun that dlm_lens.denoise returned")
+    check_run(run)
     if not 0 <= row < len(run.tokens):
         raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
     chosen = _steps(steps, run.step_numbers, int(run.row_steps[row]))
