@@ -19,6 +19,8 @@ def test_cells_are_the_effects_of_the_row() -> None:
         assert cells[layer * 4 + head, step] == pytest.approx(float(wanted))
     decided = run.tokens[1, run.unmasked[0, 1]].tolist()
     assert axes.get_xticklabels()[0].get_text() == f"0  {' '.join(f'w{i}' for i in decided)}"
+    assert [one.get_text() for one in axes.get_yticklabels(minor=True)] == ["0", "1", "2", "3"] * 2
+    assert [one.get_text() for one in axes.get_yticklabels()] == ["layer 0", "layer 1"]
     with pytest.raises(ValueError, match="row 2 is not among"):
         dl.viz.attribution_map(found, row=2)
     with pytest.raises(TypeError, match="give NodeEffects"):

@@ -12,6 +12,10 @@ MOST_TOKENS = 2
 """Tokens of a step's label; a step that decides more ends with an ellipsis."""
 
 
+MOST_NUMBERED = 48
+"""Heads of all layers that have their numbers beside them; more would overlap."""
+
+
 def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Figure:
     """A heat map of effects: layers and heads down, steps across, labelled with the tokens that each step decides.
 
@@ -44,6 +48,11 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
         axes.axhline(line * heads, color="0.4", linewidth=0.6)
     middle = [(place + 0.5) * heads for place in range(len(found.layers))]
     axes.set_yticks(middle, [f"layer {layer}" for layer in found.layers], fontsize=7)
+    if 1 < heads and effects.shape[1] <= MOST_NUMBERED:
+        axes.tick_params(axis="y", which="major", length=0, pad=16)
+        nodes = range(effects.shape[1])
+        numbers = [str(node % heads) for node in nodes]
+        axes.set_yticks([node + 0.5 for node in nodes], numbers, minor=True, fontsize=5)
     labels = []
     for step in found.steps:
         decided = run.tokens[row, run.unmasked[step, row]].tolist()
