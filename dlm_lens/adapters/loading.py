@@ -167,17 +167,17 @@ def known_values(
             f"mask_token_id is {given['mask_token_id']}, and {family.name} has no mask token: its positions hold "
             "random tokens until they are decided; leave mask_token_id out"
         )
-    chosen = values.get("sampler") if given.get("sampler") is None else given["sampler"]
+    requested = given.get("sampler")
+    chosen = values.get("sampler") if requested is None else requested
     own = family.hub_samplers.get(name) or next(iter(family.samplers))
     known: dict[str, Any] = {}
     if chosen is None:
         known["sampler"] = family.hub_samplers.get(name)
-    if (chosen is None or (isinstance(chosen, str) and chosen == own)) and values.get(
-        "trained_block_length"
-    ) is None:
+    is_own = chosen is None or (isinstance(chosen, str) and chosen == own)
+    if is_own and values.get("trained_block_length") is None:
         known["trained_block_length"] = family.hub_block_lengths.get(name)
-    asked = given.get("sampler")
-    if "sampler_defaults" in values and isinstance(asked, str) and asked != (values.get("sampler") or own):
+    other = isinstance(requested, str) and requested != (values.get("sampler") or own)
+    if other and "sampler_defaults" in values:
         known["sampler_defaults"] = {}  # those of the checkpoint are settings of its own sampler
     return {name: value for name, value in {**given, **known}.items() if value is not None}
 
