@@ -41,7 +41,7 @@ def _real(results: Mapping[str, Results]) -> str:
     norms, noop = results["figure1"], results["noop"]
     columns = (
         f" ({figure1.ratio(norms, REAL, figure1.COLUMNS)} for the sinks on column sums)"
-        if figure1.on_columns(norms, REAL)
+        if figure1.has_pairs(norms, REAL, figure1.COLUMNS)
         else ""
     )
     return (

@@ -46,17 +46,17 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     result: dict[str, Any] = {"found": int(found.is_sink.sum()), "patterns": found.is_sink[..., 0].numel()}
     rows = recording.run.tokens.shape[0]
     kinds: tuple[ValueMatch, ...] = ("any", "masked")
-    for match in kinds if result["found"] else ():
-        norms = value_norms(recording, found, samples=settings["pairs"], match=match)
+    for match in kinds:
+        norms = value_norms(recording, found, samples=settings["pairs"], match=match) if result["found"] else None
         result[match] = [_sums(norms, prompt) for prompt in range(rows)]
         result[f"{match}_counts"] = _counts(norms)
-        if item["start"] == 0 and match == "any":
+        if item["start"] == 0 and match == "any" and norms is not None:
             result["pairs"] = rounded([norms.sink[:DRAWN], norms.other[:DRAWN]], 2)
     if recording.run.autoregressive:
         columns = dl.find_sinks(recording, dl.AboveMean(settings["eps"]), relative=False)
-        if bool(columns.is_sink.any()):
-            norms = value_norms(recording, columns, samples=settings["pairs"])
-            result[COLUMNS] = [_sums(norms, prompt) for prompt in range(rows)]
+        some = bool(columns.is_sink.any())
+        norms = value_norms(recording, columns, samples=settings["pairs"]) if some else None
+        result[COLUMNS] = [_sums(norms, prompt) for prompt in range(rows)]
     result |= _moved(found, recording.run.row_steps - 1)
     if item["start"] == 0 and not item.get("network"):
         result["maps"] = _maps(model, recording.run, found.scores, settings)
@@ -73,7 +73,9 @@ def _moved(found: Any, last: Any) -> dict[str, Any]:
 
 
 def _sums(norms: Any, prompt: int) -> list[float]:
-    """The sum of the sinks' norms, of the others' norms, and the number of pairs."""
+    """The sum of the sinks' norms, of the others' norms, and the number of pairs; zeros without any sink."""
+    if norms is None:
+        return [0.0, 0.0, 0]
     own = norms.prompt == prompt
     return [round(float(norms.sink[own].sum()), 4), round(float(norms.other[own].sum()), 4), int(own.sum())]
 
@@ -82,6 +84,8 @@ def _counts(norms: Any) -> list[list[int]]:
     import numpy as np
 
     top = EDGES[-1]
+    if norms is None:
+        return [[0] * (len(EDGES) - 1)] * len(KINDS)
     pairs = (np.histogram(values.clamp(max=top).numpy(), EDGES)[0] for values in (norms.sink, norms.other))
     return [counts.tolist() for counts in pairs]
 
@@ -132,9 +136,12 @@ def mean_norms(results: Results, model: str, match: str) -> tuple[Interval, Inte
 def _columns(
     results: Results, model: str, match: str, top: int, bottom: int
 ) -> list[tuple[list[float], list[float]]]:
-    """Two of the three sums of every prompt, per network."""
-    rows = [[row for row in network if row[2]] for network in per_network(results, match, model=model)]
-    return [([row[top] for row in network], [row[bottom] for row in network]) for network in rows]
+    """Two of the three sums of every prompt in which a network has a pair, per network."""
+    prompts = zip(*per_network(results, match, model=model), strict=True)
+    # A prompt without pairs in some networks only stays: all have the same prompts.
+    kept = [rows for rows in prompts if any(row[2] for row in rows)]
+    networks = [([row[top] for row in one], [row[bottom] for row in one]) for one in zip(*kept, strict=True)]
+    return networks or [([], [])]
 
 
 def render(results: Results) -> Rendering:
@@ -146,7 +153,7 @@ def render(results: Results) -> Rendering:
     curves: dict[str, Any] = {}
     clouds: dict[str, Any] = {}
     # A model without any sink has no norms to compare.
-    models = [model for model in results.models if all("any" in one.value for one in results.where(model=model))]
+    models = [model for model in results.models if has_pairs(results, model, "any")]
     for model in models:
         sink, other = mean_norms(results, model, "any")
         pairs = sum(int(row[2]) for row in results.listed("any", model=model))
@@ -188,7 +195,7 @@ def render(results: Results) -> Rendering:
     ]
     notes += recorded_runs.on_scale(results)
     findings = [_finding(results, model) for model in models]
-    findings += [_finding(results, model, COLUMNS) for model in models if on_columns(results, model)]
+    findings += [_finding(results, model, COLUMNS) for model in models if has_pairs(results, model, COLUMNS)]
     return Rendering([table], figures, findings, notes, captions)
 
 
@@ -209,12 +216,13 @@ def _of_columns(results: Results, model: str) -> str:
     """The ratio for sinks on column sums; "-" for results of an AR model that were stored without it."""
     if not results.is_causal(model):
         return str(ratio(results, model, "any"))
-    return str(ratio(results, model, COLUMNS)) if on_columns(results, model) else "-"
+    return str(ratio(results, model, COLUMNS)) if has_pairs(results, model, COLUMNS) else "-"
 
 
-def on_columns(results: Results, model: str) -> bool:
-    """Whether the results hold norms of the sinks on column sums, as an AR model's do."""
-    return all(COLUMNS in one.value for one in results.where(model=model))
+def has_pairs(results: Results, model: str, match: str) -> bool:
+    """Whether the results hold norms of a model's sinks; older ones lack them where a batch has no sink."""
+    values = [one.value for one in results.where(model=model)]
+    return all(match in value for value in values) and any(row[2] for value in values for row in value[match])
 
 
 def _finding(results: Results, model: str, match: str = "any") -> Finding:

@@ -10,7 +10,7 @@ import dlm_lens as dl
 from dlm_lens.experiments import find_experiment
 from dlm_lens.experiments.attention_sinks.charts import forest_plot, scatter_plots
 from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
-from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.intervals import Interval, over_networks
 from dlm_lens.experiments.one_token import figure1, figure3, noop_bound
 from dlm_lens.experiments.one_token.page import RESULTS, twins_line
 from dlm_lens.experiments.one_token.recorded_runs import conversion
@@ -100,6 +100,37 @@ def test_an_ar_model_s_norms_are_also_those_of_the_sinks_on_column_sums() -> Non
             assert found[0] == pytest.approx(expected[name][0], rel=1e-4)
     assert expected["any"] != expected[figure1.COLUMNS]
     assert figure1.COLUMNS not in figure1.run({"model": "toy", "start": 0}, {**settings, "prompts": 1}, bench)
+
+
+def test_prompts_without_sinks_in_one_network_stay_paired_with_the_others() -> None:
+    sums = {  # network -> the three sums of every prompt: the second has no sink in network 1
+        0: [[2.0, 4.0, 2], [3.0, 4.0, 2], [1.0, 4.0, 2], [0.0, 0.0, 0]],
+        1: [[2.0, 4.0, 2], [0.0, 0.0, 0], [1.0, 2.0, 1], [0.0, 0.0, 0]],
+    }
+    records = [
+        Record({"model": "toy", "network": number, "start": 0}, {"any": rows}, 0.0) for number, rows in sums.items()
+    ]
+    results = Results({"settings": {}}, records)
+    found = figure1.ratio(results, "toy", "any")
+    assert found.value == pytest.approx((6 / 12 + 3 / 6) / 2)
+    assert found.n == 3  # no network has a pair in the last prompt
+    wanted = over_networks([([2.0, 3.0, 1.0], [4.0, 4.0, 4.0]), ([2.0, 0.0, 1.0], [4.0, 0.0, 2.0])])
+    assert (found.low, found.high) == (wanted.low, wanted.high)
+    assert figure1.has_pairs(results, "toy", "any")
+    assert not figure1.has_pairs(results, "toy", "masked")
+
+
+def test_a_batch_without_any_sink_is_stored_with_no_pairs() -> None:
+    settings = {**figure1.SMALL, "prompts": 2, "batch": 2, "sampler": {"gen_length": 8, "steps": 2}, "eps": 1e6}
+    found = figure1.run({"model": "toy", "start": 0}, settings, SimpleNamespace(model=dl.load))
+    assert found["found"] == 0
+    assert found["any"] == found["masked"] == [[0.0, 0.0, 0]] * 2
+    assert np.sum(found["any_counts"]) == 0
+    record = Record({"model": "toy", "start": 0}, found, 0.0)
+    assert not figure1.has_pairs(Results({"settings": settings}, [record]), "toy", "any")
+    rendered = figure1.render(Results({"settings": settings}, [record]))
+    assert rendered.tables[0].rows == []
+    assert not rendered.findings
 
 
 def test_a_model_without_a_learned_sink_has_no_figure_3() -> None:

@@ -48,7 +48,7 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
         axes.axhline(line * heads, color="0.4", linewidth=0.6)
     middle = [(place + 0.5) * heads for place in range(len(found.layers))]
     axes.set_yticks(middle, [f"layer {layer}" for layer in found.layers], fontsize=7)
-    if 1 < heads and effects.shape[1] <= MOST_NUMBERED:
+    if heads > 1 and effects.shape[1] <= MOST_NUMBERED:
         axes.tick_params(axis="y", which="major", length=0, pad=16)
         nodes = range(effects.shape[1])
         numbers = [str(node % heads) for node in nodes]
