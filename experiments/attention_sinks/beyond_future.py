@@ -1,13 +1,14 @@
 """Section 7: how many sinks are at masked positions, and what a logit lens predicts there."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks import recorded_runs
 from dlm_lens.experiments.attention_sinks.recorded_runs import per_prompt, record_prompts, rounded, sink_rule
 from dlm_lens.experiments.attention_sinks.twin_networks import model_of
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above
 
@@ -57,7 +58,7 @@ def render(results: Results) -> Rendering:
             points = [(layer, named(results, model, group, layer)) for layer in range(_layers(results, model))]
             curves[f"{model}, {'sinks' if group == 'sink' else 'controls'}"] = points
             for layer, right in points:
-                n = sum(counts[2] for counts in _counts(results, model, group, layer))
+                n = sum(_readings(one, group, layer)[2] for one in results.listed("lens", model=model))
                 read.append(
                     [model, group, str(layer), str(right), str(_entropy(results, model, group, layer)), str(n)]
                 )
@@ -74,18 +75,17 @@ def render(results: Results) -> Rendering:
 
 def named(results: Results, model: str, group: str, layer: int) -> Interval:
     """How often the lens's first token is the final token, at masked positions of a group."""
-    counts = _counts(results, model, group, layer)
-    return ratio_over_prompts([count[0] for count in counts], [count[2] for count in counts])
+    return per_prompt(results, model, ["lens"], lambda one: _readings(one, group, layer)[::2], bounds=(0, 1))
 
 
 def _entropy(results: Results, model: str, group: str, layer: int) -> Interval:
-    counts = _counts(results, model, group, layer)
-    return ratio_over_prompts([count[1] for count in counts], [count[2] for count in counts])
+    return per_prompt(results, model, ["lens"], lambda one: _readings(one, group, layer)[1:], bounds=(0, math.inf))
 
 
-def _counts(results: Results, model: str, group: str, layer: int) -> list[list[float]]:
-    found = [one[group] for one in results.listed("lens", model=model)]
-    return [layers[layer] if layer < len(layers) else [0, 0.0, 0] for layers in found]
+def _readings(one: Mapping[str, Any], group: str, layer: int) -> tuple[float, float, float]:
+    """Of a prompt: right readings, the sum of their entropies, their number."""
+    right, entropy, count = one[group][layer] if layer < len(one[group]) else (0, 0.0, 0)
+    return right, entropy, count
 
 
 def _layers(results: Results, model: str) -> int:
