@@ -161,7 +161,7 @@ def warn_beyond_context(model: Any, positions: int) -> None:
         warnings.warn(
             f"the canvas has {positions} positions, but the model was trained on {trained} at most; "
             "shorten the prompt or the answer, or read the result with care",
-            stacklevel=_level_of_caller(),
+            stacklevel=level_of_caller(),
         )
 
 
@@ -185,11 +185,11 @@ def warn_untrained_blocks(model: Any, block_length: int, most: int | None = None
         warnings.warn(
             f"block_length is {block_length}, but the model was trained with blocks of {trained}; leave "
             "block_length out, or read the result with care",
-            stacklevel=_level_of_caller(),
+            stacklevel=level_of_caller(),
         )
 
 
-def _level_of_caller() -> int:
+def level_of_caller() -> int:
     """The `stacklevel` at which a warning names the line that called the library."""
     frame, level = inspect.currentframe(), -1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("dlm_lens", "torch"):

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, expected_received, received_attention, viewers, visible_keys
-from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received
+from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received, warn_unscored
 
 LEADING = AXES[:-1]
 DEFAULT_DIMS = {
@@ -75,6 +75,7 @@ def received_from_pattern(
     _check_rows(wide, seen, counted)
     if visible is None and not causal:
         _warn_if_causal(wide)
+    warn_unscored(counted.sum(-1), min_viewers)
     # The layer axis is broadcast: [step, batch, layer = 1, query].
     expected = expected_received(seen, counted[:, :, None])
     values = received_attention(

@@ -15,7 +15,7 @@ from dlm_lens.recording.recording import check_recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
 from dlm_lens.sinks.key_statistics import KeyStatistic
-from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received
+from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received, warn_unscored
 
 
 @checked_arguments()
@@ -138,11 +138,13 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
             f"this recording has no {name}; record with ReceivedAttention(queries={given!r}), it has "
             f"{', '.join(recording.specs)}"
         )
-    run = recording.run
+    run, counted = recording.run, recording.counted(queries)
+    min_viewers = int(recording.specs[name].settings["min_viewers"])
+    warn_unscored(counted, min_viewers)
     return Received(
         values=getattr(recording, name),
         expected=recording.expected_by_layer(queries)[:, :, :, None],
-        counted=recording.counted(queries),
+        counted=counted,
         tokens=recording.tokens,
         masked=recording.masked,
         valid=recording.valid,
@@ -152,7 +154,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
         steps=recording.steps,
         heads=recording.heads or (),
         queries=queries,
-        min_viewers=int(recording.specs[name].settings["min_viewers"]),
+        min_viewers=min_viewers,
         sinks=recording.sinks,
         tokenizer=run.tokenizer,
         viewers=recording.viewers_by_layer(queries)[:, :, :, None],

@@ -1,5 +1,6 @@
 """`Received`: the attention that every key receives at every step, with what is needed to change its scale."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import instance
 from dlm_lens.attention import padding_before
+from dlm_lens.sampling.prompts import level_of_caller
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.detectors.base import Quantity
 
@@ -276,6 +278,22 @@ class Received:
 
 
 RECEIVED = instance(Received, "the Received of dlm_lens.received_of")
+
+
+def warn_unscored(counted: Int[Tensor, "..."], min_viewers: int) -> None:
+    """Warn where no step has as many queries as a score needs, so that every score is NaN and no key is a sink.
+
+    Args:
+        counted: how many queries count, per step and row.
+        min_viewers: fewest that must see a key.
+    """
+    most = int(counted.max()) if counted.numel() else min_viewers
+    if most < min_viewers:
+        warnings.warn(
+            f"no key has a score: at most {most} queries count, and a score needs {min_viewers}; give longer "
+            "prompts or answers, or a smaller min_viewers",
+            stacklevel=level_of_caller(),
+        )
 
 
 def with_all_axes(tensor: Any, dims: tuple[str, ...], axes: tuple[str, ...] = AXES) -> Any:

@@ -1,10 +1,12 @@
 """received_over_steps against patterns gathered by hand, row by row, without padding and without hooks."""
 
 import math
+import warnings
 
 import pytest
 import torch
 
+import dlm_lens as dl
 from dlm_lens.attention import HookPoint
 from dlm_lens.hooks import mask_positions
 from dlm_lens.sampling import denoise
@@ -227,3 +229,21 @@ def test_sliding_windows_are_refused():
     run = denoise(tiny("sink_qwen"), PROMPTS, steps=2, gen_length=4, block_length=4)
     with pytest.raises(ValueError, match="sliding_attention layers"):
         received_over_steps(model, run)
+
+
+def test_canvases_that_are_too_short_for_any_score_are_named() -> None:
+    model = tiny("llada")
+    short = dl.record(model, [[5, 6, 7]], [dl.ReceivedAttention()], gen_length=4, steps=2)
+    with pytest.warns(UserWarning, match="at most 7 queries count, and a score needs 8; give longer") as told:
+        found = dl.find_sinks(short, dl.TopK(1))
+    assert told[0].filename == __file__
+    assert int(found.is_sink.sum()) == 0
+    enough = dl.record(model, [[5, 6, 7]], [dl.ReceivedAttention(min_viewers=1)], gen_length=4, steps=2)
+    longer = dl.record(model, [[5, 6, 7]], [dl.ReceivedAttention()], gen_length=5, steps=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for recording in (enough, longer):
+            assert int(dl.find_sinks(recording, dl.TopK(1)).is_sink.sum()) > 0
+    pattern = torch.full((1, 1, 6, 6), 1 / 6)
+    with pytest.warns(UserWarning, match="at most 6 queries count"):
+        dl.find_sinks(pattern, dl.TopK(1))
