@@ -15,7 +15,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.probes.clock.fitting import prompts_of_rows
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import Recording
-from dlm_lens.recording.recording import check_recording
+from dlm_lens.recording.recording import as_recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import (
     CORRELATION_BOUNDS,
@@ -215,7 +215,7 @@ def early_attention(
         ValueError: an AR run, a recording without the attention of blocks, or no block with more than `first`
             steps.
     """
-    check_recording(recording)
+    recording = as_recording(recording)
     if recording.causal:
         raise ValueError("early_attention: an AR model has no steps within a block; give the recording of a DLM")
     if "received_block" not in recording.specs:

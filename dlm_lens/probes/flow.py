@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import Recording
-from dlm_lens.recording.recording import check_recording
+from dlm_lens.recording.recording import as_recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, estimate, mean_of
 
@@ -86,7 +86,7 @@ def region_flow(recording: Recording, *, seed: int = 0) -> RegionFlow:
         TypeError: no `Recording`.
         ValueError: RegionMass was not recorded.
     """
-    check_recording(recording)
+    recording = as_recording(recording)
     if "region_mass" not in recording.specs:
         raise ValueError(
             "this recording has no region_mass; record with RegionMass(), or RegionMass(sinks=detector)"

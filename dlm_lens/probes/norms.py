@@ -14,7 +14,7 @@ from dlm_lens.arguments import ONE_SEED, checked_arguments
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.recording import Recording
-from dlm_lens.recording.recording import check_recording
+from dlm_lens.recording.recording import as_recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 from dlm_lens.sinks.statistics import (
@@ -206,7 +206,7 @@ def value_norms(
         ValueError: norms that were not recorded, sinks of another recording or of the model's mean pattern, no sink
             at all.
     """
-    check_recording(recording)
+    recording = as_recording(recording)
     match = "masked" if match == "open" else match
     if samples < 1 or match not in ("any", "masked"):
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, chosen_indices, whole
 from dlm_lens.display import ROWS, Preview, ShowsItself
 from dlm_lens.recording import Recording
-from dlm_lens.recording.recording import check_recording
+from dlm_lens.recording.recording import as_recording
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 
@@ -129,7 +129,7 @@ def feature_contexts(
     parts: Iterable[Any] = [recordings] if isinstance(recordings, Recording) else recordings
     merged: _Merged | None = None
     for index, recording in enumerate(parts):
-        check_recording(recording)
+        recording = as_recording(recording)
         if "feature_top" not in recording.arrays:
             raise ValueError(
                 "feature_contexts: the recording has no features; record FeatureActivations(sae, top=10)"

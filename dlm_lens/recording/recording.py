@@ -15,6 +15,7 @@ import xarray
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import meant
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.recording.canvas_facts import CanvasFacts
@@ -412,11 +413,13 @@ def _attributes(recording: Recording) -> dict[str, Any]:
     }
 
 
-def check_recording(recording: Any) -> None:
-    """Raise unless this is a `Recording`.
+def as_recording(given: Any) -> Recording:
+    """A `Recording` as it is, or that of passes which are recorded (`record_forward`).
 
     Raises:
         TypeError: naming the class of what was given.
     """
+    recording = meant(given)
     if not isinstance(recording, Recording):
         raise TypeError(f"the recording is a {type(recording).__name__}; give a Recording of dlm_lens.record")
+    return recording

@@ -11,7 +11,7 @@ from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import MIN_VIEWERS, HookLike
 from dlm_lens.recording import KeyNorm, MassiveActivations, QueryClass, ReceivedAttention, Recording, rerun
 from dlm_lens.recording.query_classes import checked_class
-from dlm_lens.recording.recording import check_recording
+from dlm_lens.recording.recording import as_recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
 from dlm_lens.sinks.key_statistics import KeyStatistic
@@ -130,7 +130,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
         TypeError: no `Recording`.
         ValueError: ReceivedAttention of this class was not recorded.
     """
-    check_recording(recording)
+    recording = as_recording(recording)
     given, queries = queries, checked_class(queries, "received_of")
     name = "received" if queries == "all" else f"received_{queries}"
     if name not in recording.specs:
@@ -168,7 +168,7 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
         TypeError: no `Recording`.
         ValueError: MassiveActivations, or KeyNorm per head, was not recorded.
     """
-    check_recording(recording)
+    recording = as_recording(recording)
     name, reducer = {
         "max activation": ("max_activation", "MassiveActivations()"),
         "key norm": ("key_norm", "KeyNorm()"),

@@ -125,7 +125,7 @@ def test_the_mean_is_over_rows_that_have_a_tau() -> None:
 
 
 def test_what_is_no_run_is_refused() -> None:
-    with pytest.raises(TypeError, match="the run is a str; give the DenoisingRun that dlm_lens.denoise returned"):
+    with pytest.raises(TypeError, match=r"the run is a str; give the DenoisingRun that dlm_lens.denoise returned"):
         decision_order("run")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="within is 'row'"):
         decision_order(run_of([0]), within="row")  # type: ignore[arg-type]

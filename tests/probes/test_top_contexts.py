@@ -85,7 +85,7 @@ def test_what_cannot_be_merged_is_refused() -> None:
         feature_contexts([one, two])
     with pytest.raises(ValueError, match="there is no recording"):
         feature_contexts([])
-    with pytest.raises(TypeError, match="the recording is a int; give a Recording of dlm_lens.record"):
+    with pytest.raises(TypeError, match=r"the recording is a int; give a Recording of dlm_lens.record"):
         feature_contexts([3])
     plain = record(model, PROMPTS[:1], [dl.ReceivedAttention()], **RUN)
     assert isinstance(plain, Recording)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, received_by_class
 from dlm_lens.recording import QueryClass, Recording
-from dlm_lens.recording.recording import check_recording
+from dlm_lens.recording.recording import as_recording
 from dlm_lens.recording.reducers.base import LayerStep, Reducer
 from dlm_lens.sinks.from_recording import received_of
 from dlm_lens.sinks.received import Received
@@ -149,7 +149,7 @@ def received_of_split(recording: Recording, by: SplitBy = "random", draw: int = 
         ValueError: one of the three was not recorded.
         IndexError: no such draw.
     """
-    check_recording(recording)
+    recording = as_recording(recording)
     name = f"split_{by}"
     if name not in recording.specs:
         raise ValueError(f"this recording has no {name}; record with SplitAttention(by={by!r})")

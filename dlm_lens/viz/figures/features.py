@@ -9,7 +9,7 @@ from dlm_lens.arguments import chosen_indices
 from dlm_lens.printable import counted
 from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
-from dlm_lens.recording.recording import check_recording
+from dlm_lens.recording.recording import as_recording
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 
@@ -36,7 +36,7 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
         TypeError: no `Recording`.
         ValueError: a recording without features, or a feature that does not exist.
     """
-    check_recording(recording)
+    recording = as_recording(recording)
     if "feature_count" not in recording.arrays:
         raise ValueError("the recording has no features; record FeatureActivations(sae)")
     count = recording.feature_count[:, :, 0].clamp(min=0).double().sum(1)  # [step, position_class, feature]

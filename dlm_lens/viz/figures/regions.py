@@ -12,11 +12,10 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.arguments import meant
 from dlm_lens.printable import counted
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
-from dlm_lens.recording.recording import check_recording
+from dlm_lens.recording.recording import as_recording
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, region_words, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -65,8 +64,7 @@ def region_mass(
         TypeError: not a `Recording`.
         ValueError: a recording without RegionMass; an unknown class, layer or head.
     """
-    recording = meant(recording)
-    check_recording(recording)
+    recording = as_recording(recording)
     if "region_mass" not in recording.specs:
         raise ValueError(
             f"this recording has no region_mass; record with RegionMass(), it has {', '.join(recording.specs)}"
