@@ -249,14 +249,19 @@ class StreamBlock(BlockBridge):
             kept["mlp"] = output
 
         handle = self._modules["mlp"].register_forward_hook(keep_mlp)
+        # A hook may run the bridge itself: what the pass around it keeps is put back.
+        around, on_input = vars(self).get("_kept"), norm.on_input
         norm.on_input = lambda given, hooked: kept.update(given=given, hooked=hooked)
         self._kept = kept
         try:
             return super().forward(*args, **kwargs)
         finally:
             handle.remove()
-            norm.on_input = None
-            del self._kept
+            norm.on_input = on_input
+            if around is None:
+                del self._kept
+            else:
+                self._kept = around
 
     def _apply_output_hook(self, output: Any, *args: Any, **kwargs: Any) -> Any:
         kept = self._kept

@@ -80,6 +80,25 @@ def test_an_error_in_a_layer_leaves_nothing(tl: Any) -> None:
     assert not tl.blocks[0]._kept
 
 
+@pytest.mark.parametrize("where", ["blocks.0.ln2.hook_in", "blocks.0.mlp.hook_in", "blocks.0.hook_mlp_out"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_hook_may_run_the_bridge_itself(tl: Any, where: str, cached: bool) -> None:
+    mid = ("blocks.0.hook_resid_mid", edit)
+    wanted, inner = tl.run_with_hooks(IDS, fwd_hooks=[mid]), []
+
+    def run_again(tensor: torch.Tensor, hook: Any) -> None:
+        if not inner:
+            inner.append(None)
+            inner[0] = tl.run_with_cache(IDS.flip(1))[0] if cached else tl(IDS.flip(1))
+
+    found = tl.run_with_hooks(IDS, fwd_hooks=[mid, (where, run_again)])
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(inner[0], tl.run_with_hooks(IDS.flip(1), fwd_hooks=[mid]))
+    assert not tl.blocks[0].mlp._forward_hooks
+    assert tl.blocks[0].ln2.on_input is None
+    assert not tl.blocks[0]._kept
+
+
 @pytest.mark.parametrize("point", ["hook_scale", "hook_normalized"])
 @pytest.mark.parametrize("norm", ["blocks.0.ln1", "blocks.1.ln2", "ln_final"])
 def test_the_norms_points_fire_for_every_way_of_hooking(tl: Any, norm: str, point: str) -> None:
