@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import meant
+from dlm_lens.arguments import INDICES, meant
+from dlm_lens.printable import is_array
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Level, Received, Trajectories, received_of
 from dlm_lens.sinks.received import AXES
@@ -148,6 +149,18 @@ def numbers_in_words(numbers: Sequence[int]) -> str:
     return f"go from 0 to {len(numbers) - 1}" if whole else f"are {', '.join(map(str, numbers))}"
 
 
+def listed_steps(steps: Any) -> list[int]:
+    """Steps that a picture is of, as a list.
+
+    Raises:
+        ValueError: a single number, or what is no whole number.
+    """
+    several = isinstance(steps, Iterable) and not isinstance(steps, str)
+    listed = (steps.tolist() if is_array(steps) else list(steps)) if several else steps
+    INDICES.check("steps", listed)
+    return [int(step) for step in listed]
+
+
 def step_places(steps: Iterable[int], numbers: Sequence[int]) -> list[int]:
     """The places of steps of a run on the axis of its steps.
 
@@ -156,9 +169,9 @@ def step_places(steps: Iterable[int], numbers: Sequence[int]) -> list[int]:
         numbers: the number of each step on the axis: 0, 1, ..., or others in a part of a run.
 
     Raises:
-        ValueError: no steps, or one that is not on the axis.
+        ValueError: no steps, one that is not on the axis, or a number in the place of a list.
     """
-    steps, known = [int(step) for step in steps], {number: place for place, number in enumerate(numbers)}
+    steps, known = listed_steps(steps), {number: place for place, number in enumerate(numbers)}
     if missing := [step for step in steps if step not in known]:
         raise ValueError(f"step {missing[0]} does not exist; steps {numbers_in_words(numbers)}")
     if not steps:

@@ -166,6 +166,29 @@ def test_maps_stand_side_by_side_up_to_four(model, recording, steps):
         dl.viz.attention_maps(model, recording.run, steps=steps, layer=0, head=0)
 
 
+@pytest.mark.parametrize("steps", [1, "1", (1.5,), [True]])
+def test_steps_that_are_no_list_of_whole_numbers_are_named(model, recording, steps):
+    run = recording.run
+    calls = (
+        lambda: dl.viz.attention_maps(model, run, steps=steps, layer=0, head=0),
+        lambda: dl.viz.incoming_attention(recording, layer=0, head=0, steps=steps),
+        lambda: dl.viz.received_tokens(recording, layer=0, head=0, steps=steps),
+        lambda: dl.viz.emerging_text(run, steps=steps),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"steps is .*; it must be a list of whole numbers"):
+            call()
+
+
+@pytest.mark.parametrize("of", [np.array, torch.tensor, tuple, lambda steps: (step for step in steps)])
+def test_steps_may_be_an_array(recording, of):
+    wanted, found = (
+        dl.viz.incoming_attention(recording, layer=0, head=0, steps=steps).axes[0].collections[0].get_array()
+        for steps in ([0, 1], of([0, 1]))
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_the_distribution_is_the_tail_of_the_scores(recording):
     figure = dl.viz.score_distribution(recording, parts=2, layer=1)
     lines = [drawn.get_xydata() for drawn in figure.axes[0].lines if drawn.get_gid() == "tail"]

@@ -26,7 +26,7 @@ from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.figures.positions import MASKED, SINK
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import index_of
+from dlm_lens.viz.selection import index_of, listed_steps
 
 INVISIBLE = "#d9d9d9"
 MOST_MAPS = 4
@@ -67,10 +67,11 @@ def attention_maps(
         TypeError: the run is not a `DenoisingRun`.
         ValueError: no step or too many; a step, layer, head or row that the run does not have.
     """
-    if not 1 <= len(steps) <= MOST_MAPS:
-        raise ValueError(f"{len(steps)} steps; give one to {MOST_MAPS}")
+    chosen = listed_steps(steps)
+    if not 1 <= len(chosen) <= MOST_MAPS:
+        raise ValueError(f"{len(chosen)} steps; give one to {MOST_MAPS}")
     rule = AboveMean(3.0) if detector is None else as_detector(detector)
-    shots = [snapshot(model, run, step=int(step), layer=layer, row=row, hooks=hooks) for step in steps]
+    shots = [snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks) for step in chosen]
     heads = shots[0].pattern.shape[0]
     maps = [_of_head(shot, head, heads) for shot in shots]
     width = 1.4 + 4.1 * len(shots)
