@@ -1,6 +1,6 @@
 """`DenoisingRun`: what a denoising run did, step by step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -424,26 +424,25 @@ class DenoisingRun(ShowsItself):
     @property
     def texts(self) -> list[str]:
         """Prompt and answer as text, up to the first end-of-text in the answer."""
-        return [self._decode(row[: self._end(row)]) for row in self._contents()]
+        return [self._decode(torch.cat(parts)) for parts in self._prompts_and_answers()]
 
     @property
     def answers(self) -> list[str]:
         """The answer alone (the text after the prompt), up to the first end-of-text."""
-        return [self._decode(row[: self._end(row)][len(row) - self._answer_length :]) for row in self._contents()]
+        return [self._decode(answer) for _, answer in self._prompts_and_answers()]
 
-    @property
-    def _answer_length(self) -> int:
-        return self.tokens.shape[1] - self.prompt_length
+    def _prompts_and_answers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The ids of every row without padding: before the answer, and the answer up to its end.
 
-    def _contents(self) -> list[Tensor]:
-        return [row[keep] for row, keep in zip(self.tokens, self.attention_mask, strict=True)]
-
-    def _end(self, row: Tensor) -> int:
-        start = len(row) - self._answer_length
-        # The canvas ends with a whole block where blocks are counted from the text (`Sampler.answer_length`).
-        answer = row[start:][: self.settings.get("gen_length") or None]
-        stops = torch.isin(answer, torch.tensor(self.eos_token_ids, dtype=row.dtype)).nonzero()
-        return start + (int(stops[0]) if len(stops) else len(answer))
+        In joined runs there is padding after a row that ended before the longest one.
+        """
+        first = self.prompt_length
+        for ids, keep in zip(self.tokens, self.attention_mask, strict=True):
+            prompt, answer = (ids[part][keep[part]] for part in (slice(first), slice(first, None)))
+            # The canvas ends with a whole block where blocks are counted from the text (`Sampler.answer_length`).
+            answer = answer[: self.settings.get("gen_length") or None]
+            stops = torch.isin(answer, torch.tensor(self.eos_token_ids, dtype=ids.dtype)).nonzero()
+            yield prompt, answer[: int(stops[0])] if len(stops) else answer
 
     def _decode(self, ids: Tensor) -> str:
         if self.tokenizer is None:

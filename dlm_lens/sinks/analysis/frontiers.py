@@ -96,13 +96,17 @@ def _references(
 
 
 def _decided(paths: Trajectories, masked: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Positions decoded at each step; at the last step all masks except those that remain in the final text."""
+    """Positions decoded at each step; at the last step all masks except those that remain in the final text.
+
+    Random tokens of a model of uniform noise may be the final ones already: there the last step decodes all that
+    are open.
+    """
     written = np.zeros_like(masked)
     written[:-1] = masked[:-1] & ~masked[1:]
     written[-1] = masked[-1]
     if paths.tokens is not None and paths.final_tokens is not None:
         left = (paths.tokens[-1] == paths.final_tokens).numpy()[..., : paths.canvas]
-        written[-1] &= ~left
+        written[-1] &= ~left | holds_random_tokens(paths.tokens, paths.masked)
     return written
 
 

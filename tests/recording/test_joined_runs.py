@@ -1,0 +1,55 @@
+"""A recording of several batches has the texts, steps and sinks of every row alone, also where rows end early."""
+
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.recording import ReceivedAttention, Recording, record
+from dlm_lens.sinks import AboveMean, find_sinks, received_of, trajectories
+from dlm_lens.sinks.analysis.enrichment import position_enrichment
+from dlm_lens.sinks.analysis.frontiers import frontier_alignment
+from dlm_lens.testing import tiny
+
+PROBLEMS = [
+    "tom has 5 apples . tom buys 4 more . how many apples ? :",
+    "bob has 3 cups . bob loses 1 . how many ? :",
+    "how many ? :",
+]
+IDS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 20, 7], [9, 9]]
+RULE = AboveMean(0.5)
+REDUCERS = [ReceivedAttention(min_viewers=2)]
+
+FAMILIES = ("toy-ar", "llada2", "nemotron_labs_diffusion", "sdlm", "diffusion_gemma", "dream")
+"""Rows of all but the last one take different numbers of steps."""
+
+
+def runs_of(name: str) -> tuple[Any, list[Any], dict[str, int]]:
+    if name == "toy-ar":
+        return dl.load(name), PROBLEMS, {"gen_length": 16}
+    return tiny(name), IDS, {"gen_length": 12}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_several_batches_are_those_of_each_alone(family: str, tmp_path: Any) -> None:
+    model, prompts, settings = runs_of(family)
+    record(model, prompts, REDUCERS, batch_size=1, to=tmp_path / "joined", **settings)
+    joined, steps = Recording.load(tmp_path / "joined"), []
+    for row, prompt in enumerate(prompts):
+        alone, part = record(model, [prompt], REDUCERS, **settings), joined.select(batch=[row])
+        steps.append(len(alone.steps))
+        assert joined.run.answers[row] == part.run.answers[0] == alone.run.answers[0]
+        assert joined.run.texts[row] == part.run.texts[0] == alone.run.texts[0]
+        one, other = (trajectories(received_of(each), RULE) for each in (part, alone))
+        for table in (
+            lambda paths: paths.table(),
+            position_enrichment,
+            frontier_alignment,
+        ):
+            columns = [name for name in table(other) if name not in ("batch", "trajectory")]
+            pd.testing.assert_frame_equal(table(one)[columns], table(other)[columns], rtol=1e-4, check_dtype=False)
+        assert int(find_sinks(part, RULE).is_sink.sum()) == int(find_sinks(alone, RULE).is_sink.sum())
+        assert torch.equal(part.run.tokens[part.run.attention_mask], alone.run.tokens[alone.run.attention_mask])
+    assert len({*steps}) > (family != "dream")
