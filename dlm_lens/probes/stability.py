@@ -166,10 +166,11 @@ class PatternStability(ShowsItself):
     def changes(self) -> dict[str, Bool[Tensor, "step batch layer head"]]:
         """Class of every (step, pattern) by the change of its largest sink since the step before.
 
-        "stays", "changes" (moves and switches alike), "comes or goes", "none"; the first step is in no class.
+        "stays", "changes" (moves and switches alike), "comes or goes", "none"; the first step is in no class, nor
+        are those after a row's end.
         """
         now, before = self.main, self.main.roll(1, 0)
-        counts = torch.ones_like(now, dtype=torch.bool)
+        counts = self.cosine.isfinite()
         counts[0] = False
         there, was = now >= 0, before >= 0
         return {

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.probes import pattern_stability
 from dlm_lens.recording import ReceivedAttention, Recording, record
 from dlm_lens.sinks import AboveMean, find_sinks, received_of, trajectories
 from dlm_lens.sinks.analysis.enrichment import position_enrichment
@@ -53,3 +54,15 @@ def test_rows_of_several_batches_are_those_of_each_alone(family: str, tmp_path: 
         assert int(find_sinks(part, RULE).is_sink.sum()) == int(find_sinks(alone, RULE).is_sink.sum())
         assert torch.equal(part.run.tokens[part.run.attention_mask], alone.run.tokens[alone.run.attention_mask])
     assert len({*steps}) > (family != "dream")
+
+
+def test_pairs_of_steps_end_with_the_row() -> None:
+    model, prompts, settings = runs_of("llada2")
+    joined = record(model, prompts, REDUCERS, batch_size=1, **settings)
+    alone, part = record(model, prompts[:1], REDUCERS, **settings), joined.select(batch=[0])
+    assert len(alone.steps) < len(part.steps)
+    one, other = (pattern_stability(model, each.run, RULE, reference=1) for each in (part, alone))
+    pd.testing.assert_frame_equal(one.by_change(), other.by_change(), rtol=1e-4)
+    pd.testing.assert_frame_equal(one.table(), other.table(), rtol=1e-4)
+    pairs = len(alone.steps) - 1
+    assert int(sum(kind.sum() for kind in one.changes.values())) == pairs * one.cosine[0, 0].numel()
