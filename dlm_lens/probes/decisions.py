@@ -104,6 +104,8 @@ def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionO
     """
     check_run(run)
     answer = run.open[0] & ~run.open[-1]
+    # An AR row is written on while others of its batch go on: what comes after its end is no decision of its.
+    answer &= run.last_written < run.row_steps[:, None]
     step = run.last_written.masked_fill(~answer, -1)
     before = step[:, :, None] < step[:, None, :]
     after = step[:, :, None] > step[:, None, :]

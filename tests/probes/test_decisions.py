@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import dlm_lens as dl
 from dlm_lens.probes import decision_order
 from dlm_lens.sampling import DenoisingRun, denoise
 from dlm_lens.testing import tiny
@@ -131,3 +132,15 @@ def test_what_is_no_run_is_refused() -> None:
         decision_order(run_of([0]), within="row")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tau"):
         replace(decision_order(run_of([0])), tau=torch.zeros(3))
+
+
+def test_what_is_written_after_a_row_s_end_is_no_decision() -> None:
+    model = dl.load("toy-ar")
+    prompts = ["tom has 5 apples . tom buys 4 more . how many apples ? :", "how many ? :"]
+    both, alone = (dl.denoise(model, given, gen_length=16) for given in (prompts, prompts[:1]))
+    steps = both.row_steps.tolist()
+    assert steps[0] == alone.steps < steps[1] == both.steps
+    assert bool((both.last_written[0] >= steps[0]).any())  # the batch writes the row on
+    found, wanted = (decision_order(run) for run in (both, alone))
+    assert found.pairs.tolist()[0] == wanted.pairs.tolist()[0] == steps[0] * (steps[0] - 1) // 2
+    assert found.pairs.tolist()[1] == steps[1] * (steps[1] - 1) // 2
