@@ -30,7 +30,8 @@ FAMILIES = ("toy-ar", "llada2", "nemotron_labs_diffusion", "sdlm", "diffusion_ge
 def runs_of(name: str) -> tuple[Any, list[Any], dict[str, int]]:
     if name == "toy-ar":
         return dl.load(name), PROBLEMS, {"gen_length": 16}
-    return tiny(name), IDS, {"gen_length": 12}
+    few = {"sampler_defaults": {"steps_per_block": 8}} if name == "diffusion_gemma" else {}
+    return tiny(name, **few), IDS, {"gen_length": 12}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
