@@ -6,6 +6,9 @@ from typing import Any
 from dlm_lens.files.json_objects import read_json_lines
 from dlm_lens.printable import shown
 
+FORM = '{"prompt": "..."} or {"messages": [...]}'
+"""Of a line."""
+
 
 def read_prompts(path: Path) -> list[Any]:
     """The prompts of a file: texts and chats.
@@ -17,7 +20,7 @@ def read_prompts(path: Path) -> list[Any]:
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise FileNotFoundError(f"{path} {what}; --prompts takes a file of JSON lines")
-    found = [_prompt(line, text, where) for where, text, line in read_json_lines(path, "a prompt")]
+    found = [_prompt(line, text, where) for where, text, line in read_json_lines(path, "a prompt", FORM)]
     if not found:
         raise ValueError(f"{path} holds no prompts")
     return found
@@ -25,7 +28,7 @@ def read_prompts(path: Path) -> list[Any]:
 
 def prompt_places(path: Path) -> list[str]:
     """Where each prompt of a file is: FILE line N."""
-    return [where for where, _, _ in read_json_lines(path, "a prompt")]
+    return [where for where, _, _ in read_json_lines(path, "a prompt", FORM)]
 
 
 def _prompt(line: Any, text: str, where: str) -> Any:
@@ -33,4 +36,4 @@ def _prompt(line: Any, text: str, where: str) -> Any:
         return line["prompt"]
     if isinstance(line, dict) and isinstance(line.get("messages"), list) and line["messages"]:
         return line["messages"]
-    raise ValueError(f'{where} is {shown(text)}; a line is {{"prompt": "..."}} or {{"messages": [...]}}')
+    raise ValueError(f"{where} is {shown(text)}; a line is {FORM}")

@@ -39,7 +39,7 @@ def parse_json(content: bytes | str, *, constants: bool = False) -> Any:
         raise NestedTooDeeplyError(_TOO_DEEP) from None
 
 
-def read_json_lines(path: Path, what: str) -> Iterator[tuple[str, str, Any]]:
+def read_json_lines(path: Path, what: str, form: str) -> Iterator[tuple[str, str, Any]]:
     r"""The values of a file of JSON lines that are not empty: where each is, its text, the value.
 
     A line ends with \n alone (jsonlines.org): U+2028 and similar characters, at which `str.splitlines` cuts, belong
@@ -48,6 +48,7 @@ def read_json_lines(path: Path, what: str) -> Iterator[tuple[str, str, Any]]:
     Args:
         path: of the file.
         what: a line holds, for messages.
+        form: of a line, for messages.
 
     Raises:
         ValueError: a file that is not UTF-8, or a line that is not JSON.
@@ -65,7 +66,7 @@ def read_json_lines(path: Path, what: str) -> Iterator[tuple[str, str, Any]]:
         except RecursionError:
             raise ValueError(f"{where} is nested too deeply to be {what}") from None
         except ValueError as error:
-            raise ValueError(f"{where} is not JSON ({error})") from None
+            raise ValueError(f"{where} is not JSON ({error}); a line is {form}") from None
         yield where, text, value
 
 

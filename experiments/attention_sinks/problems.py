@@ -34,6 +34,10 @@ class Problem(NamedTuple):
     solution: str = ""
 
 
+FORM = '{"prompt": "..."}'
+"""Of a line of a file of problems."""
+
+
 def problems(task: str) -> list[Problem]:
     """The problems of a shipped task, or of a JSONL file with `prompt` and, for accuracies, `target`.
 
@@ -48,7 +52,8 @@ def problems(task: str) -> list[Problem]:
         file, wanted = Path(task), None
     else:
         raise FileNotFoundError(f"{task!r} is neither a file of prompts nor one of {', '.join(SHIPPED)}")
-    found = [(line, _problem(line, text, where)) for where, text, line in read_json_lines(file, "a problem")]
+    lines = read_json_lines(file, "a problem", FORM)
+    found = [(line, _problem(line, text, where)) for where, text, line in lines]
     return [problem for line, problem in found if wanted is None or line["task"] == wanted]
 
 
@@ -72,7 +77,7 @@ def _problem(line: Any, text: str, where: str) -> Problem:
     ]
     if not all(isinstance(value, str) for value in found):
         raise ValueError(
-            f'{where} is {shown(text)}; a line is {{"prompt": "..."}} and may have "target", "begun" and "answer", '
+            f'{where} is {shown(text)}; a line is {FORM} and may have "target", "begun" and "answer", '
             "all of them texts"
         )
     return Problem(*found)

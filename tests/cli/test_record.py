@@ -177,7 +177,7 @@ def test_a_wrong_option_is_one_sentence(files, change, sentence):
     ("content", "sentence"),
     [
         ("", "holds no prompts"),
-        ('{"prompt": "w1"}\nw2\n', "prompts.jsonl line 2 is not JSON"),
+        ('{"prompt": "w1"}\nw2\n', 'prompts.jsonl line 2 is not JSON .*; a line is \\{"prompt"'),
         ('{"text": "w1"}\n', r"line 1 is .*text.*; a line is"),
         ('{"prompt": "w1"}\n{"prompt": " "}\n', "prompts.jsonl, prompt 1: "),
     ],
