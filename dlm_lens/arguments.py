@@ -262,3 +262,11 @@ def meant(value: Any) -> Any:
 def plain_number(value: Any) -> Any:
     """A number of numpy as Python's own, so that records hold plain values; anything else as it is."""
     return value.item() if is_numpy_scalar(value) and value.dtype.kind in "biuf" else value
+
+
+def level_of_caller() -> int:
+    """The `stacklevel` at which a warning names the line that called the library."""
+    frame, level = inspect.currentframe(), -1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("dlm_lens", "torch"):
+        frame, level = frame.f_back, level + 1
+    return max(1, level + 1)

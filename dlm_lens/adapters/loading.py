@@ -176,8 +176,7 @@ def known_values(
     is_own = chosen is None or (isinstance(chosen, str) and chosen == own)
     if is_own and values.get("trained_block_length") is None:
         known["trained_block_length"] = family.hub_block_lengths.get(name)
-    other = isinstance(requested, str) and requested != (values.get("sampler") or own)
-    if other and "sampler_defaults" in values:
+    if isinstance(requested, str) and requested != (values.get("sampler") or own) and "sampler_defaults" in values:
         known["sampler_defaults"] = {}  # those of the checkpoint are settings of its own sampler
     return {name: value for name, value in {**given, **known}.items() if value is not None}
 

@@ -126,7 +126,7 @@ def feature_contexts(
         ValueError: no recording, one without `FeatureActivations` or of another autoencoder, a feature that does
             not exist, or `top` above what a recording holds.
     """
-    parts: Iterable[Any] = [recordings] if isinstance(recordings, Recording) else recordings
+    parts: Iterable[Any] = recordings if isinstance(recordings, Iterable) else [recordings]
     merged: _Merged | None = None
     for index, recording in enumerate(parts):
         recording = as_recording(recording)

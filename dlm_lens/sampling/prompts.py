@@ -1,6 +1,5 @@
 """Prompts in every form a user has them, as one left-padded batch of token ids."""
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from dlm_lens.adapters.registry import family_of
-from dlm_lens.arguments import is_whole
+from dlm_lens.arguments import is_whole, level_of_caller
 from dlm_lens.placement import input_device
 from dlm_lens.printable import shown
 
@@ -187,14 +186,6 @@ def warn_untrained_blocks(model: Any, block_length: int, most: int | None = None
             "block_length out, or read the result with care",
             stacklevel=level_of_caller(),
         )
-
-
-def level_of_caller() -> int:
-    """The `stacklevel` at which a warning names the line that called the library."""
-    frame, level = inspect.currentframe(), -1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("dlm_lens", "torch"):
-        frame, level = frame.f_back, level + 1
-    return max(1, level + 1)
 
 
 def _to_ids(model: Any, prompt: Any, may_be_empty: bool) -> Tensor | list[list[int]]:

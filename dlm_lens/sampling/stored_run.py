@@ -411,8 +411,8 @@ class StoredRun(StoredCanvases):
         carried: Carried = "all",
         warn: bool = True,
     ) -> None:
-        if isinstance(run, DenoisingRun):
-            check_model(model)
+        check_run(run)
+        check_model(model)
         super().__init__(model, run, hooks=hooks, carried=carried, warn=warn)
         name = str(run.settings.get("sampler"))
         if name not in algorithms():

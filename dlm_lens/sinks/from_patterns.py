@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import level_of_caller
 from dlm_lens.attention import MIN_VIEWERS, expected_received, received_attention, viewers, visible_keys
 from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received, warn_unscored
 
@@ -227,5 +228,5 @@ def _warn_if_causal(pattern: Tensor) -> None:
         warnings.warn(
             "no query attends to a later key: if the model is causal, pass causal=True, else its first keys are "
             "sinks because of the mask alone",
-            stacklevel=4,
+            stacklevel=level_of_caller(),
         )

@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import instance
+from dlm_lens.arguments import instance, level_of_caller
 from dlm_lens.attention import padding_before
-from dlm_lens.sampling.prompts import level_of_caller
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.detectors.base import Quantity
 

@@ -14,6 +14,7 @@ from dlm_lens.adapters import family_of, load
 from dlm_lens.adapters.families.smdm import SIZES, SMDMConfig, SMDMForMaskedLM
 from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
+from dlm_lens.arguments import level_of_caller
 from dlm_lens.training.conversion import convert
 from dlm_lens.training.objective import NextToken
 from dlm_lens.training.settings import ModelSettings, TrainingSettings
@@ -53,7 +54,7 @@ def build_model(settings: TrainingSettings) -> PreTrainedModel:
         if isinstance(settings.objective, NextToken):
             if changed:
                 text = f"{', '.join(changed)} do not apply to an AR baseline (objective.kind next_token): not used"
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(text, stacklevel=level_of_caller())
             return model
         return convert(
             model,

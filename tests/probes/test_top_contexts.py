@@ -87,6 +87,8 @@ def test_what_cannot_be_merged_is_refused() -> None:
         feature_contexts([])
     with pytest.raises(TypeError, match=r"the recording is a int; give a Recording of dlm_lens.record"):
         feature_contexts([3])
+    with pytest.raises(TypeError, match=r"the recording is a int; give a Recording of dlm_lens.record"):
+        feature_contexts(3)
     plain = record(model, PROMPTS[:1], [dl.ReceivedAttention()], **RUN)
     assert isinstance(plain, Recording)
     with pytest.raises(ValueError, match="the recording has no features"):
