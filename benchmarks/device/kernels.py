@@ -1,10 +1,11 @@
 """The Triton kernels: right against float64 on the CPU, fast against tiles of torch and sdpa.
 
 `python -m benchmarks.device.kernels --dtype bfloat16 [--small]`. Per case: the largest error of the received
-attention, relative to the largest value, and of the log-sum-exp; the time of the kernels over that of the tiled
-path on the same device and, where sdpa computes the same attention, over sdpa's. `path` is what computed the case;
-on a GPU tiles mean that the kernels could not be launched, and make the exit status 1. On a CPU it is always tiles,
-on the pretended device the interpreted kernels, and no time means anything.
+attention, relative to the largest value, of the log-sum-exp, and of what `pattern_stats` says of each query; the
+time of received attention in kernels over that of the tiled path on the same device and, where sdpa computes the
+same attention, over sdpa's; and the time of `pattern_stats` over that of tiles, which hold the pattern. `path` is
+what computed the case; on a GPU tiles mean that the kernels could not be launched, and make the exit status 1. On a
+CPU it is always tiles, on the pretended device the interpreted kernels, and no time means anything.
 """
 
 import os
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.timing import machine, side_by_side
+from dlm_lens.attention import QUERY_STATS, AttentionInputs, PatternStats, TileStats, pattern_stats, pattern_tiles
 from dlm_lens.attention.received import attention_lse, received_sums, usable
 from dlm_lens.attention.tiled import tiled_received_sums
 
@@ -61,23 +63,28 @@ def cases(small: bool) -> Iterator[Case]:
                     yield Case(length, width, variant)
 
 
-def errors(case: Case, dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """Largest error of the sums, relative to their largest, and of the log-sum-exp, against `reference`."""
+def errors(case: Case, dtype: torch.dtype, device: str) -> tuple[float, float, float]:
+    """Largest error of the sums, relative to their largest, of the log-sum-exp, and of the queries' statistics."""
     q, k, options = case.inputs(dtype)
     scale, moved = case.width**-0.5, _moved(options, device)
-    expected, lse = reference(q.double(), k.double(), scale, options)
+    expected, lse, stats = reference(q.double(), k.double(), scale, options)
     found = received_sums(q.to(device), k.to(device), scale=scale, **moved).cpu()
+    inputs, weights = _layer(case, dtype, device)
+    found_stats = pattern_stats(inputs, weights, QUERY_STATS)
+    assert found_stats.sums is not None
     moved.pop("queries", None)
     found_lse = attention_lse(q.to(device), k.to(device), scale=scale, **moved).cpu()
-    return float((found - expected).abs().max() / expected.max()), float((found_lse - lse).abs().max())
+    sums = max(float((each.cpu() - expected).abs().max() / expected.max()) for each in (found, found_stats.sums))
+    by_query = torch.stack([found_stats.per_query[name].cpu() for name in QUERY_STATS])
+    return sums, float((found_lse - lse).abs().max()), float((by_query - stats).abs().max())
 
 
-def reference(q: Tensor, k: Tensor, scale: float, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, scale: float, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """The definitions, in the dtype of q (float64), 512 rows of the softmax at a time."""
     length = q.shape[2]
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     weights = options.get("queries", torch.ones(1, 1, length)).to(q)
-    sums, lse, places = 0.0, [], torch.arange(length)
+    sums, lse, stats, places = 0.0, [], [], torch.arange(length)
     for rows in places.split(512):
         scores = q[:, :, rows] @ keys.mT * scale
         if options["causal"]:
@@ -86,8 +93,12 @@ def reference(q: Tensor, k: Tensor, scale: float, options: dict[str, Any]) -> tu
             visible = options["visible"].expand(-1, -1, length, -1)[:, :, rows]
             scores = scores.masked_fill(~visible, -torch.inf)
         lse.append(scores.logsumexp(-1))
-        sums = sums + torch.einsum("bcq,bhqk->bchk", weights[..., rows], scores.softmax(-1))
-    return sums, torch.cat(lse, -1)
+        pattern = scores.softmax(-1)
+        sums = sums + torch.einsum("bcq,bhqk->bchk", weights[..., rows], pattern)
+        regions = (places == rows[:, None], places < rows[:, None], places > rows[:, None])
+        given = [(pattern * region).sum(-1) for region in regions]
+        stats.append(torch.stack([torch.special.entr(pattern).sum(-1), *given]))
+    return sums, torch.cat(lse, -1), torch.cat(stats, -1)
 
 
 def ratios(case: Case, dtype: torch.dtype, device: str, rounds: int) -> dict[str, float]:
@@ -104,7 +115,34 @@ def ratios(case: Case, dtype: torch.dtype, device: str, rounds: int) -> dict[str
         runs["sdpa"] = lambda: scaled_dot_product_attention(q, k, k, is_causal=moved["causal"])
     seconds = side_by_side(runs, rounds)
     over = {f"over {name}": seconds["kernels"] / seconds[name] for name in runs if name != "kernels"}
-    return {"seconds": seconds["kernels"], **over}
+    inputs, queries = _layer(case, dtype, device)
+    stats = side_by_side(
+        {
+            "kernels": lambda: pattern_stats(inputs, queries, QUERY_STATS),
+            "tiles": lambda: stats_of_tiles(inputs, queries),
+        },
+        rounds,
+    )
+    return {"seconds": seconds["kernels"], **over, "stats over tiles": stats["kernels"] / stats["tiles"]}
+
+
+def stats_of_tiles(inputs: AttentionInputs, weights: Tensor) -> PatternStats:
+    """The statistics from tiles of the pattern."""
+    stats = TileStats(inputs, weights, QUERY_STATS)
+    for rows, pattern in pattern_tiles(inputs):
+        stats.add(rows, pattern)
+    return stats.result()
+
+
+def _layer(case: Case, dtype: torch.dtype, device: str) -> tuple[AttentionInputs, Tensor]:
+    """The inputs of a layer and the weights of the query classes."""
+    q, k, options = case.inputs(dtype)
+    moved = _moved(options, device)
+    weights = moved.get("queries", torch.ones(1, 1, case.length, device=device))
+    keys, scale = k.to(device), case.width**-0.5
+    return AttentionInputs(
+        0, q.to(device), keys, keys, scale, moved.get("visible"), causal=moved["causal"]
+    ), weights
 
 
 def kernels_ran(case: Case, dtype: torch.dtype, device: str) -> bool:
@@ -126,17 +164,21 @@ def main(dtype: str = "bfloat16", small: Annotated[bool, typer.Option("--small")
     wrong: list[Case] = []
     not_launched: list[Case] = []
     print(f"\nreceived attention in {dtype}, tolerance {limit:g}; {machine()}\n")
-    print("| S | width | variant | path | error of sums | error of lse | ms | over tiles | over sdpa |")
-    print("|---:|---:|---|---|---:|---:|---:|---:|---:|")
+    print(
+        "| S | width | variant | path | error of sums | lse | queries | ms | over tiles | sdpa | stats over tiles |"
+    )
+    print("|---:|---:|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for case in cases(small):
-        sums, lse = errors(case, kind, device)
+        found = errors(case, kind, device)
         time = ratios(case, kind, device, 1 if small else rounds)
         sdpa = f"{time['over sdpa']:.2f}" if "over sdpa" in time else ""
         ran = kernels_ran(case, kind, device)
         path = "kernels" if ran else "tiles"
-        line = f"| {case.length} | {case.width} | {case.variant} | {path} | {sums:.1e} | {lse:.1e} |"
-        print(f"{line} {time['seconds'] * 1e3:.3f} | {time['over tiles']:.2f} | {sdpa} |", flush=True)
-        if not (sums <= limit and lse <= limit):
+        line = f"| {case.length} | {case.width} | {case.variant} | {path} |"
+        line += "".join(f" {error:.1e} |" for error in found)
+        line += f" {time['seconds'] * 1e3:.3f} | {time['over tiles']:.2f} | {sdpa} |"
+        print(f"{line} {time['stats over tiles']:.2f} |", flush=True)
+        if not all(error <= limit for error in found):
             wrong.append(case)
         if device == "cuda" and not ran:
             not_launched.append(case)

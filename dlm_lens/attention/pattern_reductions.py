@@ -2,7 +2,8 @@
 
 Received attention, a query's entropy, and what it gives to itself and to the keys before and after it follow from
 the same exponentials. `pattern_stats` computes all that is wanted at once, on a CPU without normalising a pattern
-(`benchmarks/recording.py`); `TileStats` computes the same from tiles of a pattern that exists.
+(`benchmarks/recording.py`) and on a GPU in Triton kernels; `TileStats` computes the same from tiles of a pattern
+that exists.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention.inputs import AttentionInputs
+from dlm_lens.attention.received import run_kernels
 from dlm_lens.attention.streaming import received_by_class, visibility_of
 from dlm_lens.attention.tiled import (
     LOG2E,
@@ -22,7 +24,6 @@ from dlm_lens.attention.tiled import (
     Selection,
     add_sums_,
     head_groups,
-    needs_grad,
     pattern_tiles,
 )
 
@@ -64,13 +65,19 @@ def pattern_stats(
     """
     if not wanted:
         return PatternStats(None if weights is None else received_by_class(inputs, weights), {})
-    on_cpu = inputs.q.device.type == "cpu" and not needs_grad(inputs.q, inputs.k)
-    if on_cpu and inputs.pattern is None and inputs.dropped is None:
+
+    def tiles() -> PatternStats:
+        stats = TileStats(inputs, weights, wanted, canvas)
+        for rows, pattern in pattern_tiles(inputs):
+            stats.add(rows, pattern)
+        return stats.result()
+
+    # Columns dropped after the softmax and edits of a pattern do not follow from the queries and keys.
+    if inputs.pattern is not None or inputs.dropped is not None:
+        return tiles()
+    if inputs.q.device.type == "cpu":
         return _in_cache(inputs, weights, wanted, counted, canvas)
-    stats = TileStats(inputs, weights, wanted, canvas)
-    for rows, pattern in pattern_tiles(inputs):
-        stats.add(rows, pattern)
-    return stats.result()
+    return run_kernels(lambda: _in_kernels(inputs, weights, wanted, counted, canvas), tiles, inputs.q, inputs.k)
 
 
 class TileStats:
@@ -113,6 +120,26 @@ class TileStats:
         """The statistics of all tiles."""
         sums = None if self._sums is None else self._sums.transpose(1, 2)
         return PatternStats(sums, {name: torch.cat(parts, -1) for name, parts in self._parts.items()})
+
+
+def _in_kernels(
+    inputs: AttentionInputs,
+    weights: Float[Tensor, "batch klass query"] | None,
+    wanted: Collection[QueryStat],
+    counted: Bool[Tensor, "batch query"] | None,
+    canvas: int | None,
+) -> PatternStats:
+    """In Triton kernels."""
+    from dlm_lens.attention.triton_kernels import triton_pattern_stats
+
+    q, k = inputs.q, inputs.k
+    visible, causal = visibility_of(inputs)
+    shares = None if weights is None else weights.float()
+    end = k.shape[2] if canvas is None else canvas
+    sums, stats = triton_pattern_stats(q, k, inputs.scale, visible, shares, causal, inputs.first, end)
+    if counted is not None:
+        stats = stats.masked_fill_(~counted[:, None], 0.0)
+    return PatternStats(sums, {name: stats[QUERY_STATS.index(name)] for name in wanted})
 
 
 def _in_cache(

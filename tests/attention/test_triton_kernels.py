@@ -65,9 +65,18 @@ CASES = (
 )
 
 
+def by_query(pattern: Tensor, first: int, canvas: int) -> Tensor:
+    """The statistics of every query of a pattern in float64, in the order of `QUERY_STATS`."""
+    key = torch.arange(pattern.shape[-1])
+    place = first + torch.arange(pattern.shape[-2])[:, None]
+    regions = (key == place, key < place, key > place)
+    given = [(pattern * (region & (key < canvas))).sum(-1) for region in regions]
+    return torch.stack([torch.special.entr(pattern).sum(-1), *given])
+
+
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
-    """Both kernels against the pattern in float64 of the same rounded inputs."""
-    from dlm_lens.attention.triton_kernels import triton_lse, triton_received_sums
+    """The kernels against the pattern in float64 of the same rounded inputs."""
+    from dlm_lens.attention.triton_kernels import triton_lse, triton_pattern_stats, triton_received_sums
 
     generator = torch.Generator().manual_seed(case.queries * 1000 + case.keys)
     q = torch.randn(case.batch, case.queries, case.heads, case.width, generator=generator).transpose(1, 2) * 2
@@ -87,6 +96,11 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
     scores = q.double() @ k.double().repeat_interleave(case.heads // case.kv, 1).mT * scale
     expected = scores.masked_fill(pattern == 0, -torch.inf).logsumexp(-1)
     torch.testing.assert_close(lse.double().cpu(), expected, **close)
+    for first, canvas in ((case.keys - case.queries, case.keys), (max(0, case.keys - case.queries - 3), 33)):
+        sums, stats = triton_pattern_stats(*given, weights.to(device), case.causal, first, canvas)
+        torch.testing.assert_close(sums, got, **close)  # blocks of another size
+        torch.testing.assert_close(stats.double().cpu(), by_query(pattern, first, canvas), **close)
+        assert torch.equal(triton_pattern_stats(*given, None, case.causal, first, canvas)[1], stats)
     known = triton_received_sums(*given, weights.to(device), case.causal, lse)
     torch.testing.assert_close(known, got, **close)
     assert torch.equal(triton_received_sums(*given, weights.to(device), case.causal), got)  # the same bits
@@ -116,7 +130,7 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @needs_triton
 def test_the_dispatcher_takes_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlm_lens.attention import triton_kernels
+    from dlm_lens.attention import QUERY_STATS, AttentionInputs, pattern_stats, triton_kernels
     from dlm_lens.attention.received import attention_lse, received_sums
     from dlm_lens.attention.tiled import tiled_received_sums
 
@@ -129,17 +143,28 @@ def test_the_dispatcher_takes_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(received_sums(q, k, scale=0.1), tiles, atol=1e-4, rtol=1e-4)
     attention_lse(q, k, scale=0.1)
     assert len(called) == 3
+    inputs = AttentionInputs(0, q, k, k, 0.1)
+    stats = pattern_stats(inputs, weights, QUERY_STATS)
+    assert len(called) == 5
+    monkeypatch.setenv("DLM_LENS_KERNELS", "off")
+    expected = pattern_stats(inputs, weights, QUERY_STATS)
+    monkeypatch.delenv("DLM_LENS_KERNELS")
+    torch.testing.assert_close(stats.sums, expected.sums, atol=1e-4, rtol=1e-4)
+    for name, values in expected.per_query.items():
+        torch.testing.assert_close(stats.per_query[name], values, atol=1e-5, rtol=1e-4)
+    assert len(called) == 5
     received_sums(q.requires_grad_(), k, scale=0.1).sum().backward()
-    assert len(called) == 3
+    assert len(called) == 5
 
 
 # What triton.compile calls an argument, by its name in the kernel.
-_POINTERS = {"q": "*bf16", "k": "*bf16", "visible": "*u8", "lse": "*fp32", "weights": "*fp32", "received": "*fp32"}
+_POINTERS = {"q": "*bf16", "k": "*bf16", "visible": "*u8"}
+_POINTERS |= dict.fromkeys(["lse", "stats", "weights", "received"], "*fp32")
 
 
 @pytest.mark.long
 @needs_triton
-@pytest.mark.parametrize("kernel", ["_lse_kernel", "_received_kernel"])
+@pytest.mark.parametrize("kernel", ["_query_kernel", "_query_kernel with statistics", "_received_kernel"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_they_compile_for_bfloat16_without_a_gpu(kernel: str, capability: int) -> None:
     """The tensor cores are used, and shared memory stays below what GPUs of the generation have."""
@@ -149,11 +174,13 @@ def test_they_compile_for_bfloat16_without_a_gpu(kernel: str, capability: int) -
 
     from dlm_lens.attention import triton_kernels
 
+    kernel, _, statistics = kernel.partition(" with ")
     function = getattr(triton_kernels, kernel)
-    sizes = triton_kernels.blocks(128, torch.bfloat16, triton_kernels.NO_MASK)
-    own, other = ("QUERIES", "KEYS") if kernel == "_lse_kernel" else ("KEYS", "QUERIES")
+    sizes = triton_kernels.blocks(128, torch.bfloat16, triton_kernels.NO_MASK, bool(statistics))
+    own, other = ("QUERIES", "KEYS") if kernel == "_query_kernel" else ("KEYS", "QUERIES")
     constants = {"WIDTH": 128, own: sizes["own"], other: sizes["other"], "MASK": 0, "CAUSAL": False}
     constants |= {"CLASSES": 3, "CLASS_BLOCK": 4, "q_column": 1, "k_column": 1, "v_key": 0, "w_query": 1}
+    constants["STATS"] = bool(statistics)
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     kinds = dict.fromkeys(names, "i32") | _POINTERS | {"factor": "fp32"} | dict.fromkeys(constants, "constexpr")

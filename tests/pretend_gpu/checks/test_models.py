@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import dlm_lens as dl
+from dlm_lens.attention import QUERY_STATS, AttentionInputs, pattern_stats
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.tiled import tiled_lse, tiled_received_sums
 from dlm_lens.cli import installation as doctor
@@ -79,6 +80,19 @@ def test_the_dispatcher_runs_the_kernels_in_the_interpreter(width: int, monkeypa
         attention_lse(q.cuda(), k.cuda(), scale=0.1).cpu(), tiled_lse(q, k, 0.1, None, False)
     )
     assert len(called) == 3
+    canvas, counted = q[:, :, :37], torch.arange(37)[None] > 4  # three learned sink tokens after the canvas
+    stats, on_gpu = (
+        pattern_stats(AttentionInputs(0, a, b, b, 0.1, own_start=0), w, QUERY_STATS, counted=c, canvas=37)
+        for a, b, w, c in (
+            (canvas, k, weights[..., :37], counted),
+            (canvas.cuda(), k.cuda(), weights[..., :37].cuda(), counted.cuda()),
+        )
+    )
+    assert len(called) == 5
+    torch.testing.assert_close(on_gpu.sums.cpu(), stats.sums, rtol=1e-4, atol=1e-5)
+    for name, values in stats.per_query.items():
+        got = on_gpu.per_query[name].cpu()
+        torch.testing.assert_close(got, values * counted[:, None], rtol=1e-4, atol=1e-6)  # sums in another order
 
 
 def test_a_kernel_that_cannot_be_launched(
