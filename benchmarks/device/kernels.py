@@ -21,8 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.timing import machine, side_by_side
 from dlm_lens.attention import QUERY_STATS, AttentionInputs, PatternStats, TileStats, pattern_stats, pattern_tiles
-from dlm_lens.attention.received import attention_lse, received_sums, usable
-from dlm_lens.attention.tiled import tiled_received_sums
+from dlm_lens.attention.kernel_selection import usable
+from dlm_lens.attention.received import attention_lse, received_sums
+from dlm_lens.attention.tile_sums import tiled_received_sums
 
 TOLERANCE = {"float32": 2e-4, "float16": 2e-3, "bfloat16": 2e-3}
 """Inputs are rounded before both sides see them, products of halves are exact in float32, and sums are in float32:

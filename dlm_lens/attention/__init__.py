@@ -68,12 +68,13 @@ from dlm_lens.attention.left_padding import padding_before, position_ids, predic
 from dlm_lens.attention.mask_window import in_window, mask_window_of, sees_window, until_window, window_layout
 from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
 from dlm_lens.attention.model_access import exclusive, in_use
-from dlm_lens.attention.pattern_reductions import QUERY_STATS, PatternStats, QueryStat, TileStats, pattern_stats
+from dlm_lens.attention.pattern_reductions import PatternStats, TileStats, pattern_stats
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
 from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, sink
 from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
 from dlm_lens.attention.streaming import received_by_class, stream_columns
+from dlm_lens.attention.tile_sums import QUERY_STATS, QueryStat
 from dlm_lens.attention.tiled import pattern_tiles
 from dlm_lens.attention.visibility import AttentionPass, additive_mask, visible_in, visible_keys
 

@@ -138,15 +138,19 @@ class HeadGroup:
     """Query heads of rows of the batch, as many of each row, with some of their queries and keys.
 
     Args:
-        q: queries in base-2 units of the scores; where `normalised`, beside them minus the base-2 log-sum-exp of
-            each query's scores.
-        k: the keys that each of them reads; where `normalised`, beside them 1.
+        q: queries; where `folded` in base-2 units of the scores and, where `normalised` too, beside them minus the
+            base-2 log-sum-exp of each query's scores.
+        k: the keys that each of them reads; where `folded` and `normalised`, beside them 1.
         keys: positions of the columns; None where all are left.
         hidden: the hidden (1) entries among them, for all heads of each row of the batch or by head; None: none is.
         last: the last position that each query sees (causal); None where nothing is hidden so.
         normalised: whether the log-sum-exp of each query's scores is known. It is then subtracted in the product
             q k^T itself, since another pass over a tile takes a quarter of the product's time.
         room: for the scores of a tile.
+        folded: whether the product has the scale and the log-sum-exp in it. Otherwise it is q k^T as it is, without
+            copies of q and k, and the scores are (q k^T - `offset`) times `factor`.
+        factor: base-2 units in one of the product; 1 where `folded`.
+        offset: the log-sum-exp in units of the product, where it is known and not `folded`.
     """
 
     q: Float[Tensor, "head row width"]
@@ -156,12 +160,16 @@ class HeadGroup:
     last: Int[Tensor, "row"] | None
     normalised: bool
     room: Room
+    folded: bool = True
+    factor: float = 1.0
+    offset: Float[Tensor, "head row"] | None = None
 
     def tiles(self) -> Iterator[tuple[slice, slice, Float[Tensor, "head tile column"]]]:
         """Base-2 scores tile by tile, hidden ones near -HIDDEN: which rows, which columns, the scores.
 
-        Where `normalised` they are base-2 logarithms of the pattern, and a tile has some of the columns; elsewhere
-        it has all of those that one of its rows sees. The next tile overwrites them.
+        Where not `folded` they are products q k^T. Where `normalised` they are base-2 logarithms of the pattern,
+        and a tile has some of the columns; elsewhere it has all of those that one of its rows sees. The next tile
+        overwrites them.
         """
         heads, count, columns = *self.q.shape[:2], self.k.shape[1]
         if not count or not columns:
@@ -256,7 +264,15 @@ class Selection:
         )
 
     def heads(
-        self, q: Tensor, k: Tensor, lse: Tensor | None, chosen: slice, scale: float, causal: bool, room: Room
+        self,
+        q: Tensor,
+        k: Tensor,
+        lse: Tensor | None,
+        chosen: slice,
+        scale: float,
+        causal: bool,
+        room: Room,
+        folded: bool,
     ) -> HeadGroup:
         """The selected queries and keys of some query heads of rows [row, head, position, d_head]."""
         last = None
@@ -265,16 +281,26 @@ class Selection:
             last = last + (k.shape[2] - q.shape[2])
         groups = q.shape[1] // k.shape[1]
         first, end = chosen.start // groups, (chosen.stop - 1) // groups + 1
-        q = _take(q[:, chosen.start : chosen.stop], self.rows).float() * (scale * LOG2E)
+        q = _take(q[:, chosen.start : chosen.stop], self.rows).float()
         k = _take(k[:, first:end], self.keys).float()
         if groups > 1 and q.shape[1] > 1:
             k = k[:, [head // groups - first for head in range(chosen.start, chosen.stop)]]
-        if lse is not None:  # finite, since 0 * inf is not a number: a query without a key may have -inf
-            known = _take(lse[:, chosen.start : chosen.stop], self.rows).float()
-            offset = (known * -LOG2E).nan_to_num_(posinf=-HIDDEN).unsqueeze(-1)
-            q, k = torch.cat([q, offset], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1)
+        known = None if lse is None else _take(lse[:, chosen.start : chosen.stop], self.rows).float()
+        normalised = known is not None
+        if not folded:
+            # A query without a key may have -inf.
+            offset = None if known is None else (known / scale).nan_to_num_(neginf=HIDDEN).flatten(0, 1)
+            if _onednn_linear() is not None:
+                q, k = q.contiguous(), k.contiguous()
+            q, k = q.flatten(0, 1), k.flatten(0, 1)
+            factor = scale * LOG2E
+            return HeadGroup(q, k, self.keys, self.hidden, last, normalised, room, False, factor, offset)
+        q = q * (scale * LOG2E)
+        if known is not None:  # finite, since 0 * inf is not a number: a query without a key may have -inf
+            column = (known * -LOG2E).nan_to_num_(posinf=-HIDDEN).unsqueeze(-1)
+            q, k = torch.cat([q, column], -1), torch.cat([k, k.new_ones(*k.shape[:-1], 1)], -1)
         q, k = (x.contiguous().flatten(0, 1) for x in (q, k))
-        return HeadGroup(q, k, self.keys, self.hidden, last, lse is not None, room)
+        return HeadGroup(q, k, self.keys, self.hidden, last, normalised, room)
 
 
 def _take(x: Tensor, index: Tensor | None) -> Tensor:
@@ -289,6 +315,7 @@ def head_groups(
     rows: list[Tensor | None],
     causal: bool,
     lse: Tensor | None = None,
+    folded: bool = True,
 ) -> Iterator[tuple[slice, slice, Selection, HeadGroup]]:
     """The query heads of the batch, as many at a time as fit a tile: rows, heads of each, selection, group.
 
@@ -309,7 +336,7 @@ def head_groups(
         for some in _parts(len(q), size // heads):
             for chosen in _parts(heads, size):
                 source = every.heads(
-                    q[some], k[some], None if lse is None else lse[some], chosen, scale, causal, room
+                    q[some], k[some], None if lse is None else lse[some], chosen, scale, causal, room, folded
                 )
                 if hides and visible is not None:
                     own = visible[some] if visible.shape[1] == 1 else visible[some, chosen]
@@ -325,39 +352,14 @@ def head_groups(
                 mask = None if masks is None else masks[head if len(masks) > 1 else 0]
                 selection = Selection.of(mask, rows[row], k.shape[2])
             chosen = slice(head, head + 1)
-            yield some, chosen, selection, selection.heads(q[some], k[some], known, chosen, scale, causal, room)
+            source = selection.heads(q[some], k[some], known, chosen, scale, causal, room, folded)
+            yield some, chosen, selection, source
 
 
 def _parts(count: int, size: int) -> list[slice]:
     """Slices of `size`, at least 1, that cover `count` things."""
     size = max(1, size)
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def tiled_received_sums(
-    q: Float[Tensor, "batch head query d_head"],
-    k: Float[Tensor, "batch kv_head key d_head"],
-    scale: float,
-    visible: Bool[Tensor, "#batch #head #query #key"] | None,
-    weights: Float[Tensor, "#batch klass query"],
-    causal: bool,
-    lse: Float[Tensor, "batch head query"] | None = None,
-) -> Float[Tensor, "batch klass head key"]:
-    """`received_sums` in tiles of torch, on any device."""
-    if q.device.type != "cpu" or needs_grad(q, k, weights):
-        return _batched_received_sums(q, k, scale, visible, weights, causal)
-    received = q.new_zeros(q.shape[0], weights.shape[1], q.shape[1], k.shape[2], dtype=torch.float32)
-    weights = weights.expand(q.shape[0], -1, -1)
-    counted = weights.ne(0).any(1)
-    rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in counted]
-    for some, heads, selection, source in head_groups(q, k, scale, visible, rows, causal, lse):
-        own = received.new_zeros(weights.shape[1], len(source.q), source.k.shape[1])
-        shares = selection.shares(weights[some])
-        for tile, columns, scores in source.tiles():
-            total = source.exponentials_(scores)
-            add_sums_(own[..., columns], shares[..., tile], scores, total)
-        selection.store(own, received[some, :, heads])
-    return received
 
 
 def tiled_lse(
@@ -402,9 +404,10 @@ def _batched_scores(
         yield rows, scores
 
 
-def _batched_received_sums(
+def batched_received_sums(
     q: Tensor, k: Tensor, scale: float, visible: Tensor | None, weights: Tensor, causal: bool
 ) -> Float[Tensor, "batch klass head key"]:
+    """`received_sums` in tiles over all rows and heads, with a gradient."""
     received = q.new_zeros(q.shape[0], q.shape[1], weights.shape[1], k.shape[2], dtype=torch.float32)
     for rows, scores in _batched_scores(q, k, scale, visible, causal):
         empty = (scores == -torch.inf).all(-1, keepdim=True)

@@ -29,6 +29,15 @@ def _rows(base, index, stride_row, stride_column, width, length, WIDTH: tl.const
     return tl.load(base + index[:, None] * stride_row + column[None, :] * stride_column, mask=inside, other=0.0)
 
 
+@triton.jit
+def _store_all(base, size, mask, entropy, itself, past, future, divisor):
+    """A block of every statistic, `size` numbers apart."""
+    tl.store(base, entropy, mask=mask)
+    tl.store(base + size, itself / divisor, mask=mask)
+    tl.store(base + 2 * size, past / divisor, mask=mask)
+    tl.store(base + 3 * size, future / divisor, mask=mask)
+
+
 @triton.jit(do_not_specialize=["first", "canvas"])  # one kernel for every span
 def _query_kernel(
     q, k, visible, lse, stats,
@@ -55,7 +64,6 @@ def _query_kernel(
     itself = tl.zeros([QUERIES], tl.float32)
     past = tl.zeros([QUERIES], tl.float32)
     future = tl.zeros([QUERIES], tl.float32)
-    place = first + query
     end = keys
     if CAUSAL:
         end = tl.minimum(keys, tl.maximum(0, (tl.program_id(0) + 1) * QUERIES + keys - queries))
@@ -80,24 +88,20 @@ def _query_kernel(
         if STATS:
             earlier = product + total * tl.where(top == -float("inf"), 0.0, top - shift)
             product = earlier * decay + tl.sum(share * tl.where(seen, scores - shift[:, None], 0.0), 1)
-            given = tl.where(key[None, :] < canvas, share, 0.0)
-            itself = itself * decay + tl.sum(tl.where(key[None, :] == place[:, None], given, 0.0), 1)
-            past = past * decay + tl.sum(tl.where(key[None, :] < place[:, None], given, 0.0), 1)
-            future = future * decay + tl.sum(tl.where(key[None, :] > place[:, None], given, 0.0), 1)
+            column, place = key[None, :], (first + query)[:, None]
+            given = tl.where(column < canvas, share, 0.0)
+            itself = itself * decay + tl.sum(tl.where(column == place, given, 0.0), 1)
+            past = past * decay + tl.sum(tl.where(column < place, given, 0.0), 1)
+            future = future * decay + tl.sum(tl.where(column > place, given, 0.0), 1)
         total = total * decay + tl.sum(share, 1)
         top = new
     if STATS:
         size = tl.num_programs(1).to(tl.int64) * queries
         stats += tl.program_id(1).to(tl.int64) * queries + query
-        valid = query < queries
-        sees = total > 0.0
-        divisor = tl.where(sees, total, 1.0)
+        divisor = tl.where(total > 0.0, total, 1.0)  # the other sums are 0 where this one is
         # log sum_j 2^s_j - sum_j A_ij s_j, where every s_j is at most 0: both terms are positive.
         entropy = (tl.log2(divisor) - product / divisor) * 0.6931471805599453
-        tl.store(stats, tl.where(sees, tl.maximum(entropy, 0.0), 0.0), mask=valid)
-        tl.store(stats + size, tl.where(sees, itself / divisor, 0.0), mask=valid)
-        tl.store(stats + 2 * size, tl.where(sees, past / divisor, 0.0), mask=valid)
-        tl.store(stats + 3 * size, tl.where(sees, future / divisor, 0.0), mask=valid)
+        _store_all(stats, size, query < queries, tl.maximum(entropy, 0.0), itself, past, future, divisor)
     result = tl.where(total > 0.0, top + tl.log2(total), -float("inf"))
     tl.store(lse + tl.program_id(1).to(tl.int64) * queries + query, result, mask=query < queries)
 

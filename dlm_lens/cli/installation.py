@@ -8,7 +8,8 @@ import torch
 from packaging.requirements import Requirement
 
 import dlm_lens
-from dlm_lens.attention.received import SWITCH, received_sums, turned_on, usable
+from dlm_lens.attention.kernel_selection import SWITCH, turned_on, usable
+from dlm_lens.attention.received import received_sums
 from dlm_lens.findings import Finding, checked
 from dlm_lens.requirements import declared, installed
 

@@ -2,20 +2,30 @@
 
 import pytest
 
-from dlm_lens.attention import pattern_reductions, tiled
+from dlm_lens.attention import kernel_selection, tile_sums, tiled
 
 TILES = ["one tile", "small tiles", "long heads", "long heads, small tiles"]
 
 
-@pytest.fixture(params=[*TILES, "one tile, blocks", "long heads, small tiles, blocks"])
+COMPILED = ["one tile, compiled", "small tiles, compiled", "long heads, small tiles, compiled"]
+
+
+@pytest.fixture(params=[*TILES, "one tile, blocks", "long heads, small tiles, blocks", *COMPILED])
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Heads of all rows in one tile, or tiles of 8 rows of 37 columns (the last one shorter); or as long heads.
 
-    With blocks a tile's columns are summed 4 by 4, as those of wide tiles are.
+    With blocks a tile's columns are summed 4 by 4, as those of wide tiles are. Compiled by numba, or else in calls
+    of torch.
     """
+    if "compiled" in request.param:
+        pytest.importorskip("numba", reason="needs numba: pip install 'dlm-lens[numba]'")
+        monkeypatch.setattr(kernel_selection, "LEAST_ENTRIES", 0)
+        monkeypatch.setattr(kernel_selection, "MOST_THREADS", 1 << 10)
+    else:
+        monkeypatch.setattr(kernel_selection, "MOST_THREADS", 0)
     if "blocks" in request.param:
-        monkeypatch.setattr(pattern_reductions, "BLOCK", 4)
-        monkeypatch.setattr(pattern_reductions, "NARROW", 4)
+        monkeypatch.setattr(tile_sums, "BLOCK", 4)
+        monkeypatch.setattr(tile_sums, "NARROW", 4)
     elements = 300 if "small" in request.param else 1 << 19
     monkeypatch.setattr(tiled, "TILE_ELEMENTS", elements)
     monkeypatch.setattr(tiled, "BATCHED_ELEMENTS", elements * 8)

@@ -17,9 +17,9 @@ from dlm_lens.attention import (
     QUERY_STATS,
     AttentionInputs,
     fused_lse,
-    pattern_reductions,
     pattern_stats,
     received_by_class,
+    tile_sums,
     tiled,
 )
 from dlm_lens.attention.fused_lse import LEAST_ENTRIES
@@ -219,7 +219,7 @@ def test_a_recorded_run_takes_it_and_denoises_the_same(family: str, monkeypatch:
         taken.append(given[6] is not None)
         return tiled.head_groups(*given)
 
-    monkeypatch.setattr(pattern_reductions, "head_groups", watched)
+    monkeypatch.setattr(tile_sums, "head_groups", watched)
     prompts = [[5, 9, 11, 3], [6, 2]]
     with_it = record(model, prompts, reducers, **options)
     assert taken

@@ -1,19 +1,23 @@
 """Which code computes a statistic: kernels, or tiles where the kernels are off or cannot be launched."""
 
+import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from dlm_lens.attention import received
-from dlm_lens.attention.received import run_kernels
+from dlm_lens.attention import QUERY_STATS, AttentionInputs, kernel_selection, pattern_stats, received_sums
+from dlm_lens.attention.kernel_selection import run_kernels
+
+needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="needs numba: pip install 'dlm-lens[numba]'")
 
 
 @pytest.fixture(autouse=True)
 def nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(received, "_failed", set())
-    monkeypatch.setattr(received, "_triton_found", lambda: True)
+    monkeypatch.setattr(kernel_selection, "_failed", set())
+    monkeypatch.setattr(kernel_selection, "_triton_found", lambda: True)
 
 
 def on_cuda(width: int = 128, dtype: torch.dtype = torch.float16, index: int = 0) -> Any:
@@ -81,3 +85,80 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen(kernels, on_cuda())
     # Where no kernel could run the switch is not read.
     assert chosen(kernels, torch.zeros(1, 2, 8, 128)) == "tiles"
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the tiles that numba's code reduces."""
+    from dlm_lens.attention import numba_kernels
+
+    calls: list[int] = []
+    reduce = numba_kernels.reduce_tile
+    monkeypatch.setattr(kernel_selection, "_compiled", lambda: lambda *a: calls.append(1) or reduce(*a))
+    return calls
+
+
+@needs_numba
+def test_numba_reduces_long_heads_where_torch_has_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = watched(monkeypatch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: kernel_selection.MOST_THREADS)
+    q = torch.randn(1, 2, 128, 16)
+    received_sums(q[:, :, :127], q[:, :, :127], scale=0.25)
+    assert not calls
+    compiled = received_sums(q, q, scale=0.25)
+    assert calls
+    del calls[:]
+    monkeypatch.setenv("DLM_LENS_KERNELS", "off")
+    expected = received_sums(q, q, scale=0.25)
+    monkeypatch.delenv("DLM_LENS_KERNELS")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: kernel_selection.MOST_THREADS + 1)
+    assert torch.equal(received_sums(q, q, scale=0.25), expected)
+    assert not calls
+    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-6)  # sums of 128 in another order
+
+
+@needs_numba
+def test_what_reaches_numba_is_what_torch_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of some rows and columns of long heads, grouped keys, a mask per query, a known log-sum-exp."""
+    calls = watched(monkeypatch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 4, 600, 24, generator=generator) * 2, torch.randn(2, 2, 603, 24, generator=generator)
+    visible = torch.rand(2, 1, 600, 603, generator=generator) > 0.3
+    visible[0, :, :, :50] = False
+    weights = torch.rand(2, 3, 600, generator=generator)
+    scores = (q @ k.repeat_interleave(2, 1).mT) * 0.2
+    for seen in (None, visible):
+        hidden = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+        for lse in (None, hidden.logsumexp(-1)):
+            inputs = AttentionInputs(0, q, k, k, 0.2, seen, own_start=0, lse=lse)
+            found = {}
+            for setting in ("on", "off"):
+                monkeypatch.setenv("DLM_LENS_KERNELS", setting)
+                found[setting] = pattern_stats(inputs, weights, QUERY_STATS, canvas=600)
+            assert calls
+            del calls[:]
+            # Sums of 600 in another order; the log-sum-exp given is of other products, rounded otherwise.
+            torch.testing.assert_close(found["on"].sums, found["off"].sums, rtol=2e-5, atol=1e-6)
+            for name in QUERY_STATS:
+                got, expected = (found[setting].per_query[name] for setting in ("on", "off"))
+                torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_numba_that_cannot_compile_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel_selection, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "dlm_lens.attention.numba_kernels", None)  # its import fails
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    kernel_selection._compiled.cache_clear()
+    q = torch.randn(1, 2, 128, 16)
+    try:
+        found = [received_sums(q, q, scale=0.25) for _ in range(3)]
+    finally:
+        kernel_selection._compiled.cache_clear()
+    assert torch.equal(found[0], found[2])
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "calls of torch take its place" in said[0]
+    assert "NUMBA_CACHE_DIR" in said[0]
+    assert "DLM_LENS_KERNELS=off" in said[0]

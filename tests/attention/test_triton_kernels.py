@@ -132,7 +132,7 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
 def test_the_dispatcher_takes_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from dlm_lens.attention import QUERY_STATS, AttentionInputs, pattern_stats, triton_kernels
     from dlm_lens.attention.received import attention_lse, received_sums
-    from dlm_lens.attention.tiled import tiled_received_sums
+    from dlm_lens.attention.tile_sums import tiled_received_sums
 
     q, k = (torch.randn(2, 4, 300, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     weights = torch.ones(1, 1, 300, device="cuda")

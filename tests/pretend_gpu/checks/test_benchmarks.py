@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.device import kernels
-from dlm_lens.attention import received
+from dlm_lens.attention import kernel_selection, received
 
 
 @pytest.mark.parametrize("launched", [True, False])
@@ -20,7 +20,7 @@ def test_kernels_that_cannot_be_launched_fail_their_benchmark(
 
     run_kernels = received.run_kernels
     monkeypatch.setenv("DLM_LENS_KERNELS", "on")
-    monkeypatch.setattr(received, "_failed", set())
+    monkeypatch.setattr(kernel_selection, "_failed", set())
     monkeypatch.setattr(kernels, "cases", lambda small: [kernels.Case(16, 16, "plain")])
     if launched:
         kernels.main("float32", small=True)

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 import dlm_lens as dl
 from dlm_lens.attention import QUERY_STATS, AttentionInputs, pattern_stats
 from dlm_lens.attention.received import attention_lse, received_sums
-from dlm_lens.attention.tiled import tiled_lse, tiled_received_sums
+from dlm_lens.attention.tile_sums import tiled_received_sums
+from dlm_lens.attention.tiled import tiled_lse
 from dlm_lens.cli import installation as doctor
 from dlm_lens.evaluation import check_checkpoint
 from dlm_lens.hooks import mask_top_sinks
@@ -103,14 +104,14 @@ def test_a_kernel_that_cannot_be_launched(
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OutOfResources(98304, 65536, "shared memory")
 
-    from dlm_lens.attention import received, triton_kernels
+    from dlm_lens.attention import kernel_selection, triton_kernels
 
     monkeypatch.setattr(triton_kernels, "_launch", refuse)
-    monkeypatch.setattr(received, "_failed", set())
+    monkeypatch.setattr(kernel_selection, "_failed", set())
     monkeypatch.setenv("DLM_LENS_KERNELS", "on")
     model = tiny("llada").to("cuda")
     recording = dl.record(model, PROMPTS, gen_length=4)
-    assert [record.name for record in caplog.records].count("dlm_lens.attention.received") == 1
+    assert [record.name for record in caplog.records].count("dlm_lens.attention.kernel_selection") == 1
     expected = dl.record(tiny("llada"), PROMPTS, gen_length=4)
     torch.testing.assert_close(recording.received, expected.received, rtol=1e-4, atol=1e-5, equal_nan=True)
 
