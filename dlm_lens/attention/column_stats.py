@@ -12,6 +12,8 @@ from torch import Tensor
 
 MIN_VIEWERS = 8
 """A key seen by fewer counted queries has no defined score: a few rows are noise, not a sink."""
+LEAST_SELECTED = 256
+"""Fewest keys of which `largest` selects some; of fewer it sorts all."""
 
 
 def _weights(queries: Bool[Tensor, "*batch query"]) -> Float[Tensor, "*batch 1 1 query"]:
@@ -97,9 +99,30 @@ def top_columns(
     if k < 1:
         raise ValueError(f"top_columns needs k of at least 1, got {k}")
     defined = ~received.isnan() if valid is None else ~received.isnan() & valid
-    order = received.masked_fill(~defined, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    chosen = torch.zeros_like(defined).scatter(-1, order[..., :k], True)
+    _, order = largest(received.masked_fill(~defined, -torch.inf), k)
+    chosen = torch.zeros_like(defined).scatter(-1, order, True)
     return chosen & defined
+
+
+def largest(
+    scores: Float[Tensor, "*batch key"], k: int
+) -> tuple[Float[Tensor, "*batch rank"], Int[Tensor, "*batch rank"]]:
+    """The k greatest scores of every row (all if there are fewer) in falling order, and their positions.
+
+    Of equal scores the earlier position comes first. No score may be NaN.
+    """
+    keys = scores.shape[-1]
+    if scores.dtype != torch.float32 or keys < LEAST_SELECTED:
+        values, order = scores.sort(dim=-1, descending=True, stable=True)
+        return values[..., :k], order[..., :k]
+    # A float32 and its position in one integer, in the order of both, so that a selection need not sort all keys
+    # (0.05 ms in place of 0.3 for 12 heads of 1,024). 0.0 makes 0 of -0.
+    bits = (scores + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats fall as their bits rise
+    later_first = torch.arange(keys - 1, -1, -1, device=scores.device)
+    picked = ((ordered.long() << 32) | later_first).topk(min(k, keys), dim=-1).values
+    positions = keys - 1 - (picked & 0xFFFFFFFF)
+    return scores.gather(-1, positions), positions
 
 
 @dataclass(frozen=True, eq=False)

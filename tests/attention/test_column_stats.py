@@ -12,6 +12,7 @@ from dlm_lens.attention import (
     viewers,
     visible_keys,
 )
+from dlm_lens.attention.column_stats import largest
 
 
 def pattern(*shape: int, seed: int = 0, visible: Tensor | None = None) -> Tensor:
@@ -105,3 +106,19 @@ def test_top_columns_takes_the_largest_defined_ones_and_the_earlier_of_equals() 
     assert top_columns(received, 1, valid=valid).nonzero().tolist() == [[0, 3], [1, 4]]
     with pytest.raises(ValueError, match="at least 1, got 0"):
         top_columns(received, 0)
+
+
+@pytest.mark.parametrize("keys", [40, 256, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_largest_is_the_head_of_a_stable_sort(keys: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = (torch.randn(3, 5, keys, generator=generator) * 2).round().to(dtype)  # many ties, -0 among them
+    scores[:, 1, ::3] = -torch.inf
+    scores[:, 2] = 1e-40
+    scores[:, 3, 7] = torch.inf
+    assert (scores.signbit() & (scores == 0)).any()
+    for k in (1, 5, keys, keys + 9):
+        values, positions = largest(scores, k)
+        in_order = scores.sort(dim=-1, descending=True, stable=True)
+        assert torch.equal(values, in_order.values[..., :k])
+        assert torch.equal(positions, in_order.indices[..., :k])

@@ -170,7 +170,9 @@ class _MaxActivation(Reducer):
     reads = ("resid_in",)
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch key"]:
-        return layer.only_keys(_stream(layer).abs().amax(-1).float())
+        stream = _stream(layer)
+        # Two passes over the stream, without a copy of its magnitudes.
+        return layer.only_keys(torch.maximum(stream.amax(-1), -stream.amin(-1)).float())
 
 
 @dataclass(frozen=True)

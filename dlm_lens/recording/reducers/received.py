@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS
+from dlm_lens.attention.column_stats import largest
 from dlm_lens.recording.query_classes import QueryClass, checked_class
 from dlm_lens.recording.reducer_registry import ReducerEntry
 from dlm_lens.recording.reducers.base import LayerStep, Reducer, ReducerGroup
@@ -243,5 +244,4 @@ class _Top(Reducer):
         scores = layer.received(self.top.queries, min_viewers=self.top.min_viewers)
         if scores.shape[-1] < self.top.k:
             scores = torch.nn.functional.pad(scores, (0, self.top.k - scores.shape[-1]), value=torch.nan)
-        scores, order = scores.nan_to_num(nan=-torch.inf).sort(dim=-1, descending=True, stable=True)
-        return scores[..., : self.top.k], order[..., : self.top.k]
+        return largest(scores.nan_to_num(nan=-torch.inf), self.top.k)
