@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.sampling import build
-from benchmarks.timing import machine, print_table, side_by_side
+from benchmarks.timing import machine, print_table, side_by_side, without_kernels
 from dlm_lens.attention import QUERY_STATS, AttentionInputs, pattern_stats, pattern_tiles, received_by_class
 from dlm_lens.attention.fused_lse import fused_lse
 from dlm_lens.attention.received import received_sums
@@ -84,6 +84,12 @@ def per_layer(length: int, heads: int, kv: int, width: int) -> None:
             "received_sums, causal": lambda: received_sums(q, k, scale=scale, causal=True),
             "pattern_stats, 4 classes": lambda: pattern_stats(inputs, split, QUERY_STATS),
             "pattern_stats, 4 classes, lse known": lambda: pattern_stats(known, split, QUERY_STATS),
+            "received_sums, 4 classes, lse known, without kernels": lambda: without_kernels(
+                lambda: received_by_class(known, split)
+            ),
+            "pattern_stats, 4 classes, lse known, without kernels": lambda: without_kernels(
+                lambda: pattern_stats(known, split, QUERY_STATS)
+            ),
             "pattern_tiles, summed": lambda: summed_tiles(q, k, v, scale),
             "materialised softmax, summed": lambda: materialised(q, k, scale),
         }

@@ -1,7 +1,8 @@
 """Cost of recording: statistics of every step against plain denoising, and against ways that keep patterns.
 
-`python -m benchmarks.recording [--lengths 256,512,1024] [--rows received,all] [--memory]`. On a GPU the model has
-LLaDA-8B's shape in bfloat16 (`--lengths 512,1024,4096`); the rows are the same.
+`python -m benchmarks.recording [--lengths 256,512,1024] [--rows received,all,all-torch] [--memory]`. Rows that end
+in -torch do without the kernels of numba and Triton. On a GPU the model has LLaDA-8B's shape in bfloat16
+(`--lengths 512,1024,4096`); the rows are the same.
 
 Time: the candidates take turns, and the ratio of their best times is reported; on a CPU it is the CPU time of the
 process, which other jobs on the machine disturb less than wall time. Memory: each row in a process of its own; the
@@ -25,7 +26,7 @@ from torch import Tensor
 
 import dlm_lens
 from benchmarks.sampling import VOCABULARY, restated
-from benchmarks.timing import machine
+from benchmarks.timing import machine, without_kernels
 from dlm_lens import hooks
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.testing import tiny
@@ -79,6 +80,8 @@ def candidates(model: Any, length: int, steps: int) -> dict[str, Callable[[], An
         "received": lambda: record(dlm_lens.ReceivedAttention()),
         "statistics": lambda: record(*STATISTICS),
         "all": lambda: record(*STATISTICS, *PATTERN_STATISTICS),
+        "received-torch": lambda: without_kernels(lambda: record(dlm_lens.ReceivedAttention())),
+        "all-torch": lambda: without_kernels(lambda: record(*STATISTICS, *PATTERN_STATISTICS)),
         "masked": lambda: dlm_lens.denoise(model, prompt, hooks=[hooks.mask_top_sinks(5)], **settings),
         "patterns": lambda: _reduced_in_hooks(model, prompt, settings),
         "eager": lambda: _eager(model, prompt, settings),

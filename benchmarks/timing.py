@@ -1,5 +1,6 @@
 """Side-by-side timing: candidates take turns, and the medians of their times are compared."""
 
+import os
 import platform
 import statistics
 import time
@@ -7,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
+
+from dlm_lens.attention.kernel_selection import SWITCH
 
 Clock = Literal["wall", "cpu"]
 """Wall time, or the CPU time of the process (all threads), which other jobs of the machine disturb less. With a GPU
@@ -89,3 +92,15 @@ def print_table(title: str, seconds: Mapping[str, float], baseline: str) -> None
     for name, value in seconds.items():
         ends = "".join(f" {end:.3f} |" for end in spread(name, baseline)) if spread else ""
         print(f"| {name} | {value * 1e3:.2f} | {value / seconds[baseline]:.3f} |{ends}")
+
+
+def without_kernels(run: Callable[[], Any]) -> Any:
+    """The result of a run without the kernels of Triton and numba."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "off"
+    try:
+        return run()
+    finally:
+        os.environ.pop(SWITCH)
+        if before is not None:
+            os.environ[SWITCH] = before
