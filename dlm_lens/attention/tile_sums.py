@@ -206,7 +206,8 @@ def sums_in_tiles(
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in count]
     sums = q.new_zeros(batch, weights.shape[1], heads, keys, dtype=torch.float32)
     found = RowSums.of_nothing(*q.shape[:3])
-    tiles = tile_sums(queries.wanted, q.shape[2] * keys)
+    # Numba's loop subtracts the greatest product of a row, which is the greatest score if the scale is positive.
+    tiles = tile_sums(queries.wanted, q.shape[2] * keys) if scale > 0 else TorchSums(queries.wanted)
     last: Selection | None = None
     groups = head_groups(q, k, scale, visible, rows, causal, lse, tiles.folded)
     for some, chosen, selection, source in groups:

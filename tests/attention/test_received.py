@@ -109,6 +109,16 @@ def test_equal_to_the_float64_pattern(tile: str, mask: str, causal: bool) -> Non
     assert torch.equal(lse == -math.inf, sees == 0)
 
 
+def test_a_scale_may_be_negative_or_zero(tile: str) -> None:
+    q, k = random()
+    wide = q * 40  # scores of up to 500: 2^score overflows unless the greatest one is subtracted
+    assert (wide @ k.repeat_interleave(2, 1).mT * SCALE).abs().max() > 300
+    got = received_sums(wide, k, scale=-SCALE)
+    torch.testing.assert_close(got, received_sums(-wide, k, scale=SCALE), atol=1e-4, rtol=1e-4)  # rounding of 500
+    even = received_sums(q, k, scale=0.0)
+    torch.testing.assert_close(even, torch.ones_like(even), atol=1e-6, rtol=1e-5)
+
+
 def test_log_sum_exp() -> None:
     q, k = random()
     visible = masks()["a row sees nothing"]
