@@ -70,7 +70,10 @@ def _of_intel() -> bool:
 def score_tile(
     q: Float[Tensor, "tile d_head"], k: Float[Tensor, "key d_head"], out: Float[Tensor, "tile key"]
 ) -> Float[Tensor, "tile key"]:
-    """The product q k^T of contiguous float32 matrices on a CPU, without a gradient, in `out` or in new memory."""
+    """The product q k^T of float32 matrices on a CPU, without a gradient, in `out` or in new memory.
+
+    They are to be contiguous where oneDNN multiplies (`_onednn_linear`).
+    """
     linear = _onednn_linear()
     if linear is not None:
         scores: Tensor = linear(q, k, None, "none", [], "")
@@ -149,7 +152,7 @@ class HeadGroup:
         room: for the scores of a tile.
         folded: whether the product has the scale and the log-sum-exp in it. Otherwise it is q k^T as it is, without
             copies of q and k, and the scores are (q k^T - `offset`) times `factor`.
-        factor: base-2 units in one of the product; 1 where `folded`.
+        factor: base-2 units of a score in one unit of the product; 1 where `folded`.
         offset: the log-sum-exp in units of the product, where it is known and not `folded`.
     """
 
