@@ -62,10 +62,16 @@ def pattern_stats(
 
     # Columns dropped after the softmax and edits of a pattern do not follow from the queries and keys.
     if inputs.pattern is not None or inputs.dropped is not None:
-        return tiles()
-    if inputs.q.device.type == "cpu":
-        return _in_cache(inputs, weights, wanted, counted, canvas)
-    return run_kernels(lambda: _in_kernels(inputs, weights, wanted, counted, canvas), tiles, inputs.q, inputs.k)
+        stats = tiles()
+    elif inputs.q.device.type == "cpu":
+        stats = _in_cache(inputs, weights, wanted, counted, canvas)
+    else:
+        stats = run_kernels(lambda: _in_kernels(inputs, weights, wanted, canvas), tiles, inputs.q, inputs.k)
+    if counted is None:
+        return stats
+    return PatternStats(
+        stats.sums, {name: each.masked_fill(~counted[:, None], 0.0) for name, each in stats.per_query.items()}
+    )
 
 
 class TileStats:
@@ -114,7 +120,6 @@ def _in_kernels(
     inputs: AttentionInputs,
     weights: Float[Tensor, "batch klass query"] | None,
     wanted: Collection[QueryStat],
-    counted: Bool[Tensor, "batch query"] | None,
     canvas: int | None,
 ) -> PatternStats:
     """In Triton kernels."""
@@ -125,8 +130,6 @@ def _in_kernels(
     shares = None if weights is None else weights.float()
     end = k.shape[2] if canvas is None else canvas
     sums, stats = triton_pattern_stats(q, k, inputs.scale, visible, shares, causal, inputs.first, end)
-    if counted is not None:
-        stats = stats.masked_fill_(~counted[:, None], 0.0)
     return PatternStats(sums, {name: stats[QUERY_STATS.index(name)] for name in wanted})
 
 

@@ -35,8 +35,7 @@ def check(inputs: AttentionInputs, canvas: int, counted: Tensor | None = None, c
     counts = torch.ones(2, 1, inputs.q.shape[2]) if counted is None else counted[:, None]
     for name, values in by_hand(pattern.double(), inputs.own, canvas).items():
         got = stats.per_query[name].double()
-        if inputs.pattern is None:
-            assert (got * (1 - counts.double()) == 0).all()
+        assert (got * (1 - counts.double()) == 0).all()
         got = got * counts
         torch.testing.assert_close(got, values * counts, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -66,6 +65,7 @@ def test_an_edited_pattern_is_read_as_it_is() -> None:
     q, k = random()
     edited = pattern64(q, k, SCALE).float() * 0.5
     check(AttentionInputs(0, q, k, k, SCALE, pattern=edited), 37)
+    check(AttentionInputs(0, q, k, k, SCALE, pattern=edited), 37, torch.arange(37).expand(2, -1) > 5)
 
 
 def test_a_query_that_sees_no_key_has_zeros(tile: str) -> None:
