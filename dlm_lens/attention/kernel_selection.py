@@ -91,18 +91,26 @@ def _triton_found() -> bool:
 
 
 LEAST_ENTRIES = 1 << 14
-"""Entries of a head's pattern from which on numba's code is loaded, which takes half a second."""
-MOST_THREADS = 4
-"""Threads of torch up to which numba's code, which runs in one, takes less time than torch's calls in all."""
+"""Entries of a head's pattern from which on numba's code is loaded: of fewer, loading takes longer than it saves."""
+THREADS_OF_STATISTICS = 4
+"""Threads of torch up to which numba's loop, which runs in one, takes the statistics of queries. Measured in one and
+two (`benchmarks/README.md`); by those times torch's calls, which share the threads, are as fast from about five on."""
+THREADS_OF_SUMS = 1
+"""Threads up to which it takes the column sums alone: in two torch's calls are faster."""
 
 
-def compiled_reduction(entries: int) -> Callable[..., None] | None:
-    """Numba's `reduce_tile` for heads with so many entries; None where calls of torch are to take its place.
+def compiled_reduction(entries: int, statistics: bool) -> Callable[..., None] | None:
+    """Numba's `reduce_tile`; None where calls of torch are to take its place.
+
+    Args:
+        entries: of a head's pattern.
+        statistics: whether statistics of queries are wanted, beside the column sums.
 
     Raises:
         ValueError: the environment variable is neither "on" nor "off".
     """
-    fits = entries >= LEAST_ENTRIES and torch.get_num_threads() <= MOST_THREADS
+    most = THREADS_OF_STATISTICS if statistics else THREADS_OF_SUMS
+    fits = entries >= LEAST_ENTRIES and torch.get_num_threads() <= most
     return _compiled() if fits and turned_on() else None
 
 

@@ -2,8 +2,9 @@
 
 Torch makes several passes over a tile (powers of 2, sums of rows, of parts of rows, of columns), which together
 take longer than the matrix product that fills it. Here a row is read once, and what is computed from it stays in
-the nearest cache: a third of the time of those passes (`benchmarks/received.py`). The code is compiled at the first
-import, in some 3 s, and kept beside this file, or in numba's own cache where that cannot be written.
+the nearest cache, so that `pattern_stats` takes half of the time, product included (`benchmarks/received.py`). The
+code is compiled at the first import, in a few seconds, and kept beside this file, or in numba's own cache where
+that cannot be written.
 """
 
 import numba

@@ -206,8 +206,7 @@ def sums_in_tiles(
     rows = [None if bool(each.all()) else each.nonzero().squeeze(-1) for each in count]
     sums = q.new_zeros(batch, weights.shape[1], heads, keys, dtype=torch.float32)
     found = RowSums.of_nothing(*q.shape[:3])
-    # Numba's loop subtracts the greatest product of a row, which is the greatest score if the scale is positive.
-    tiles = tile_sums(queries.wanted, q.shape[2] * keys) if scale > 0 else TorchSums(queries.wanted)
+    tiles = tile_sums(queries.wanted, q.shape[2] * keys, scale)
     last: Selection | None = None
     groups = head_groups(q, k, scale, visible, rows, causal, lse, tiles.folded)
     for some, chosen, selection, source in groups:
@@ -215,17 +214,18 @@ def sums_in_tiles(
             places = Places.of_selection(selection, queries, keys)
             last = selection
         shares = selection.shares(weights[some])
-        # Of one row of the batch with all queries and keys, sums are added where they belong.
+        # Of one row of the batch with all keys, or all queries, sums are added where they belong.
         one = some.stop - some.start == 1
+        all_keys, all_queries = one and selection.keys is None, one and selection.rows is None
         own, each = sums[some.start, :, chosen], found[:, some.start, chosen]
-        if not one or selection.keys is not None:
+        if not all_keys:
             own = sums.new_zeros(sums.shape[1], len(source.q), source.k.shape[1])
-        if not one or selection.rows is not None:
+        if not all_queries:
             each = RowSums.of_nothing(*source.q.shape[:2])
         tiles.add(source, GroupSums(each, own, shares, places))
-        if not one or selection.keys is not None:
+        if not all_keys:
             selection.store(own, sums[some, :, chosen])
-        if not one or selection.rows is not None:
+        if not all_queries:
             here = found[:, some, chosen]
             here[..., slice(None) if selection.rows is None else selection.rows] = each.view(*here.shape[:3], -1)
     found[0].masked_fill_(~count[:, None], 0.0)  # as if they saw no key
@@ -278,14 +278,16 @@ class TileSums(Protocol):
         """Add all tiles of a group of heads to its sums."""
 
 
-def tile_sums(wanted: Collection[QueryStat], entries: int) -> TileSums:
+def tile_sums(wanted: Collection[QueryStat], entries: int, scale: float) -> TileSums:
     """What adds up the tiles: numba's code where it is there and worth loading, else calls of torch.
 
     Args:
         wanted: the statistics of queries.
         entries: of a head's pattern.
+        scale: of the scores.
     """
-    reduce = compiled_reduction(entries)
+    # Numba's loop subtracts the greatest product of a row, which is the greatest score if the scale is positive.
+    reduce = compiled_reduction(entries, bool(wanted)) if scale > 0 else None
     return TorchSums(wanted) if reduce is None else CompiledSums(reduce)
 
 

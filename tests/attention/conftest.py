@@ -20,9 +20,8 @@ def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if "compiled" in request.param:
         pytest.importorskip("numba", reason="needs numba: pip install 'dlm-lens[numba]'")
         monkeypatch.setattr(kernel_selection, "LEAST_ENTRIES", 0)
-        monkeypatch.setattr(kernel_selection, "MOST_THREADS", 1 << 10)
-    else:
-        monkeypatch.setattr(kernel_selection, "MOST_THREADS", 0)
+    for name in ("THREADS_OF_STATISTICS", "THREADS_OF_SUMS"):
+        monkeypatch.setattr(kernel_selection, name, 1 << 10 if "compiled" in request.param else 0)
     if "blocks" in request.param:
         monkeypatch.setattr(tile_sums, "BLOCK", 4)
         monkeypatch.setattr(tile_sums, "NARROW", 4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dlm_lens.attention import QUERY_STATS, AttentionInputs, kernel_selection, pattern_stats, received_sums
 from dlm_lens.attention.kernel_selection import run_kernels
@@ -100,20 +101,30 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @needs_numba
 def test_numba_reduces_long_heads_where_torch_has_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = watched(monkeypatch)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: kernel_selection.MOST_THREADS)
     q = torch.randn(1, 2, 128, 16)
-    received_sums(q[:, :, :127], q[:, :, :127], scale=0.25)
-    assert not calls
-    compiled = received_sums(q, q, scale=0.25)
-    assert calls
-    del calls[:]
+
+    def results(positions: int, threads: int) -> tuple[bool, bool, Tensor]:
+        """Whether numba took the sums, and the statistics; the sums."""
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        part = q[:, :, :positions]
+        sums = received_sums(part, part, scale=0.25)
+        took_sums = bool(calls)
+        del calls[:]
+        pattern_stats(AttentionInputs(0, part, part, part, 0.25), None, ["entropy"])
+        took = took_sums, bool(calls), sums
+        del calls[:]
+        return took
+
+    assert results(127, 1)[:2] == (False, False)
+    assert results(128, 1)[:2] == (True, True)
+    assert results(128, 2)[:2] == results(128, 4)[:2] == (False, True)
+    assert results(128, 5)[:2] == (False, False)
     monkeypatch.setenv("DLM_LENS_KERNELS", "off")
-    expected = received_sums(q, q, scale=0.25)
+    assert results(128, 1)[:2] == (False, False)
     monkeypatch.delenv("DLM_LENS_KERNELS")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: kernel_selection.MOST_THREADS + 1)
-    assert torch.equal(received_sums(q, q, scale=0.25), expected)
-    assert not calls
-    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-6)  # sums of 128 in another order
+    torch.testing.assert_close(
+        results(128, 1)[2], results(128, 2)[2], rtol=1e-5, atol=1e-6
+    )  # another order of sums
 
 
 @needs_numba
