@@ -19,8 +19,8 @@ import typer
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.timing import machine, side_by_side
-from dlm_lens.attention import QUERY_STATS, AttentionInputs, PatternStats, TileStats, pattern_stats, pattern_tiles
+from benchmarks.timing import machine, side_by_side, without_kernels
+from dlm_lens.attention import QUERY_STATS, AttentionInputs, pattern_stats
 from dlm_lens.attention.kernel_selection import usable
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.tile_sums import tiled_received_sums
@@ -120,19 +120,11 @@ def ratios(case: Case, dtype: torch.dtype, device: str, rounds: int) -> dict[str
     stats = side_by_side(
         {
             "kernels": lambda: pattern_stats(inputs, queries, QUERY_STATS),
-            "tiles": lambda: stats_of_tiles(inputs, queries),
+            "tiles": lambda: without_kernels(lambda: pattern_stats(inputs, queries, QUERY_STATS)),
         },
         rounds,
     )
     return {"seconds": seconds["kernels"], **over, "stats over tiles": stats["kernels"] / stats["tiles"]}
-
-
-def stats_of_tiles(inputs: AttentionInputs, weights: Tensor) -> PatternStats:
-    """The statistics from tiles of the pattern."""
-    stats = TileStats(inputs, weights, QUERY_STATS)
-    for rows, pattern in pattern_tiles(inputs):
-        stats.add(rows, pattern)
-    return stats.result()
 
 
 def _layer(case: Case, dtype: torch.dtype, device: str) -> tuple[AttentionInputs, Tensor]:

@@ -115,8 +115,8 @@ def largest(
     if scores.dtype != torch.float32 or keys < LEAST_SELECTED:
         values, order = scores.sort(dim=-1, descending=True, stable=True)
         return values[..., :k], order[..., :k]
-    # A float32 and its position in one integer, in the order of both, so that a selection need not sort all keys
-    # (0.05 ms in place of 0.3 for 12 heads of 1,024). 0.0 makes 0 of -0.
+    # A float32 and its position in one integer, in the order of both, so that a selection need not sort all keys.
+    # 0.0 makes 0 of -0.
     bits = (scores + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats fall as their bits rise
     later_first = torch.arange(keys - 1, -1, -1, device=scores.device)
