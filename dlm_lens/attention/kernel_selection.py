@@ -91,10 +91,10 @@ def _triton_found() -> bool:
 
 
 LEAST_ENTRIES = 1 << 14
-"""Entries of a head's pattern from which on numba's code is loaded: of fewer, loading takes longer than it saves."""
+"""Entries of a head's pattern from which on numba's code is loaded: of fewer, loading costs more than it saves."""
 THREADS_OF_STATISTICS = 4
-"""Threads of torch up to which numba's loop, which runs in one, takes the statistics of queries. Measured in one and
-two (`benchmarks/README.md`); by those times torch's calls, which share the threads, are as fast from about five on."""
+"""Threads of torch up to which numba's loop, which runs in one, takes the statistics of queries. In two threads it
+takes 0.6 of the time of torch's calls, which share the threads (`benchmarks/README.md`); more were not measured."""
 THREADS_OF_SUMS = 1
 """Threads up to which it takes the column sums alone: in two torch's calls are faster."""
 
