@@ -200,11 +200,39 @@ class _MedianActivation(Reducer):
 def _median(stream: Float[Tensor, "position d_model"]) -> Float[Tensor, ""]:
     """The lower median of the magnitudes, NaN if one of them is; NumPy selects it ten times faster than torch."""
     size = stream.abs().float().flatten().numpy()
-    if not size.size:
+    if not size.size or np.isnan(size.max()):
         return torch.tensor(torch.nan)
-    size.partition((size.size - 1) // 2)  # NaN comes last
-    median = size[(size.size - 1) // 2]
-    return torch.tensor(torch.nan if np.isnan(size[(size.size - 1) // 2 :].max()) else median)
+    return torch.tensor(_selected(size, (size.size - 1) // 2))
+
+
+SAMPLE = 31
+"""Of so many numbers one is in the sample that narrows down a selection; a prime, to meet every channel."""
+LEAST_NARROWED = 1 << 14
+"""Fewer numbers than this are selected from as they are."""
+
+
+def _selected(values: Float[np.ndarray, "value"], k: int) -> np.float32:
+    """The value that has k others before it in rising order; none is NaN. `values` may be reordered.
+
+    Two order statistics of a sample, four standard deviations of its rank to either side, hold the value between
+    them in nearly all cases (Floyd and Rivest 1975), and only what lies between is partitioned: a quarter of the
+    time. Where they do not hold it, everything is partitioned.
+    """
+    if values.size < LEAST_NARROWED:
+        values.partition(k)
+        return values[k]
+    sample = values[::SAMPLE].copy()
+    middle, reach = k * sample.size // values.size, int(2 * sample.size**0.5) + 1
+    ends = max(0, middle - reach), min(sample.size - 1, middle + reach)
+    sample.partition(ends)
+    least, greatest = sample[list(ends)]
+    below = values < least
+    between = values.take(np.flatnonzero((values <= greatest) ^ below))
+    rank = k - int(np.count_nonzero(below))
+    if not 0 <= rank < between.size:
+        between, rank = values, k
+    between.partition(rank)
+    return between[rank]
 
 
 @dataclass(frozen=True)
