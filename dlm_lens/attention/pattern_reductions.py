@@ -69,9 +69,8 @@ def pattern_stats(
         stats = run_kernels(lambda: _in_kernels(inputs, weights, wanted, canvas), tiles, inputs.q, inputs.k)
     if counted is None:
         return stats
-    return PatternStats(
-        stats.sums, {name: each.masked_fill(~counted[:, None], 0.0) for name, each in stats.per_query.items()}
-    )
+    others = ~counted[:, None]
+    return PatternStats(stats.sums, {name: each.masked_fill(others, 0.0) for name, each in stats.per_query.items()})
 
 
 class TileStats:

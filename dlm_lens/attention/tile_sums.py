@@ -51,7 +51,9 @@ class Places:
         own = queries.own if selection.rows is None else queries.own[selection.rows]
         if not queries.wanted:
             return cls(own.new_zeros(len(own)), torch.zeros(len(own), dtype=torch.float32), keys)
-        seen = torch.arange(keys) if selection.keys is None else selection.keys
+        if selection.keys is None:  # every key is seen
+            return cls(own.clamp(0, keys), ((own >= 0) & (own < keys)).float(), min(keys, queries.canvas))
+        seen = selection.keys
         before = torch.searchsorted(seen, own)
         itself = torch.cat([seen, seen.new_full((1,), -1)])[before] == own
         return cls(before, itself.float(), int((seen < queries.canvas).sum()))

@@ -293,9 +293,9 @@ class Selection:
         if not folded:
             # A query without a key may have -inf.
             offset = None if known is None else (known / scale).nan_to_num_(neginf=HIDDEN).flatten(0, 1)
-            if _onednn_linear() is not None:
-                q, k = q.contiguous(), k.contiguous()
             q, k = q.flatten(0, 1), k.flatten(0, 1)
+            if len(q) == 1 and _onednn_linear() is not None:  # `score_tile`; several heads are one batched product
+                q, k = q.contiguous(), k.contiguous()
             factor = scale * LOG2E
             return HeadGroup(q, k, self.keys, self.hidden, last, normalised, room, False, factor, offset)
         q = q * (scale * LOG2E)

@@ -1,6 +1,6 @@
 """`CanvasFacts`: classes of queries and the uniform expectation of every key, without a pattern."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,7 @@ class CanvasFacts:
     blocks: BlockLayout | None = None
     computed: Bool[Tensor, "*#run position"] | None = None
     observed_first: bool = False
-    _computed: dict[tuple[str, str], Tensor] = field(default_factory=dict, repr=False)
+    _computed: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         whole = self.blocks is not None and self.computed is None
@@ -86,7 +86,7 @@ class CanvasFacts:
     @property
     def attending(self) -> Bool[Tensor, "*run position"]:
         """Content whose queries the network computes: what is present, with a cache in the computed span."""
-        return self.present if self.computed is None else self.present & self.computed
+        return self._once("attending", self._attending)
 
     @property
     def prompt(self) -> Bool[Tensor, "*run position"]:
@@ -96,7 +96,17 @@ class CanvasFacts:
     @property
     def keys(self) -> Bool[Tensor, "*run key"]:
         """Which keys are defined: the present canvas positions and, after them, the learned sink tokens."""
-        return self._beside_sinks(self.present)
+        return self._once("keys", lambda: self._beside_sinks(self.present))
+
+    @property
+    def absent_keys(self) -> Bool[Tensor, "*run key"]:
+        """Which keys are not defined."""
+        return self._once("absent keys", lambda: ~self.keys)
+
+    @property
+    def absent_queries(self) -> Bool[Tensor, "*run position"]:
+        """Which positions have no query that the network computes."""
+        return self._once("absent queries", lambda: ~self.attending)
 
     def queries(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
         """The queries of a class: its positions, with a cache those that the step computes."""
@@ -105,24 +115,41 @@ class CanvasFacts:
 
     def positions(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
         """The content of a class that the network sees, whether or not the step computes it."""
-        return self._once("positions", checked_class(name, "queries"), self._positions)
+        name = checked_class(name, "queries")
+        return self._once(("positions", name), lambda: self._positions(name))
+
+    def weights(self, names: Sequence[QueryClass]) -> Float[Tensor, "*run klass position"]:
+        """1 for the queries of each class, else 0."""
+        return self._once(
+            ("weights", *names), lambda: torch.stack([self.queries(name) for name in names], -2).float()
+        )
 
     def expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         """e_j = sum_i M_ij / sum_k M_ik over a class of queries: r_j under uniform attention.
 
         Without causality and windows every query gives 1 / n to each of the n visible keys: all have the same e_j.
         """
-        return self._once("expected", checked_class(name, "expected"), self._expected)
+        name = checked_class(name, "expected")
+        return self._once(("expected", name), lambda: self._expected(name))
 
     def viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         """How many queries of a class see each key."""
-        return self._once("viewers", checked_class(name, "viewers"), self._viewers)
+        name = checked_class(name, "viewers")
+        return self._once(("viewers", name), lambda: self._viewers(name))
 
-    def _once(self, kind: str, name: QueryClass, compute: Callable[[QueryClass], Tensor]) -> Tensor:
+    def undefined(self, name: QueryClass, min_viewers: int) -> Bool[Tensor, "*run key"]:
+        """Keys that fewer than `min_viewers` (at least 1) queries of a class see, and those that are absent."""
+        name, least = checked_class(name, "undefined"), max(1, min_viewers)
+        return self._once(("undefined", name, least), lambda: (self.viewers(name) < least) | self.absent_keys)
+
+    def _once(self, what: Hashable, compute: Callable[[], Tensor]) -> Tensor:
         """Compute once: all layers of a step read the same."""
-        if (kind, name) not in self._computed:
-            self._computed[kind, name] = compute(name)
-        return self._computed[kind, name]
+        if what not in self._computed:
+            self._computed[what] = compute()
+        return self._computed[what]
+
+    def _attending(self) -> Bool[Tensor, "*run position"]:
+        return self.present if self.computed is None else self.present & self.computed
 
     def _positions(self, name: QueryClass) -> Bool[Tensor, "*run position"]:
         chosen: dict[str, Tensor] = {

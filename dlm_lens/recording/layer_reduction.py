@@ -123,7 +123,7 @@ def reduce_layer(
     """
     classes, wanted = classes_read(reducers), query_stats_read(reducers)
     tiled = [reducer for reducer in reducers if isinstance(reducer, PatternReducer)]
-    weights = torch.stack([layer.facts.queries(name) for name in classes], 1).float() if classes else None
+    weights = layer.facts.weights(classes) if classes else None
     states: dict[str, Any] = {}
     if tiled:
         stats, states = _tiled(layer, tiled, weights, wanted)
@@ -156,9 +156,11 @@ def _stats(
         counted=layer.facts.attending[:, part],
         canvas=queries,
     )
+    if count == queries:
+        return stats
     sides = (start, queries - part.stop)
     widened = {name: torch.nn.functional.pad(values, sides) for name, values in stats.per_query.items()}
-    return stats if count == queries else PatternStats(stats.sums, widened)
+    return PatternStats(stats.sums, widened)
 
 
 def _tiled(

@@ -283,6 +283,13 @@ def test_facts_of_a_window_to_both_sides_equal_the_dense_mask_in_float64(
         even = counts @ (dense.double() / dense.sum(-1, keepdim=True).clamp(min=1))
         torch.testing.assert_close(facts.expected(name)[0].double(), even, rtol=1e-6, atol=1e-12)
         assert torch.equal(facts.viewers(name)[0].double(), counts @ dense.double())
+        for least in (0, 1, 5):  # each of its own, though facts are computed once
+            few = (counts @ dense.double() < max(1, least)) | ~content
+            assert torch.equal(facts.undefined(name, least)[0], few)
+    weights = facts.weights(("prompt", "all"))[0]
+    assert torch.equal(weights, torch.stack([content & ~answer, content]).float())
+    assert torch.equal(facts.absent_keys[0], ~content)
+    assert torch.equal(facts.absent_queries[0], ~content)
 
 
 KINDS = (

@@ -98,16 +98,15 @@ class LayerStep:
 
     def undefined(self, queries: QueryClass, min_viewers: int) -> Bool[Tensor, "batch key"]:
         """Keys that fewer than `min_viewers` (at least 1) queries of the class see, and padding."""
-        few = self.facts.viewers(checked_class(queries, "undefined")) < max(1, min_viewers)
-        return few | ~self.facts.keys
+        return self.facts.undefined(queries, min_viewers)
 
     def only_keys(self, values: Float[Tensor, "batch *axes key"]) -> Float[Tensor, "batch *axes key"]:
         """`values` with NaN at keys that are padding or, in an AR run, not written yet."""
-        return _blank(values, ~self.facts.keys)
+        return _blank(values, self.facts.absent_keys)
 
     def only_queries(self, values: Float[Tensor, "batch *axes query"]) -> Float[Tensor, "batch *axes query"]:
         """`values` with NaN at queries that are padding, not written yet (AR), or not computed (a cache)."""
-        return _blank(values, ~self.facts.attending)
+        return _blank(values, self.facts.absent_queries)
 
 
 def _blank(values: Tensor, where: Bool[Tensor, "batch position"]) -> Tensor:

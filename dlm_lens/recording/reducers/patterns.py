@@ -105,13 +105,14 @@ class RegionMass(Reducer):
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head query_region key_region"]:
         """The matrix [query_region, key_region] of every head."""
-        classes = torch.stack([layer.facts.queries(name) for name in QUERY_CLASSES], -1).float()
-        relations = {name: layer.per_query[name] @ classes for name in RELATIONS}
+        weights = layer.facts.weights(QUERY_CLASSES)
+        per_query = torch.stack([layer.per_query[name] for name in RELATIONS], 2)
+        relations = dict(zip(RELATIONS, (per_query @ weights.mT[:, None]).unbind(2), strict=True))
         sums = torch.stack([layer.sums[name] for name in QUERY_CLASSES], 2)
         regions: dict[str, Bool[Tensor, "batch #head key"]] = {n: r[:, None] for n, r in layer.regions.items()}
         if self.sinks is not None:
             regions["sink"] = regions["sink"] | self.sinks.detect(layer.received("all", min_viewers=1))
         found = {name: (sums * region[:, :, None]).sum(-1) for name, region in regions.items()} | relations
-        counts = classes.sum(1)[:, None, :, None]
+        counts = weights.sum(-1)[:, None, :, None]
         mass = torch.stack([found[name] for name in KEY_REGIONS], -1)
         return (mass / counts).masked_fill(counts == 0, torch.nan)
