@@ -42,26 +42,20 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 @numba.njit(inline="always", fastmath=FAST)
 def _powers(
-    line: Float[np.ndarray, "width"],
-    offset: float,
-    factor: float,
-    bits: Int[np.ndarray, "width"],
-    power: Float[np.ndarray, "width"],
+    line: Float[np.ndarray, "width"], offset: float, factor: float, power: Float[np.ndarray, "width"]
 ) -> tuple[float32, float32]:
-    """Write 2^s of every s = (line - offset) factor to `power`, the memory of `bits`; return sum 2^s, sum 2^s s."""
-    for j in range(len(line)):
-        score = (line[j] - offset) * factor
-        score = LEAST if score < LEAST else score
-        bits[j] = (int32(np.floor(score + HALF)) + int32(127)) << int32(23)  # 2^n of the nearest integer n
+    """Write 2^s of every s = (line - offset) factor to `power`; return sum 2^s, sum 2^s s."""
     total = ZERO
     product = ZERO
     for j in range(len(line)):
         score = (line[j] - offset) * factor
         vanishes = score < LEAST
         score = LEAST if vanishes else score
-        rest = score - np.floor(score + HALF)
+        whole = np.floor(score + HALF)
+        rest = score - whole
         value = ONE + rest * (C1 + rest * (C2 + rest * (C3 + rest * (C4 + rest * (C5 + rest * C6)))))
-        value = ZERO if vanishes else value * power[j]
+        bits = int32((int32(whole) + int32(127)) << int32(23))  # of the float32 2^whole
+        value = ZERO if vanishes else value * bits.view(float32)
         power[j] = value
         total += value
         product += value * score
@@ -111,8 +105,7 @@ def reduce_tile(
         columns: the sums of each column by class.
     """
     heads, count, width = products.shape
-    bits = np.empty(width, int32)
-    power = bits.view(float32)
+    power = np.empty(width, float32)
     added = np.empty((weights.shape[1], width), float32)
     each = heads // weights.shape[0]
     first_sink = max(0, min(canvas - first_column, width))
@@ -126,7 +119,7 @@ def reduce_tile(
             if offset < hidden:
                 rows[0, head, row] = np.inf
                 continue
-            total, product = _powers(line, offset, factor, bits, power)
+            total, product = _powers(line, offset, factor, power)
             earlier = before[row] - first_column
             end = max(0, min(earlier, width))
             rows[0, head, row] += total
