@@ -198,7 +198,7 @@ class _MedianActivation(Reducer):
 
 
 def _median(stream: Float[Tensor, "position d_model"]) -> Float[Tensor, ""]:
-    """The lower median of the magnitudes, NaN if one of them is; NumPy selects it ten times faster than torch."""
+    """The lower median of the magnitudes, NaN if one of them is; NumPy selects faster (`benchmarks/README.md`)."""
     size = stream.abs().float().flatten().numpy()
     if not size.size or np.isnan(size.max()):
         return torch.tensor(torch.nan)
@@ -215,8 +215,8 @@ def _selected(values: Float[np.ndarray, "value"], k: int) -> np.float32:
     """The value that has k others before it in rising order; none is NaN. `values` may be reordered.
 
     Two order statistics of a sample, four standard deviations of its rank to either side, hold the value between
-    them in nearly all cases (Floyd and Rivest 1975), and only what lies between is partitioned: a quarter of the
-    time. Where they do not hold it, everything is partitioned.
+    them in nearly all cases (Floyd and Rivest 1975), and only what lies between is partitioned. Where they do not
+    hold it, everything is.
     """
     if values.size < LEAST_NARROWED:
         values.partition(k)
