@@ -24,6 +24,12 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 """Folders of installed code, whose functions are identified without the globals that they read."""
 
+LIBRARY_NAMES = {"site-packages", "dist-packages"}
+"""Names of such folders elsewhere: the user's own, the system's (`--system-site-packages`), those of PYTHONPATH."""
+
+HOSTS = {"dlm_lens", "torch", "transformers", "tokenizers", "numpy", "nnsight", "transformer_lens"}
+"""Packages that count as installed also where they lie elsewhere (`pip install -e`)."""
+
 PLAIN = (bool, int, float, complex, str, bytes, range, slice, Enum, PurePath, np.generic, torch.dtype, torch.device)
 """Values that their repr describes wholly, as it does None."""
 
@@ -192,10 +198,15 @@ def _is_installed(what: type | FunctionType) -> bool:
     root = what.__module__.partition(".")[0]
     if root == "__main__":
         return False
-    if root in sys.stdlib_module_names or root == "dlm_lens":
+    if root in sys.stdlib_module_names or root in HOSTS:
         return True
-    file = getattr(sys.modules.get(root), "__file__", None)
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
+    # A package without an __init__.py has no file, but its modules have; modules that C code makes have none.
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in (root, what.__module__))
+    file = next(filter(None, files), None)
+    if file is None:
+        return False
+    path = Path(file)
+    return bool(LIBRARY_NAMES & set(path.parts)) or any(path.is_relative_to(folder) for folder in LIBRARIES)
 
 
 def _function_text(function: FunctionType) -> str:

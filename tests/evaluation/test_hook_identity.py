@@ -1,5 +1,6 @@
 """Stored answers belong to what an intervention computes, whatever its place in memory."""
 
+import importlib
 import io
 import subprocess
 import sys
@@ -153,6 +154,44 @@ def test_an_identity_is_the_same_in_every_process() -> None:
         done = subprocess.run([sys.executable, "-c", SCRIPT, number], capture_output=True, text=True, check=True)
         found.add(done.stdout)
     assert len(found) == 1
+
+
+LIBRARY = """
+NOTHING = object()
+class Tokens:
+    def __init__(self, size):
+        self.size = size
+    def read(self):
+        return NOTHING
+"""
+
+
+@pytest.mark.parametrize("folder", ["lib/python3/site-packages", "lib/python3/dist-packages"])
+@pytest.mark.parametrize("package", [False, True])
+def test_libraries_outside_of_the_environment_are_libraries(
+    folder: str, package: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's or the system's own packages, or PYTHONPATH on a cluster; with and without an __init__.py."""
+    place = tmp_path / folder
+    (place / "elsewhere").mkdir(parents=True)
+    name = "elsewhere.tokens" if package else "elsewhere_tokens"
+    (place / (name.replace(".", "/") + ".py")).write_text(LIBRARY)
+    monkeypatch.syspath_prepend(place)
+    for one in ("elsewhere", name):
+        monkeypatch.delitem(sys.modules, one, raising=False)
+    library = importlib.import_module(name)
+
+    def identity(size: int) -> str:
+        held = library.Tokens(size)
+        return identity_of(at_progress(mask_positions(1), lambda p: p < held.size))
+
+    assert identity(3) == identity(3) != identity(4)
+    # The same code beside a user's scripts is the user's own, and what it reads has no identity.
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "scripts" / "tokens.py"))
+    if package:
+        monkeypatch.setattr(sys.modules["elsewhere"], "__file__", str(tmp_path / "scripts" / "__init__.py"))
+    with pytest.raises(ValueError, match="NOTHING is <object object>, which has no identity"):
+        identity(3)
 
 
 def test_an_object_that_only_its_address_distinguishes_is_refused(llada: Any, tmp_path: Path) -> None:
