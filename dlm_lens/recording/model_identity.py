@@ -27,10 +27,15 @@ ENTRIES = 2**20
 
 @cache
 def versions() -> dict[str, str]:
-    """Package -> version, for the packages that compute the arrays."""
+    """Package -> version, for the packages that compute the arrays; of torch with its build, as in 2.13.0+cu130."""
     import dlm_lens
 
-    return {"dlm_lens": dlm_lens.__version__} | {name: version(name) for name in ("torch", "transformers")}
+    # Wheels of the package index leave the build out of their metadata.
+    return {
+        "dlm_lens": dlm_lens.__version__,
+        "torch": str(torch.__version__),
+        "transformers": version("transformers"),
+    }
 
 
 def request_of_model(model: Any, settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
