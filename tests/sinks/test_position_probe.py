@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlm_lens.sampling import denoise
-from dlm_lens.sinks import AboveMean, Received, position_or_token
+from dlm_lens.sinks import AboveMean, Received, TopK, find_sinks, position_or_token, received_over_steps
 from dlm_lens.sinks.analysis import position_probe as module
 from dlm_lens.testing import tiny
 
@@ -129,3 +129,15 @@ def test_real_models_run_through(family):
 def test_a_step_that_is_not_there(case):
     with pytest.raises(ValueError, match="step 4 of 4"):
         position_or_token(*case, steps=[4])
+
+
+@pytest.mark.parametrize("family", ["mdlm", "sedd", "duo", "uniform_qwen"])
+def test_a_canvas_is_read_at_the_noise_level_of_its_step(family):
+    model = tiny(family, seed=2)
+    run = denoise(model, ["w1 w2 w3 w4 w5 w6 w7", "w7 w8 w9"], steps=5, gen_length=8, seed=[1, 2])
+    for steps in ([3], [1, run.steps - 1]):
+        found = position_or_token(model, run, TopK(1), steps=steps, min_viewers=1).table()
+        assert len(found) > len(run.canvases)  # more trials than the run has steps
+        main = find_sinks(received_over_steps(model, run, min_viewers=1), TopK(1)).main()
+        for line in found.itertuples():
+            assert main[line.step, line.batch, line.layer, line.head] == line.canvas_position

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.arguments import INDICES, LEVEL, ONE_SEED, checked_arguments
 from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling import DenoisingRun, RunPart
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.prompt_positions import from_prompt
@@ -187,6 +187,12 @@ def _canvases_of(
         eos_token_ids=run.eos_token_ids,
         tokenizer=run.tokenizer,
         model=run.model,
+        # The steps keep their numbers: some networks are given the noise level of theirs.
+        part=RunPart(
+            tuple(run.step_numbers[step] for step in steps),
+            tuple(run.block_numbers[step] for step in steps),
+            run.answer[row : row + 1],
+        ),
     )
 
 
