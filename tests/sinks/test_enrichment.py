@@ -333,8 +333,11 @@ def test_sinks_split_by_query_class_are_found():
         )
 
 
-def test_consistency_equals_a_loop_over_pairs():
+@pytest.mark.parametrize("ended", [False, True])
+def test_consistency_equals_a_loop_over_pairs(ended):
     received = run_like(seed=8, batch=4)
+    if ended:  # row 3 after two steps, row 0 after four: they have no scores then
+        received.values[2:, 3] = received.values[4:, 0] = torch.nan
     paths = trajectories(received, RULE)
     table = sink_consistency(paths)
     for line in table.to_dict("records"):
@@ -350,7 +353,8 @@ def test_consistency_equals_a_loop_over_pairs():
                     continue
                 position.append(p == q)
                 token.append(received.tokens[step, a, p] == received.tokens[step, b, q])
-                # Two random sequences of this step, two random keys of theirs.
+                # Two random sequences of this step that have scores, two random keys of theirs.
+                alive = [(x, y) for x, y in pairs if not received.values[step, [x, y]].isnan().all(-1).any()]
                 chance.append(
                     sum(
                         float(
@@ -358,10 +362,10 @@ def test_consistency_equals_a_loop_over_pairs():
                             .double()
                             .mean()
                         )
-                        for x, y in pairs
+                        for x, y in alive
                         for xs, ys in [[~received.values[step, r, 0, 0].isnan() for r in (x, y)]]
                     )
-                    / 6
+                    / len(alive)
                 )
         assert line["n"] == len(position)
         assert line["same_position"] == pytest.approx(sum(position) / len(position))

@@ -60,10 +60,11 @@ def _equal_pairs(values: NDArray[np.int64], there: NDArray[np.bool_]) -> NDArray
 
 
 def _chance(paths: Trajectories, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Probability that two random keys with a score, of two random sequences, hold one token: [step]."""
+    """Probability that two random keys with a score, of two random sequences with scores, hold one token: [step]."""
     scored = paths.scored.numpy()
     steps, batch, _ = scored.shape
     chance = np.zeros(steps)
+    pairs = 2 * _pairs(scored.any(-1).sum(-1))  # a sequence that is over has no scores and is in no pair
     for step in range(steps):
         ids, inverse = np.unique(tokens[step], return_inverse=True)
         row = np.broadcast_to(np.arange(batch)[:, None], tokens[step].shape)
@@ -72,7 +73,7 @@ def _chance(paths: Trajectories, tokens: NDArray[np.int64]) -> NDArray[np.float6
         share = counts / np.maximum(counts.sum(-1, keepdims=True), 1)
         # Sum over pairs of sequences of the inner product of their shares
         both = (share.sum(0) ** 2).sum() - (share**2).sum()
-        chance[step] = both / (batch * (batch - 1))
+        chance[step] = both / max(pairs[step], 1)
     return chance
 
 
