@@ -11,6 +11,7 @@ from dlm_lens.attention import fused_lse, head_width, tiled
 from dlm_lens.recording import (
     KEY_REGIONS,
     AttentionEntropy,
+    AttentionPattern,
     KeyNorm,
     MassiveActivations,
     ReceivedAttention,
@@ -22,7 +23,7 @@ from dlm_lens.recording import (
     WeightedValue,
     record,
 )
-from dlm_lens.sinks import AboveMean
+from dlm_lens.sinks import AboveMean, AttentionShare, LowKeyNorm, MeanReceived, find_sinks, received_of
 from dlm_lens.testing import tiny
 from tests.recording.reference import FAMILIES, PROMPTS, alone, build, classes, output_matrix, received, settings
 
@@ -210,3 +211,23 @@ def test_an_output_projection_without_one_weight_is_refused():
         record(model, PROMPTS, [WeightedValue()], steps=1, gen_length=2)
     with pytest.raises(ValueError, match="Linear has none of v_head_dim, head_dim, head_size"):
         head_width(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("rule", [AttentionShare(0.15), MeanReceived(0.15), AboveMean(0.05, literal=True)])
+@pytest.mark.parametrize("family", ["llada", "llama"])
+def test_the_region_of_sinks_reads_what_the_rule_reads(rule, family):
+    model = build(tiny, family)
+    reducers = [RegionMass(sinks=rule), ReceivedAttention(min_viewers=1), AttentionPattern()]
+    rec = record(model, PROMPTS, reducers, **settings(family))
+    sinks = find_sinks(received_of(rec), rule).is_sink
+    assert bool(sinks.any()) and not bool(sinks.all())
+    pattern = rec.pattern.double()
+    there = ~pattern.isnan().all(-1)  # queries that count
+    mass = (pattern.nan_to_num() * sinks[..., None, :]).sum((-2, -1)) / there.sum(-1)
+    found = rec.region_mass[..., 0, KEY_REGIONS.index("sink")]
+    torch.testing.assert_close(found, mass.float(), equal_nan=True, **CLOSE)
+
+
+def test_a_rule_of_hidden_states_has_no_region():
+    with pytest.raises(ValueError, match="the detector reads 'key norm', not attention; give one of received"):
+        RegionMass(sinks=LowKeyNorm(0.5))

@@ -79,11 +79,12 @@ class RegionMass(Reducer):
 
     Args:
         sinks: a detector of `dlm_lens.sinks`, or an object with detect(scores [batch, head, key]) -> bool. Its
-            sinks (all queries, relative to uniform) join the learned sink tokens in the region "sink"; None for
-            the learned ones alone.
+            sinks join the learned sink tokens in the region "sink"; None for the learned ones alone. It reads the
+            received attention of all queries as its `quantity` says: relative to uniform, also without a
+            `quantity`; the share r_j / n of n queries; or the mean attention r_j / n_j of n_j viewers.
 
     Raises:
-        ValueError: an object without detect.
+        ValueError: an object without detect, or a detector that reads hidden states.
     """
 
     sinks: Any = field(default=None)
@@ -102,6 +103,11 @@ class RegionMass(Reducer):
     def __post_init__(self) -> None:
         if self.sinks is not None and not callable(getattr(self.sinks, "detect", None)):
             raise ValueError(f"RegionMass(sinks={self.sinks!r}): give a detector, such as AboveMean(eps=3.0)")
+        if self._quantity not in ("received", "share", "mean attention"):
+            raise ValueError(
+                f"RegionMass(sinks={self.sinks!r}): the detector reads {self._quantity!r}, not attention; give one "
+                "of received attention, such as AboveMean(eps=3.0)"
+            )
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head query_region key_region"]:
         """The matrix [query_region, key_region] of every head."""
@@ -111,8 +117,22 @@ class RegionMass(Reducer):
         sums = torch.stack([layer.sums[name] for name in QUERY_CLASSES], 2)
         regions: dict[str, Bool[Tensor, "batch #head key"]] = {n: r[:, None] for n, r in layer.regions.items()}
         if self.sinks is not None:
-            regions["sink"] = regions["sink"] | self.sinks.detect(layer.received("all", min_viewers=1))
+            regions["sink"] = regions["sink"] | self.sinks.detect(self._scores(layer))
         found = {name: (sums * region[:, :, None]).sum(-1) for name, region in regions.items()} | relations
         counts = weights.sum(-1)[:, None, :, None]
         mass = torch.stack([found[name] for name in KEY_REGIONS], -1)
         return (mass / counts).masked_fill(counts == 0, torch.nan)
+
+    @property
+    def _quantity(self) -> str:
+        """What the detector reads."""
+        return str(getattr(self.sinks, "quantity", "received"))
+
+    def _scores(self, layer: LayerStep) -> Float[Tensor, "batch head key"]:
+        """The scores of the keys, as `Received.read` gives them."""
+        if self._quantity == "received":
+            return layer.received("all")
+        sums, facts = layer.received("all", relative=False), layer.facts
+        if self._quantity == "share":
+            return sums / facts.weights(("all",)).sum(-1, keepdim=True).clamp(min=1)
+        return sums / facts.viewers("all")[:, None].clamp(min=1)
