@@ -40,6 +40,7 @@ def received_from_pattern(
     tokenizer: Any = None,
     layers: Sequence[int] | None = None,
     min_viewers: int = MIN_VIEWERS,
+    check_rows: bool = True,
 ) -> Received:
     """Received attention of the keys of a pattern: r_j = sum_i A_ij over the counted queries, by default over e_j.
 
@@ -48,7 +49,7 @@ def received_from_pattern(
     step and batch axes among them, of which leading ones may be left out.
 
     Args:
-        pattern: attention probabilities; the rows of counted queries sum to 1.
+        pattern: attention probabilities; the rows of counted queries sum to 1, see `check_rows`.
         dims: names of the axes before [query, key].
         relative: divide by e_j = sum_i M_ij / sum_k M_ik, the value under even attention.
         visible: M, which query sees which key: [query, key], [batch, head, query, key] or the pattern's axes
@@ -61,6 +62,8 @@ def received_from_pattern(
         tokenizer: decodes `tokens`.
         layers: index of each layer in the model; counted from 0 by default.
         min_viewers: a key seen by fewer counted queries is undefined (NaN).
+        check_rows: False for a pattern whose rows may sum to less than 1: of off-by-one softmax, of sink logits, or
+            edited after the softmax. Then nothing says whether it is a pattern at all.
 
     Raises:
         TypeError: the pattern is not a tensor of floating-point numbers.
@@ -73,7 +76,8 @@ def received_from_pattern(
     content = _rows("attention_mask", attention_mask, names, (steps, batch, length))
     seen = _visibility(wide, visible, content, names, causal=causal)
     counted = _counted(wide, queries, content, names)
-    _check_rows(wide, seen, counted)
+    if check_rows:
+        _check_rows(wide, seen, counted)
     if visible is None and not causal:
         _warn_if_causal(wide)
     warn_unscored(counted.sum(-1), min_viewers)

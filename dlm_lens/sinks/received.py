@@ -20,8 +20,8 @@ Scale = Literal[
 ]
 """The unit of a score.
 
-r_j / e_j (1 = as under even attention), r_j (in queries), r_j / sum_k r_k (0 to 1), r_j / n_j of n_j viewers (0 to
-1), max_d |h_jd| of the residual stream, ||k_j|| of a key.
+r_j / e_j (1 = as under even attention), r_j (in queries), r_j / n of n counted queries (0 to 1), r_j / n_j of n_j
+viewers (0 to 1), max_d |h_jd| of the residual stream, ||k_j|| of a key.
 """
 
 Level = Literal["head", "layer", "model"]
@@ -61,7 +61,7 @@ class Received:
             or seen by fewer than `min_viewers` counted queries).
         expected: e_j = sum_i M_ij / sum_k M_ik, the value under even attention; values times e_j are column sums
             if `scale` is "relative to uniform".
-        counted: how many queries count, which is the sum of all column sums.
+        counted: how many queries count; the sum of all column sums where the rows of the pattern sum to 1.
         tokens: ids of the keys at each step; None if unknown.
         masked: which keys are masked (in an AR baseline: not decoded yet) at each step; None if unknown.
         valid: content (True) or padding (False); None if there is no padding.
@@ -148,7 +148,11 @@ class Received:
 
     @property
     def shares(self) -> Float[Tensor, "step batch layer head key"]:
-        """r_j / sum_k r_k, the share of all counted attention that goes to key j; the rows sum to 1."""
+        """r_j / n, the share of the attention of n counted queries that goes to key j.
+
+        Over the keys they sum to 1, or to less where rows of the pattern do (off-by-one softmax, sink logits, hooks
+        after the softmax).
+        """
         return self.column_sums / self.counted[..., None, None, None].clamp(min=1)
 
     @property

@@ -14,7 +14,15 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
+from dlm_lens.sinks.from_patterns import ROW_TOLERANCE
 from dlm_lens.viz.selection import numbers_in_words
+
+
+def rows_sum(*shots: "Snapshot") -> str:
+    """What the rows of patterns sum to, for the label of a scale."""
+    low, high = min(shot.row_sums[0] for shot in shots), max(shot.row_sums[1] for shot in shots)
+    exact = max(abs(low - 1), abs(high - 1)) <= ROW_TOLERANCE
+    return "rows sum to 1" if exact else f"rows sum to {low:.2f} to {high:.2f}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +33,8 @@ class Snapshot:
     the canvas positions, as queries and as keys.
 
     Args:
-        pattern: A, the rows of which sum to 1; 0 for queries that a step with a cache does not compute.
+        pattern: A, the rows of which sum to 1, but for off-by-one softmax, sink logits, and hooks after the
+            softmax; 0 for queries that a step with a cache does not compute.
         value_norms: ||v_j||_2 of every query head's value.
         tokens: ids; learned sink i is -1 - i.
         masked: which positions are open (masked, or holding a random token).
@@ -70,7 +79,15 @@ class Snapshot:
         """Received attention of every head, relative to uniform; the learned sinks' own rows do not count."""
         visible = self.visible[: len(self.positions)]
         pattern, computed = self.pattern[:, : len(self.positions)], visible.any(-1)
-        return received_from_pattern(pattern, dims=("head",), visible=visible, queries=computed)
+        return received_from_pattern(
+            pattern, dims=("head",), visible=visible, queries=computed, check_rows=False
+        )
+
+    @property
+    def row_sums(self) -> tuple[float, float]:
+        """The least and the greatest sum of a row of the pattern, over heads and computed queries."""
+        sums = self.pattern.sum(-1)[:, self.visible.any(-1)]
+        return (float(sums.min()), float(sums.max())) if sums.numel() else (1.0, 1.0)
 
     def sinks_of(self, detector: Detector, head: int | None) -> list[int]:
         """Keys that are sinks of a head (None: of the head-mean pattern), the largest first."""

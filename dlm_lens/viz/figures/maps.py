@@ -20,7 +20,7 @@ from dlm_lens.printable import counted
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.sinks.detectors.base import as_detector
-from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
+from dlm_lens.viz.attention_snapshot import Snapshot, rows_sum, snapshot
 from dlm_lens.viz.figures.labels import PLAIN, caption, counted_keys, level_label, open_label, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.figures.positions import MASKED, SINK
@@ -91,7 +91,7 @@ def attention_maps(
         axes.set_title(_panel_title(shot, sinks), fontsize=8, pad=3, **PLAIN)
     bar = figure.colorbar(mesh, ax=list(panels), pad=0.01, fraction=0.03)
     bar.ax.tick_params(labelsize=7)
-    bar.set_label("attention $A_{ij}$ (rows sum to 1; square root scale)", fontsize=8)
+    bar.set_label(f"attention $A_{{ij}}$ ({rows_sum(*shots)}; square root scale)", fontsize=8)
     masked = any(bool(shot.masked.any()) for shot in shots)
     label = open_label(*(shot.uniform_noise for shot in shots)) if masked else None
     _explain(figure, masked=label, sinks=any(found), hidden=_hidden(shots))

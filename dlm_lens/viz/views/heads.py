@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.attention import HookLike
 from dlm_lens.printable import counted
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.viz.attention_snapshot import Snapshot, snapshot
+from dlm_lens.viz.attention_snapshot import Snapshot, rows_sum, snapshot
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of
@@ -56,7 +56,7 @@ def attention_heads(
     kept, cropped = _cropped(shot, run, positions, len(shot.pattern))
     names = [f"head {head}" for head in range(len(shot.pattern))]
     props = _props(shot, shot.pattern, kept) | {"attentionHeadNames": names}
-    about = (_where(shot, "level: head"), _scale("attention A_ij, rows sum to 1", props), *cropped)
+    about = (_where(shot, "level: head"), _scale(f"attention A_ij, {rows_sum(shot)}", props), *cropped)
     return View(f"Attention heads of layer {shot.layer} at step {step}", about, (Piece("AttentionHeads", props),))
 
 
@@ -76,7 +76,7 @@ def attention_pattern(
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
     shot = snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks)
-    return _one_head(shot, run, head, positions, shot.pattern, "Attention", "attention A_ij, rows sum to 1")
+    return _one_head(shot, run, head, positions, shot.pattern, "Attention", f"attention A_ij, {rows_sum(shot)}")
 
 
 def value_weighted_pattern(
