@@ -51,6 +51,11 @@ class UntilCommitted(HookWrapper):
         """As the hook inside."""
         return self.hook.remembers
 
+    @property
+    def row_count(self) -> int | None:
+        """The rows that the steps are of; with those of one row, as the hook inside."""
+        return len(self.steps) if len(self.steps) > 1 else self.hook.row_count
+
     def check_run(self, run: RunStep) -> None:
         """Refuse a run of other prompts or another length.
 
@@ -60,9 +65,10 @@ class UntilCommitted(HookWrapper):
         positions = run.tokens.shape[1] if run.whole is None else run.whole
         # A run without a mask token may have ended early, on a canvas shorter than it began with.
         ended = self.steps.shape[1] < positions and getattr(run.config, "mask_token_id", None) is None
-        if len(run.tokens) % len(self.steps) or not (positions == self.steps.shape[1] or ended):
+        rows = len(run.tokens) // run.halves
+        if len(self.steps) not in (1, rows) or not (positions == self.steps.shape[1] or ended):
             raise ValueError(
-                f"{self}: the run has {len(run.tokens)} rows of {positions} positions; give the steps of a run of "
+                f"{self}: the run has {rows} rows of {positions} positions; give the steps of a run of "
                 "the same prompts and length"
             )
         self.hook.check_run(run)

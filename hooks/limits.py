@@ -124,12 +124,7 @@ class LayerLimit(Limit):
 
     def active(self, hook: PointContext, who: Hook) -> Active:
         """Whether the hook point is in one of the layers."""
-        if hook.index is None:
-            raise ValueError(f"{who} needs to know the layer: put it at a hook point by name, or use attach_hooks")
-        count = hook.depth if hook.depth is not None else None if hook.run is None else _layers_of(hook.run)
-        if count is None and min(self.indices) < 0:
-            raise ValueError(f"{who}: without a run the number of layers is unknown; count them from 0")
-        return hook.index in {index % count if count and index < 0 else index for index in self.indices}
+        return _in_layers(self.indices, hook, who)
 
     def check(self, run: RunStep, who: Hook) -> None:
         """Raise a ValueError for layers that the model does not have."""
@@ -217,6 +212,21 @@ class EncoderLimit(Limit):
         return f"at_encoder({hook})"
 
 
+def _in_layers(indices: tuple[int, ...], hook: PointContext, who: Hook) -> bool:
+    """Whether a hook point is in one of some layers."""
+    if hook.index is None:
+        raise ValueError(f"{who} needs to know the layer: put it at a hook point by name, or use attach_hooks")
+    count = hook.depth if hook.depth is not None else None if hook.run is None else _layers_of(hook.run)
+    if count is None and min(indices, default=0) < 0:
+        raise ValueError(f"{who}: without a run the number of layers is unknown; count them from 0")
+    return hook.index in _from_zero(indices, count)
+
+
+def _from_zero(indices: tuple[int, ...], count: int | None) -> set[int]:
+    """Layers counted from 0, where the number of layers is known."""
+    return {index % count if count and index < 0 else index for index in indices}
+
+
 def _layers_of(run: RunStep) -> int | None:
     return None if run.config is None else attending_layers(run.config)
 
@@ -277,14 +287,21 @@ class Limited(HookWrapper):
         """Refuse what the run or its model do not have.
 
         Raises:
-            ValueError: a step, a layer or a head that is not there.
+            ValueError: a step, a layer or a head that is not there, or layers of which the hook has none.
         """
         self.limit.check(run, self)
+        own, count = self.hook.layers, _layers_of(run)
+        limited = own is not None and self.limit.layers is not None
+        if limited and not _from_zero(own or (), count) & _from_zero(self.limit.layers or (), count):
+            raise ValueError(
+                f"{self}: the hook inside acts in layers {list(own or ())} alone; give one of them, or leave out "
+                "at_layers"
+            )
         self.hook.check_run(run)
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """The edited activation; where the hook does not act, the activation as it was."""
-        active = self.limit.active(hook, self)
+        active = self._active(hook)
         if not self._any(active, hook):
             return tensor
         edited = self.hook(tensor, hook)
@@ -293,6 +310,13 @@ class Limited(HookWrapper):
         if self.limit.heads is not None:
             edited = torch.where(self._heads(tensor, self.limit.heads), edited, tensor)
         return edited
+
+    def _active(self, hook: PointContext) -> Active:
+        """In which rows the limit lets the hook act; in a layer that the hook leaves out, in none."""
+        own = self.hook.layers
+        if own is not None and self.limit.layers is not None and not _in_layers(own, hook, self):
+            return False
+        return self.limit.active(hook, self)
 
     def _any(self, active: Active, hook: PointContext) -> bool:
         """Whether the hook acts in any row; in a run the device is waited for once a step, not in every layer."""
@@ -324,7 +348,7 @@ class LimitedColumns(Limited, ColumnHook):
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """What the hook hides, in the heads and rows in which it acts."""
-        active = self.limit.active(hook, self)
+        active = self._active(hook)
         if not self._any(active, hook):
             self.observe(keys, columns, hook)
             return None

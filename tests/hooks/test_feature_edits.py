@@ -7,6 +7,8 @@ import dlm_lens as dl
 from dlm_lens.features import SparseAutoencoder, save_sae
 from dlm_lens.hooks import (
     ablate_features,
+    at_layers,
+    at_steps,
     attach_hooks,
     capture,
     parse_hooks,
@@ -116,6 +118,23 @@ def test_three_hosts_agree(tmp_path, monkeypatch):
     torch.testing.assert_close(run.confidence, traced.confidence)
 
 
+def test_at_layers_narrows_the_layers_of_a_hook_and_does_not_replace_them():
+    model = tiny("llada", num_hidden_layers=3)
+    hook = reconstruct(autoencoder(model, layer=1))
+
+    def final(*hooks):
+        kept = capture(model, PROMPTS, "resid", hooks=hooks, **RUN)
+        return [kept["resid", layer, step] for layer in range(3) for step in range(4)]
+
+    alone = final(hook)
+    assert not all(one.equal(other) for one, other in zip(alone, final(), strict=True))
+    for limited in (at_layers(hook, [0, 1]), at_layers(hook, [0, -2]), at_layers(at_steps(hook, range(4)), [1, 2])):
+        assert all(one.equal(other) for one, other in zip(alone, final(limited), strict=True))
+    match = r"the hook inside acts in layers \[1\] alone; give one of them, or leave out at_layers"
+    with pytest.raises(ValueError, match=match):
+        dl.denoise(model, PROMPTS, hooks=[at_layers(hook, [0, -1])], **RUN)
+
+
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_until_committed_acts_before_each_positions_step(family):
     model = tiny(family)
@@ -133,6 +152,20 @@ def test_until_committed_acts_before_each_positions_step(family):
         torch.testing.assert_close(two, expected, rtol=1e-4, atol=1e-4)
     never = until_committed(steer_feature(sae, 3, 50.0), torch.full_like(steps, -1))
     assert dl.denoise(model, PROMPTS, hooks=[never], **RUN).confidence.equal(plain.confidence)
+
+
+def test_until_committed_is_of_the_rows_of_its_steps():
+    model = tiny("llada")
+    four = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+    run = dl.denoise(model, four[:2], **RUN)
+    hook = until_committed(steer(torch.ones(model.config.hidden_size)), run.step_of)
+    with pytest.raises(ValueError, match="positions for 2 rows, and the run has 4"):
+        dl.denoise(model, four, hooks=[hook], **RUN)
+    with pytest.raises(ValueError, match="positions for 2 rows"):
+        dl.record(model, four, [dl.ReceivedAttention()], hooks=[hook], batch_size=2, **RUN)
+    # With guidance every prompt has two rows; steps of one row are for all prompts.
+    dl.denoise(model, four[:2], hooks=[hook], cfg_scale=1.0, **RUN)
+    dl.denoise(model, four, hooks=[until_committed(steer(torch.ones(32)), run.step_of[:1])], **RUN)
 
 
 def test_until_committed_in_an_ar_run():
