@@ -78,9 +78,11 @@ def scale_attention(
 ) -> ScaleAttention:
     """Multiply the attention from every query to some keys by `factor`.
 
-    Before the softmax s_ij becomes s_ij + ln f: the odds of the keys change by the factor f, and rows sum to 1.
-    After the softmax A_ij becomes f A_ij, and rows no longer sum to 1; with `renormalise` the result equals that of
-    scaling before the softmax. The pattern is materialised.
+    Before the softmax s_ij becomes s_ij + ln f: the odds of the keys change by the factor f, and the softmax
+    normalises them. After the softmax A_ij becomes f A_ij, and rows no longer sum to what they summed to; with
+    `renormalise` they sum to 1, and the result equals that of scaling before a standard softmax. An off-by-one
+    softmax, or one with sink logits, keeps a share for no key, which `renormalise` gives to the keys. The pattern
+    is materialised.
 
     Args:
         positions: canvas positions, `sink(i)`, `by_row`, or "masked", "visible", "prompt", "answer" (at the

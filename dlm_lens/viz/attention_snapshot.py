@@ -79,9 +79,7 @@ class Snapshot:
         """Received attention of every head, relative to uniform; the learned sinks' own rows do not count."""
         visible = self.visible[: len(self.positions)]
         pattern, computed = self.pattern[:, : len(self.positions)], visible.any(-1)
-        return received_from_pattern(
-            pattern, dims=("head",), visible=visible, queries=computed, check_rows=False
-        )
+        return received_from_pattern(pattern, dims=("head",), visible=visible, queries=computed, check_rows=False)
 
     @property
     def row_sums(self) -> tuple[float, float]:

@@ -220,7 +220,8 @@ def test_the_region_of_sinks_reads_what_the_rule_reads(rule, family):
     reducers = [RegionMass(sinks=rule), ReceivedAttention(min_viewers=1), AttentionPattern()]
     rec = record(model, PROMPTS, reducers, **settings(family))
     sinks = find_sinks(received_of(rec), rule).is_sink
-    assert bool(sinks.any()) and not bool(sinks.all())
+    assert bool(sinks.any())
+    assert not bool(sinks.all())
     pattern = rec.pattern.double()
     there = ~pattern.isnan().all(-1)  # queries that count
     mass = (pattern.nan_to_num() * sinks[..., None, :]).sum((-2, -1)) / there.sum(-1)

@@ -34,7 +34,8 @@ def test_figures_and_views_say_what_the_rows_sum_to(case):
     low, high = float(sums[~sums.isnan()].min()), float(sums[~sums.isnan()].max())
     high = max(high, float(bool(model.config.num_sinks)))
     if case == "rows that sum to 1":
-        assert "rows sum to 1;" in label and "rows sum to 1" in view._repr_html_()
+        assert "rows sum to 1;" in label
+        assert "rows sum to 1" in view._repr_html_()
     else:
         assert low < 0.99
         assert re.search(rf"rows sum to {low:.2f} to {high:.2f};", label)

@@ -60,7 +60,7 @@ def _equal_pairs(values: NDArray[np.int64], there: NDArray[np.bool_]) -> NDArray
 
 
 def _chance(paths: Trajectories, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Probability that two random keys with a score, of two random sequences with scores, hold one token: [step]."""
+    """Probability that random keys with a score, of two random sequences with scores, hold one token: [step]."""
     scored = paths.scored.numpy()
     steps, batch, _ = scored.shape
     chance = np.zeros(steps)

@@ -26,10 +26,11 @@ MEAN_RECEIVED = DetectorEntry(
 class AttentionShare(ConstantThreshold):
     """A sink takes more than a share x of the attention of all counted queries: r_j / n > x.
 
-    r_j are the raw column sums over the n counted queries, on every scale. Where every row of the pattern sums to 1,
-    n is sum_k r_k. Under off-by-one softmax, sink logits, or hooks after the softmax rows sum to less, and what goes
-    to no key counts as attention too. Shares compare sequences of different lengths (even attention gives 1 / S), but do not correct for a
-    causal mask: the first key of an AR baseline has H_S / S under even attention, 7.4% at S = 64.
+    r_j are the raw column sums over the n counted queries, on every scale. Where every row of the pattern sums to
+    1, n is sum_k r_k. Under off-by-one softmax, sink logits, or hooks after the softmax rows sum to less, and what
+    goes to no key counts as attention too. Shares compare sequences of different lengths (even attention gives
+    1 / S), but do not correct for a causal mask: the first key of an AR baseline has H_S / S under even attention,
+    7.4% at S = 64.
 
     Raises:
         ValueError: x is not between 0 and 1.
