@@ -191,8 +191,9 @@ def mask_random(
     that was hidden.
 
     The choice depends on seed, step, layer, head, and the row's prompt with positions counted from its first token.
-    So it is the same in any batch, and in both halves of guidance. Outside a run the step is 0 and all rows have
-    the same choice.
+    So it is the same in both halves of guidance, and in any batch in which a row has the steps that it has alone:
+    where the number of steps depends on the tokens (thresholds, block diffusion), a row waits for others. Outside a
+    run the step is 0 and all rows have the same choice.
 
     Args:
         k: number of columns in every head; None with `like`.

@@ -101,7 +101,10 @@ class Generator:
     after the block in which the last of their texts ends.
 
     With hooks, rows stop early only if all hooks are `stateless`, and prompts of unequal length share a run only if
-    all are `padding_safe`. With `around`, only prompts of equal length share a run, and every run has all steps.
+    all are `padding_safe` and blocks are not counted from the text. Where the number of steps depends on the
+    tokens, a row waits for others, and the number of a step depends on them: with hooks that are not `stateless`
+    every prompt has a run of its own there. With `around`, only prompts of equal length share a run, and every run
+    has all steps.
 
     Args:
         model: from `dlm_lens.load`.
@@ -114,7 +117,7 @@ class Generator:
         self, model: Any, *, batch_size: int | None = None, hooks: Sequence[Any] = (), around: Around | None = None
     ) -> None:
         self.model, self.batch_size, self.hooks, self.around = model, batch_size, checked(hooks), around
-        self.padded, self.leaves = together(self.hooks, around), around is None
+        self.padded, self.leaves = together(model, self.hooks, around), around is None
         self.algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
         self.ends = end_ids(model.config)
 
@@ -129,7 +132,7 @@ class Generator:
         for _, group in groupby(ordered, key=kind):
             same = list(group)
             settings = dict(same[0].settings)
-            rows = self._rows(same[0], settings)
+            rows = 1 if stateful and self._rows_wait(settings) else self._rows(same[0], settings)
             if self.leaves and not stateful and self._blocks_are_final(settings):
                 for start in range(0, len(same), POOL * rows):
                     yield from self._by_blocks(same[start : start + POOL * rows], settings, rows)
@@ -150,6 +153,14 @@ class Generator:
             evaluated = min(evaluated or longest.gen_length, longest.gen_length)
         width = len(longest.prompt) + longest.gen_length
         return max(1, min(most // (halves * width), LOGITS // (halves * evaluated * head.weight.shape[0])))
+
+    def _rows_wait(self, settings: Mapping[str, Any]) -> bool:
+        """Whether rows may take unequal numbers of steps, so that one waits for another in the middle of a run."""
+        values, sampler = {**self.model.sampler_defaults, **settings}, self.algorithm.sampler
+        if sampler.autoregressive:
+            return False
+        given = any(values.get(name) for name in ("threshold", "factor", "cache"))
+        return bool(sampler.adaptive or sampler.grows or given)
 
     def _blocks_are_final(self, settings: Mapping[str, Any]) -> bool:
         """Whether finished blocks never change, and the next block depends on the canvas alone."""

@@ -30,9 +30,16 @@ Around = Callable[[Any], AbstractContextManager[Any]]
 """Takes the model and returns a context manager for its forward passes, such as a recording."""
 
 
-def together(hooks: Sequence[Any], around: Around | None) -> bool:
-    """Whether requests of unequal length may share a forward pass without changing each other's result."""
-    return around is None and all(hook.padding_safe for hook in hooks)
+def together(model: Any, hooks: Sequence[Any], around: Around | None) -> bool:
+    """Whether requests of unequal length may share a forward pass without changing each other's result.
+
+    Where blocks are counted from the text, a canvas ends with the longest row's last block, so that positions that
+    a hook counts from the end are none of a shorter row's.
+    """
+    sampler = algorithms()[family_of(model.config.model_type).sampler_of(model.config)].sampler
+    if around is not None or (hooks and sampler.from_text):
+        return False
+    return all(hook.padding_safe for hook in hooks)
 
 
 def of_every_token(model: Any, settings: LikelihoodSettings) -> LikelihoodSettings:
@@ -105,8 +112,8 @@ class Answer(NamedTuple):
 class Likelihoods:
     """Computes the likelihoods of requests, longest first.
 
-    With `around`, or with a hook that is not `padding_safe`, only requests of equal length share a forward pass, so
-    that there is no padding.
+    With `around`, with a hook that is not `padding_safe`, or with hooks where blocks are counted from the text,
+    only requests of equal length share a forward pass, so that there is no padding.
 
     Args:
         model: from `dlm_lens.load`.
@@ -146,7 +153,7 @@ class Likelihoods:
             yield answers
 
     def _chunks(self, items: Sequence[Item]) -> Iterator[list[Item]]:
-        padded = together(self.hooks, self.around)
+        padded = together(self.model, self.hooks, self.around)
         causal = family_of(self.model.config.model_type).causal
         if causal and not self.hooks and self.around is None:
             # Items of one context share its pass, so that they are in one chunk.

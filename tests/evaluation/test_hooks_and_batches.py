@@ -1,0 +1,62 @@
+"""An answer under hooks does not depend on the requests beside it, also where steps depend on the tokens."""
+
+from typing import Any
+
+import pytest
+
+import dlm_lens as dl
+from dlm_lens.evaluation import HarnessLM
+from dlm_lens.evaluation.generation_requests import Generator, Job, cut, end_ids
+from dlm_lens.hooks import ablate, at_steps, mask_positions, mask_random, mask_top_sinks
+from dlm_lens.testing import tiny
+from tests.evaluation.conftest import ask
+
+PROMPTS = [
+    [3, 41, 7, 7, 19, 28, 55, 2, 33, 14, 9, 50],
+    [12, 8, 44, 31, 5, 26, 17, 1, 2, 3, 4, 6],
+    [5, 6, 7, 8, 9, 10, 11, 12, 13, 8, 8, 1],
+    [9, 8, 7, 6, 5, 4, 3, 2, 1, 22],
+]
+HOOKS = {
+    "from the end": mask_positions(-1),
+    "random": mask_random(2),
+    "some steps": at_steps(mask_top_sinks(3), slice(1, 5)),
+    "the step before": mask_top_sinks(2, source="previous"),
+    "an activation": at_steps(ablate("mlp_out", "masked"), slice(1, 4)),
+}
+CASES: dict[str, dict[str, Any]] = {
+    "llada": {"steps": 16, "block_length": 8, "threshold": 0.12},
+    "dream": {"steps": 16, "block_length": 4, "cache": "prefix", "threshold": 0.3},
+    "sdar": {"block_length": 4, "temperature": 0.0, "threshold": 0.3},
+    "llada2": {"block_length": 4, "threshold": 0.3},
+    "bd3lm": {"block_length": 4, "steps_per_block": 4},
+    "sdlm": {"window_length": 4, "threshold": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("family", CASES)
+def test_a_generated_text_is_that_of_its_prompt_alone(family: str, name: str) -> None:
+    model, settings, hooks = tiny(family), CASES[family], [HOOKS[name]]
+    jobs = [Job(i, prompt, 10 + i, (), 16, tuple(sorted(settings.items()))) for i, prompt in enumerate(PROMPTS)]
+    together = Generator(model, hooks=hooks, batch_size=4).run(jobs)
+    found = {text.place: text.text for some in together for text in some}
+    for i, prompt in enumerate(PROMPTS):
+        run = dl.denoise(model, [prompt], gen_length=16, seed=[10 + i], hooks=hooks, **settings)
+        answer = run.tokens[0].tolist()[len(prompt) : len(prompt) + 16]
+        assert found[i] == cut(model.tokenizer, answer, end_ids(model.config), ()).text
+
+
+@pytest.mark.parametrize("family", ["bd3lm", "sdar", "llada2"])
+def test_a_likelihood_with_positions_from_the_end_is_that_of_its_request_alone(family: str) -> None:
+    model, hooks = tiny(family), [mask_positions(-2)]
+    words = [" ".join(f"w{i}" for i in prompt) for prompt in PROMPTS]
+    requests = [(text, " w20 w21 w22 w23 w24") for text in words] + [(words[0], " w20 w21")]
+    both = [
+        HarnessLM(model, likelihood={"method": "mc", "samples": 8}, hooks=hooks, batch_size=size).loglikelihood(
+            ask("loglikelihood", *requests)
+        )
+        for size in (8, 1)
+    ]
+    for together, alone in zip(*both, strict=True):
+        assert together[0] == pytest.approx(alone[0], abs=1e-4)  # sums of float32 logits in other shapes
