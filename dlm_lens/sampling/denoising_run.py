@@ -316,8 +316,15 @@ class DenoisingRun(ShowsItself):
 
     @property
     def answer(self) -> Bool[Tensor, "batch position"]:
-        """The positions that were open at the start of the run, also in a part that lacks its first steps."""
-        return self.masked[0] if self.part is None else self.part.answer
+        """The positions that were open at the start of the run, also in a part that lacks its first steps.
+
+        Of recorded likelihoods, the continuation: its masks are drawn, so that no canvas need mask all of it.
+        """
+        if self.part is not None:
+            return self.part.answer
+        if self.settings.get("sampler") == "likelihood":
+            return (torch.arange(self.masked.shape[-1]) >= self.prompt_length).expand(self.masked.shape[1:])
+        return self.masked[0]
 
     @property
     def step_numbers(self) -> tuple[int, ...]:

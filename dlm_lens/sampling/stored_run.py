@@ -83,6 +83,8 @@ class StoredCanvases:
         self.sampler = rerun_sampler(run.settings)
         blocks = run.attention_blocks
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
+        if self.sampler.mask_window is None:  # of forward passes and likelihoods, which no sampler made
+            self.sampler.mask_window = run.mask_window
         plans = [self._plan_in_run(step) for step in range(run.steps)]
         self._own = self.sampler.rerun_network(model, self.content, run.prompt_length, plans, run.block_numbers)
         self._canvas = computed_span(model, run.canvases.shape[-1]) is not None

@@ -473,9 +473,13 @@ class Sampler(nn.Module):
 def rerun_sampler(settings: Mapping[str, Any]) -> Sampler:
     """The sampler for passes over the canvases of a finished run with these settings.
 
-    Of an algorithm that is not installed it has the network that every sampler has.
+    Likelihoods in blocks have the network of the sampler that decodes such blocks (`blocks_of`), without its other
+    settings. Of an algorithm that is not installed it has the network that every sampler has.
     """
-    algorithm = algorithms().get(str(settings.get("sampler")))
+    if (decodes := settings.get("blocks_of")) is not None:
+        length = settings["block_length"]
+        settings = {"gen_length": length, "sub_block_length": length, **settings}
+    algorithm = algorithms().get(str(decodes or settings.get("sampler")))
     if algorithm is None:
         return Sampler.for_rerun(settings)
     guided = {"cfg_scale": getattr(algorithm.settings, "cfg_scale", 0.0)}

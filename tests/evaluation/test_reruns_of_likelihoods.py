@@ -1,0 +1,36 @@
+"""A rerun of recorded likelihoods has the attention of the passes that were recorded, in every kind of blocks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.evaluation import HarnessLM
+from dlm_lens.hooks import mask_top_sinks
+from dlm_lens.recording import AttentionPattern, Recording, RegionMass, rerun
+from dlm_lens.testing import tiny
+from tests.evaluation.conftest import ask, words
+
+FAMILIES = ["llada", "sdar", "stable_diffcoder", "nemotron_labs_diffusion", "efficient_dlm", "sdlm", "bd3lm"]
+FAMILIES += ["fast_dllm_v2", "llada2", "wedlm"]
+# SDLM has no Monte Carlo likelihood.
+CASES = [(one, method) for one in FAMILIES for method in ("chain_rule", "mc") if (one, method) != ("sdlm", "mc")]
+REDUCERS = [dl.ReceivedAttention(("all", "masked")), AttentionPattern(), RegionMass()]
+
+
+@pytest.mark.parametrize("hooks", [(), (mask_top_sinks(2),)], ids=["plain", "hooks"])
+@pytest.mark.parametrize("family, method", CASES)
+def test_a_rerun_equals_the_recording(family: str, method: str, hooks: tuple, tmp_path: Path) -> None:
+    model, likelihood = tiny(family), {"method": method, "samples": 3}
+    requests = ask("loglikelihood", (words(3, 41, 7, 7, 19, 28, 55, 2, 33, 14, 9, 50), " " + words(20, 21, 22, 23)))
+    lm = HarnessLM(model, likelihood=likelihood, record=REDUCERS, record_to=tmp_path, hooks=hooks)
+    lm.loglikelihood(requests)
+    recorded = Recording.load(tmp_path / "task" / "00000-0")
+    again = rerun(model, recorded.run, REDUCERS, hooks=hooks)
+    for name in ("pattern", "received", "received_masked", "region_mass"):
+        # The same passes, of the same shapes.
+        torch.testing.assert_close(again.arrays[name], recorded.arrays[name], equal_nan=True, rtol=1e-5, atol=1e-6)
+    if not hooks:
+        received = dl.received_over_steps(model, recorded.run)
+        torch.testing.assert_close(received.values, recorded.received, equal_nan=True, rtol=1e-5, atol=1e-6)
