@@ -199,10 +199,10 @@ def evaluate(
 
 
 def prepare(lm: Any, tasks: Mapping[str, Any]) -> None:
-    """Prepare a `HarnessLM` for its tasks: check its hooks, and note where greedy decoding is needed.
+    """Prepare a `HarnessLM` for its tasks: check hooks and settings, and note where greedy decoding is needed.
 
     Raises:
-        ValueError: hooks that need steps, for a task of likelihoods.
+        ValueError: hooks that need steps, or settings that the model does not have, for a task of likelihoods.
     """
     if any(task.OUTPUT_TYPE != "generate_until" for task in tasks.values()):
         lm.check_likelihoods()

@@ -22,6 +22,7 @@ from dlm_lens.evaluation.likelihood_requests import (
     ItemMaker,
     Likelihoods,
     check_likelihood_hooks,
+    check_settings,
     of_every_token,
 )
 from dlm_lens.evaluation.request_recordings import (
@@ -257,11 +258,12 @@ class HarnessLM(SharedLM):
         return self.encoder.chat(chat_history, add_generation_prompt)
 
     def check_likelihoods(self) -> None:
-        """Refuse hooks that need the steps of a run, before any request is computed.
+        """Refuse settings that the model's likelihoods do not have, and hooks that need the steps of a run.
 
         Raises:
-            ValueError: naming the hook.
+            ValueError: naming the setting or the hook, before any request is computed.
         """
+        check_settings(self.model, self.likelihood)
         check_likelihood_hooks(self.model, self.hooks)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:

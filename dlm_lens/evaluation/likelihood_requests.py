@@ -20,7 +20,7 @@ from dlm_lens.sampling import log_likelihood
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
-from dlm_lens.sampling.likelihood.estimates import likelihood_method
+from dlm_lens.sampling.likelihood.estimates import check_method, likelihood_method
 from dlm_lens.sampling.likelihood.scoring import Scorer
 
 CHUNK = 64
@@ -67,6 +67,19 @@ class Item(NamedTuple):
     def length(self) -> int:
         """Positions of its canvas."""
         return len(self.context) + len(self.continuation)
+
+
+def check_settings(model: Any, settings: LikelihoodSettings) -> None:
+    """Refuse settings that `log_likelihood` refuses for this model, before any request is computed.
+
+    Args:
+        model: from `dlm_lens.load`.
+        settings: the method and its settings.
+
+    Raises:
+        ValueError: a method or guidance that the model does not have.
+    """
+    check_method(model, settings.method, settings.cfg_scale)
 
 
 def check_items(model: Any, items: Sequence[Item], settings: LikelihoodSettings) -> None:

@@ -379,3 +379,30 @@ def test_a_request_without_a_likelihood_is_named_before_the_others_are_computed(
         lm.loglikelihood(requests)
     rolling = ask("loglikelihood_rolling", ("w5",))
     assert len(lm.loglikelihood_rolling(rolling)) == 1
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    ("family", "likelihood", "says"),
+    [
+        ("duo", {"method": "chain_rule"}, "method='chain_rule' hides tokens with"),
+        ("duo", {"cfg_scale": 1.0}, r"cfg_scale=1\.0 hides tokens with"),
+        ("causal", {"cfg_scale": 1.0}, r"cfg_scale is 1\.0, but an AR model has no mask token to guide with"),
+        ("causal", {"method": "mc"}, "an AR model has no masks to draw, its likelihood is exact"),
+        ("sdlm", {"method": "mc"}, "the sampler 'sdlm' has no mc likelihood"),
+    ],
+)
+def test_settings_that_a_model_does_not_have_are_refused_before_any_work(
+    family: str, likelihood: dict[str, Any], says: str, recorded: bool, tmp_path: Path
+) -> None:
+    """In `log_likelihood`'s words, whichever way the requests are computed."""
+    model = tiny(family)
+    given: dict[str, Any] = {"record_to": tmp_path} if recorded else {}
+    lm = HarnessLM(model, likelihood={"samples": 8, **likelihood}, **given)
+    requests = ask("loglikelihood", ("w1 w2", " w3 w4"), ("w1 w2", " w5 w6"), same_document=True)
+    with counted(model) as rows, pytest.raises(ValueError, match=says):
+        lm.loglikelihood(requests)
+    assert rows == []
+    rolling = ask("loglikelihood_rolling", ("w5 w6",))
+    with pytest.raises(ValueError, match=says):
+        lm.loglikelihood_rolling(rolling)

@@ -270,13 +270,12 @@ def log_likelihood(
         NonFiniteLogitsError: naming the item and the position.
     """
     check_model(model)
-    algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
+    algorithm = _algorithm(model)
     causal = algorithm.sampler.autoregressive
-    method = likelihood_method(model, method)
-    _check_masks(model, algorithm, method, cfg_scale)
     if "mc_num" in settings:
         raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
-    _check(method, algorithm, samples, cfg_scale, batch_size)
+    method = check_method(model, method, cfg_scale)
+    _check_sizes(samples, batch_size)
     pairs = read_pairs(model, prompt, answer)
     seeds = row_seeds(seed, len(pairs))
     if reference_quirks and len(set(seeds)) > 1:
@@ -309,17 +308,45 @@ def log_likelihood(
 
 def likelihood_method(model: Any, method: str | None = None) -> str:
     """The given method, or the model's own: "mc" where its authors draw masks, else "chain_rule"."""
-    algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
-    return method or ("mc" if algorithm.corruption is not None else "chain_rule")
+    return method or ("mc" if _algorithm(model).corruption is not None else "chain_rule")
 
 
-def _check_masks(model: Any, algorithm: Algorithm, method: str, cfg_scale: float) -> None:
-    """Raise for a model without a mask token, unless a method needs none."""
-    if algorithm.sampler.autoregressive or family_of(model.config.model_type).has_mask_token:
-        return
+def likelihood_methods(model: Any) -> tuple[str, ...]:
+    """The methods of `log_likelihood` that are defined for a model; none for one without any likelihood."""
+    algorithm = _algorithm(model)
+    if not (algorithm.sampler.autoregressive or family_of(model.config.model_type).has_mask_token):
+        return ("mc",) if isinstance(algorithm.corruption, UniformCorruption) else ()
+    return tuple(name for name in LIKELIHOOD_METHODS if name != "mc" or algorithm.corruption is not None)
+
+
+def check_method(model: Any, method: str | None, cfg_scale: float) -> str:
+    """The method of a likelihood, checked with its guidance; None for the model's own.
+
+    Raises:
+        ValueError: no such method, or a model for which the method or guidance is not defined.
+    """
+    algorithm, method = _algorithm(model), likelihood_method(model, method)
+    if method not in LIKELIHOOD_METHODS:
+        raise ValueError(f"method is {method!r}; it must be one of {', '.join(LIKELIHOOD_METHODS)}")
+    causal, methods = algorithm.sampler.autoregressive, likelihood_methods(model)
+    if not (causal or family_of(model.config.model_type).has_mask_token):
+        _check_uniform(model, method, methods, cfg_scale)
+    elif method not in methods:
+        if causal:
+            raise ValueError("an AR model has no masks to draw, its likelihood is exact; use method='chain_rule'")
+        raise ValueError(f"the sampler {algorithm.name!r} has no mc likelihood; use method='chain_rule'")
+    if causal and cfg_scale:
+        raise ValueError(f"cfg_scale is {cfg_scale}, but an AR model has no mask token to guide with; leave it out")
+    if cfg_scale < 0:
+        raise ValueError(f"cfg_scale is {cfg_scale}; it must be 0 (no guidance) or positive")
+    return method
+
+
+def _check_uniform(model: Any, method: str, methods: Sequence[str], cfg_scale: float) -> None:
+    """Raise for a model of uniform noise, which has no mask token, unless the likelihood needs none."""
     kind = type(model).__name__
-    if isinstance(algorithm.corruption, UniformCorruption):
-        if method in LIKELIHOOD_METHODS[1:] or cfg_scale:
+    if methods:
+        if method not in methods or cfg_scale:
             given = f"cfg_scale={cfg_scale}" if cfg_scale else f"method={method!r}"
             raise ValueError(
                 f"{given} hides tokens with [MASK], and {kind} is a model of uniform noise without one; use "
@@ -336,6 +363,10 @@ def _check_masks(model: Any, algorithm: Algorithm, method: str, cfg_scale: float
         f"{kind} is a model of uniform noise: its open positions hold random tokens instead of masks, and every "
         f"likelihood here masks; {instead}"
     )
+
+
+def _algorithm(model: Any) -> Algorithm:
+    return algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
 
 
 def _blocks(model: Any, settings: dict[str, Any]) -> Blocks | None:
@@ -369,20 +400,9 @@ def _longest_first(pairs: Sequence[Pair], answers: bool) -> list[int]:
     )
 
 
-def _check(method: str, algorithm: Algorithm, samples: int, cfg_scale: float, batch_size: int | None) -> None:
-    if method not in LIKELIHOOD_METHODS:
-        raise ValueError(f"method is {method!r}; it must be one of {', '.join(LIKELIHOOD_METHODS)}")
-    causal = algorithm.sampler.autoregressive
-    if causal and method == "mc":
-        raise ValueError("an AR model has no masks to draw, its likelihood is exact; use method='chain_rule'")
-    if causal and cfg_scale:
-        raise ValueError(f"cfg_scale is {cfg_scale}, but an AR model has no mask token to guide with; leave it out")
-    if method == "mc" and algorithm.corruption is None:
-        raise ValueError(f"the sampler {algorithm.name!r} has no mc likelihood; use method='chain_rule'")
+def _check_sizes(samples: int, batch_size: int | None) -> None:
     if samples < 1:
         raise ValueError(f"samples is {samples}; at least one random mask is needed")
-    if cfg_scale < 0:
-        raise ValueError(f"cfg_scale is {cfg_scale}; it must be 0 (no guidance) or positive")
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1, or None")
 
