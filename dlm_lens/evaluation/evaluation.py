@@ -204,8 +204,9 @@ def prepare(lm: Any, tasks: Mapping[str, Any]) -> None:
     Raises:
         ValueError: hooks that need steps, or settings that the model does not have, for a task of likelihoods.
     """
-    if any(task.OUTPUT_TYPE != "generate_until" for task in tasks.values()):
-        lm.check_likelihoods()
+    kinds = {task.OUTPUT_TYPE for task in tasks.values()} - {"generate_until"}
+    if kinds:
+        lm.check_likelihoods(rolling=kinds == {"loglikelihood_rolling"})
     # The only multiple-choice metric that needs the greedy decoding.
     lm.greedy_tasks |= {
         name

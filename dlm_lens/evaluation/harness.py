@@ -23,6 +23,7 @@ from dlm_lens.evaluation.likelihood_requests import (
     Likelihoods,
     check_likelihood_hooks,
     check_settings,
+    has_greedy,
     of_every_token,
 )
 from dlm_lens.evaluation.request_recordings import (
@@ -192,7 +193,7 @@ class HarnessLM(SharedLM):
         self._stores = responses is not None or recorded is not None
         self.encoder = Encoder(model, add_bos=add_bos, max_length=max_length)
         self.jobs = JobMaker(model, self.encoder, self.generation, self.seed)
-        self.items = ItemMaker(self.encoder, self.likelihood, self.seed)
+        self.items = ItemMaker(self.encoder, self.likelihood, self.seed, has_greedy(model))
         self.greedy_tasks: frozenset[str] = frozenset()
         identity = self.get_model_info()["dlm_lens"]
         self._holders = 0
@@ -257,13 +258,16 @@ class HarnessLM(SharedLM):
         """
         return self.encoder.chat(chat_history, add_generation_prompt)
 
-    def check_likelihoods(self) -> None:
+    def check_likelihoods(self, *, rolling: bool = False) -> None:
         """Refuse settings that the model's likelihoods do not have, and hooks that need the steps of a run.
+
+        Args:
+            rolling: whether the requests are whole texts, for which `is_greedy` has no meaning.
 
         Raises:
             ValueError: naming the setting or the hook, before any request is computed.
         """
-        check_settings(self.model, self.likelihood)
+        check_settings(self.model, self.likelihood, rolling=rolling)
         check_likelihood_hooks(self.model, self.hooks)
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
@@ -368,7 +372,7 @@ class HarnessLM(SharedLM):
         self.responses.append(answers)
         left = sorted(index for key, index in first.items() if key not in answers)
         if left and kind != "generate_until":
-            self.check_likelihoods()
+            self.check_likelihoods(rolling=kind == "loglikelihood_rolling")
         with tqdm(total=len(first), initial=len(answers), desc=kind, unit="request", disable=self.rank != 0) as bar:
             for new in run(left) if left else ():
                 answers |= self._kept(kind, batch, new)

@@ -1,5 +1,6 @@
 """Likelihood requests of the harness: from text to ids, in batches, to log-likelihoods."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -20,8 +21,10 @@ from dlm_lens.sampling import log_likelihood
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
-from dlm_lens.sampling.likelihood.estimates import check_method, likelihood_method
+from dlm_lens.sampling.likelihood.estimates import check_method, likelihood_method, likelihood_methods
 from dlm_lens.sampling.likelihood.scoring import Scorer
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 64
 """Requests computed together and then stored; a killed run loses at most these."""
@@ -69,17 +72,28 @@ class Item(NamedTuple):
         return len(self.context) + len(self.continuation)
 
 
-def check_settings(model: Any, settings: LikelihoodSettings) -> None:
+def has_greedy(model: Any) -> bool:
+    """Whether it is defined what greedy decoding gives in place of an answer; not in models of uniform noise."""
+    return "greedy_completion" in likelihood_methods(model)
+
+
+def check_settings(model: Any, settings: LikelihoodSettings, *, rolling: bool) -> None:
     """Refuse settings that `log_likelihood` refuses for this model, before any request is computed.
 
     Args:
         model: from `dlm_lens.load`.
         settings: the method and its settings.
+        rolling: whether whole texts are scored, for which `is_greedy` has no meaning.
 
     Raises:
-        ValueError: a method or guidance that the model does not have.
+        ValueError: a method, guidance or greedy completion that the model does not have.
     """
     check_method(model, settings.method, settings.cfg_scale)
+    if settings.is_greedy and not rolling and not has_greedy(model):
+        raise ValueError(
+            f"is_greedy is True, and {type(model).__name__} is a model of uniform noise, which has no greedy "
+            "completion; give is_greedy=False"
+        )
 
 
 def check_items(model: Any, items: Sequence[Item], settings: LikelihoodSettings) -> None:
@@ -233,11 +247,13 @@ class ItemMaker:
         encoder: of the model.
         settings: of likelihoods.
         seed: of the evaluation.
+        has_greedy: whether the model has greedy completions.
     """
 
     encoder: Encoder
     settings: LikelihoodSettings
     seed: int
+    has_greedy: bool = True
 
     def item(self, place: int, arguments: tuple[str, str], greedy: bool) -> Item:
         """A context with its continuation; a context that is too long loses its beginning."""
@@ -268,13 +284,19 @@ class ItemMaker:
         """Whether each request needs greedy decoding, because its task's metric reads the result.
 
         These are the requests of documents with a single request, and of the tasks in `tasks`, unless the setting
-        `is_greedy` decides for all.
+        `is_greedy` decides for all; none of a model without greedy completions.
         """
         if self.settings.is_greedy is not None:
             return [self.settings.is_greedy] * len(requests)
         documents = [(request.task_name, request.doc_id) for request in requests]
         count = Counter(documents)
-        return [one[0] is None or count[one] == 1 or one[0] in tasks for one in documents]
+        found = [one[0] is None or count[one] == 1 or one[0] in tasks for one in documents]
+        if any(found) and not self.has_greedy:
+            logger.warning(
+                "a model of uniform noise has no greedy completion: whether it decodes the answer is not computed, "
+                "and an accuracy that counts exact answers is 0 whatever the model"
+            )
+        return [one and self.has_greedy for one in found]
 
 
 TRIED = 16

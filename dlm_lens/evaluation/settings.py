@@ -61,7 +61,8 @@ class LikelihoodSettings:
         cfg_scale: classifier-free guidance.
         is_greedy: whether to compute if greedy decoding yields the continuation, which costs one forward pass per
             token. None computes it only where the harness's metrics read it: for documents with a single request
-            (LAMBADA), not for multiple choice, unless its metric is exact_match; the others return False.
+            (LAMBADA), not for multiple choice, unless its metric is exact_match; the others return False, and all
+            of Duo, which has no greedy completion.
         append_eos: the continuation ends with the end-of-text token, as Dream's authors evaluate (their masks
             spare the last position of the text, which then is that token); a whole text ends with it too.
         options: further settings of the method (LLaDA: rounding; Dream, SMDM: eps, protect_ends, scope;

@@ -382,9 +382,30 @@ def test_a_request_without_a_likelihood_is_named_before_the_others_are_computed(
 
 
 @pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("method", [None, "mc"])
+def test_uniform_noise_has_a_value_and_no_greedy_completion(
+    method: str | None, recorded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A document with a single request, whose greedy completion is computed for other models."""
+    model, requests = tiny("duo"), ask("loglikelihood", ("w1 w2", " w3 w4"))
+    given: dict[str, Any] = {"record_to": tmp_path} if recorded else {}
+    ((value, same),) = HarnessLM(model, likelihood={"samples": 8, "method": method}, **given).loglikelihood(
+        requests
+    )
+    seed = request_seed(0, "w1 w2")
+    assert value == pytest.approx(float(dl.log_likelihood(model, [1, 2], [3, 4], samples=8, seed=seed)), abs=1e-5)
+    assert same is False
+    assert "has no greedy completion" in caplog.text
+    caplog.clear()
+    HarnessLM(model, likelihood={"samples": 8, "is_greedy": False}).loglikelihood(requests)
+    assert "has no greedy completion" not in caplog.text
+
+
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize(
     ("family", "likelihood", "says"),
     [
+        ("duo", {"is_greedy": True}, "is_greedy is True, and DuoForDiffusion .* give is_greedy=False"),
         ("duo", {"method": "chain_rule"}, "method='chain_rule' hides tokens with"),
         ("duo", {"cfg_scale": 1.0}, r"cfg_scale=1\.0 hides tokens with"),
         ("causal", {"cfg_scale": 1.0}, r"cfg_scale is 1\.0, but an AR model has no mask token to guide with"),
@@ -404,5 +425,8 @@ def test_settings_that_a_model_does_not_have_are_refused_before_any_work(
         lm.loglikelihood(requests)
     assert rows == []
     rolling = ask("loglikelihood_rolling", ("w5 w6",))
-    with pytest.raises(ValueError, match=says):
-        lm.loglikelihood_rolling(rolling)
+    if "is_greedy" in likelihood:  # which whole texts do not read
+        assert len(lm.loglikelihood_rolling(rolling)) == 1
+    else:
+        with pytest.raises(ValueError, match=says):
+            lm.loglikelihood_rolling(rolling)
