@@ -122,5 +122,8 @@ def own_blocks(config: Any, content: Bool[Tensor, "batch position"]) -> BlockLay
 
 
 def has_causal_context(config: Any) -> bool:
-    """Whether a network attends causally to finished text, and both ways in the block that is decoded."""
+    """Whether a network is trained with a causal attention to clean text, and one both ways in noisy blocks.
+
+    How a run attends is its sampler's `context`, which may be another.
+    """
     return bool(getattr(config, "causal_context", False))

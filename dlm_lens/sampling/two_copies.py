@@ -11,10 +11,10 @@ from transformers import DynamicCache
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import (
     BlockLayout,
+    Context,
     additive_mask,
     attends_observed_first,
     decoder_of,
-    has_causal_context,
     padding_before,
     position_ids,
     sees_observed_first,
@@ -32,12 +32,12 @@ class Blocks:
     Args:
         length: positions of a block.
         from_text: counted from the first token of every row, instead of from the answer.
-        whole_prompt: the prompt is one block; otherwise it is cut into blocks too.
+        context: how positions before a block attend, by the model's sampler; `BlockLayout.context`.
     """
 
     length: int
     from_text: bool
-    whole_prompt: bool = False
+    context: Context = "blocks"
 
     @classmethod
     def of(cls, config: Any) -> "Blocks | None":
@@ -52,7 +52,7 @@ class Blocks:
         settings = {**family.samplers[name], **({} if trained is None else {"block_length": trained})}
         settings |= getattr(config, "sampler_defaults", None) or {}
         length = int(settings.get("block_length") or settings["gen_length"])
-        return cls(length, sampler.from_text, sampler.context == "whole")
+        return cls(length, sampler.from_text, sampler.context)
 
 
 def visible_in_copies(
@@ -127,10 +127,18 @@ def two_copies(
     }
 
 
-def attention_in_copies(config: Any, noisy: Int[Tensor, "batch position"]) -> dict[str, Any]:
-    """The arguments of `two_copies` that say how a network attends, beside blocks, content and documents."""
+def attention_in_copies(
+    config: Any, noisy: Int[Tensor, "batch position"], *, causal: bool = False
+) -> dict[str, Any]:
+    """The arguments of `two_copies` that say how a network attends, beside blocks, content and documents.
+
+    Args:
+        config: of the model.
+        noisy: x_t.
+        causal: as in `visible_in_copies`: in likelihoods as the sampler decodes, in training as the authors train.
+    """
     masked = noisy == config.mask_token_id if attends_observed_first(config) else None
-    return {"masked": masked, "causal": has_causal_context(config)}
+    return {"masked": masked, "causal": causal}
 
 
 def predicting_output(
@@ -163,6 +171,7 @@ class TwoCopyLogits(CanvasLogits):
         content: False at the padding on the left.
         clean: x_0.
         layout: where the blocks are; `Sampler.block_layout_of`.
+        causal: attention is causal among the clean positions.
         **options: of `CanvasLogits`.
     """
 
@@ -173,10 +182,11 @@ class TwoCopyLogits(CanvasLogits):
         *,
         clean: Int[Tensor, "batch position"],
         layout: BlockLayout,
+        causal: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(model, content, **options)
-        self.content, self.clean = content, clean
+        self.content, self.clean, self.causal = content, clean, causal
         self.blocks = layout.numbers(content.shape[1])
         begins = torch.zeros_like(content).scatter(1, padding_before(content)[:, None], True)
         self.outputs = predicting_output(self.blocks, begins, shift=self.source is not None)
@@ -186,7 +196,7 @@ class TwoCopyLogits(CanvasLogits):
         blocks, content = self._repeated()
         inputs = two_copies(
             self._halves(canvas), self._halves(self.clean), blocks, position_ids(content),
-            dtype=self.model.dtype, content=content, **attention_in_copies(self.model.config, self._halves(canvas)),
+            dtype=self.model.dtype, content=content, **self._attention(self._halves(canvas)),
         )  # fmt: skip
         return decoder_of(self.model)(**inputs, use_cache=False)
 
@@ -229,7 +239,7 @@ class TwoCopyLogits(CanvasLogits):
             shown, blocks, content = (
                 part[some.repeat(len(part) // len(some))] for part in (both, *self._repeated())
             )
-            copies = visible_in_copies(blocks, **attention_in_copies(self.model.config, shown))
+            copies = visible_in_copies(blocks, **self._attention(shown))
             of_noisy, of_clean = copies[:, :length].unflatten(2, (2, length)).any(2), copies[:, length:, length:]
             seen = content & (blocks <= number)
             visible = torch.where((blocks == number)[:, :, None], of_noisy, of_clean)
@@ -245,6 +255,9 @@ class TwoCopyLogits(CanvasLogits):
             places.append(order[chosen])
         wanted: Tensor = torch.cat(parts, 1)[:, torch.cat(places).argsort()]
         return wanted
+
+    def _attention(self, noisy: Int[Tensor, "row position"]) -> dict[str, Any]:
+        return attention_in_copies(self.model.config, noisy, causal=self.causal)
 
     def _repeated(self) -> tuple[Int[Tensor, "row position"], Bool[Tensor, "row position"]]:
         """Blocks and content for every half."""
@@ -267,7 +280,7 @@ class TwoCopyLogits(CanvasLogits):
         length, decoder = canvas.shape[1], decoder_of(self.model)
         noisy, clean = self._halves(canvas), self._halves(self.clean)
         positions = position_ids(content)
-        given = {"content": content, **attention_in_copies(self.model.config, noisy)}
+        given = {"content": content, **self._attention(noisy)}
         both = two_copies(noisy, clean, blocks, positions, dtype=self.model.dtype, **given)["attention_mask"]
         keys = CleanKeys()
         first = decoder(

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dlm_lens.adapters.head import head_states, logit_scaling
-from dlm_lens.attention import SinkLayout, decoder_of
+from dlm_lens.attention import SinkLayout, decoder_of, has_causal_context
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.two_copies import attention_in_copies, two_copies
 from dlm_lens.training.objective import Objective, check_trained_whole
@@ -194,7 +194,9 @@ def masked_loss(
     check_trained_whole(model)
     if "clean_ids" in inputs:
         clean, blocks, positions = (inputs.pop(name) for name in ("clean_ids", "blocks", "position_ids"))
-        options: dict[str, Any] = {**inputs, **attention_in_copies(model.config, input_ids)}
+        # As the authors train, whichever sampler decodes afterwards.
+        causal = has_causal_context(model.config)
+        options: dict[str, Any] = {**inputs, **attention_in_copies(model.config, input_ids, causal=causal)}
         inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **options)
         input_ids = inputs.pop("input_ids")
     with tied_gradient(model) as tied:

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dlm_lens as dl
-from dlm_lens.attention import has_causal_context
 from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.testing import tiny
 from dlm_lens.training.losses import masked_loss
@@ -157,11 +156,11 @@ def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> N
     labels[0, 6], shown[0, 6] = tokens[0, 6], mask
     wanted = losses64(model, shown, labels)[0]
     blocks = Blocks.of(model.config)
-    if has_causal_context(model.config) or (blocks is not None and blocks.whole_prompt):
+    if blocks is not None and blocks.context in ("causal", "whole"):
         # A block of one position after a text that does not see it.
         visible = torch.ones(1, 1, 7, 7, dtype=torch.bool)
         visible[..., :6, 6] = False
-        visible = visible.tril() if has_causal_context(model.config) else visible
+        visible = visible.tril() if blocks.context == "causal" else visible
         logits = forward64(model, shown[:1], visible=visible)["logits"]
         wanted = -logits[0, 6].log_softmax(-1)[tokens[0, 6]]
     assert float(-last.value) == pytest.approx(float(wanted), rel=1e-5)

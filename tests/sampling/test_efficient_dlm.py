@@ -156,8 +156,10 @@ def test_hosts_run_the_same() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 4])
-def test_likelihoods_see_the_prompt_whole(length: int) -> None:
-    model, bound, end = sharp("efficient_dlm"), 0.0, len(PROMPT + ANSWER)
+@pytest.mark.parametrize("family", ["efficient_dlm", "nemotron_labs_diffusion"])
+def test_likelihoods_see_the_prompt_whole(family: str, length: int) -> None:
+    """Also in a network that is trained after a causal context: the sampler says how a likelihood attends."""
+    model, bound, end = sharp(family, sampler="efficient_dlm"), 0.0, len(PROMPT + ANSWER)
     for start in range(len(PROMPT), end, length):
         stop = min(start + length, end)
         for mask in product([False, True], repeat=stop - start):

@@ -215,12 +215,13 @@ def blocks_of_4(query: int, key: int, start: int) -> bool:
 @pytest.mark.parametrize(
     ("family", "sees"),
     [("shifted", blocks_of_4), ("plain", blocks_of_4), ("nemotron_labs_diffusion", causal_context),
-     ("efficient_dlm", whole_prompt)],
+     ("efficient_dlm", whole_prompt), ("nemotron_labs_diffusion efficient_dlm", whole_prompt)],
 )  # fmt: skip
 def test_a_hook_hides_a_position_as_in_a_run(family: str, sees: Any, method: str) -> None:
     """A position of the prompt, and one of a finished block, against float64 block by block."""
     own = family in ("shifted", "plain")
-    model = block_model(logit_shift=family == "shifted") if own else tiny(family)
+    name, _, sampler = family.partition(" ")
+    model = block_model(logit_shift=family == "shifted") if own else tiny(name, sampler=sampler or None)
     text, mask = PROMPT + ANSWER, model.config.mask_token_id
     for hidden in (1, 4):
 
@@ -267,6 +268,17 @@ def test_greedy_completion_finishes_a_block_before_the_next() -> None:
     assert got.completions[0].tolist() == canvas[3:]
     right = dl.log_likelihood(model, PROMPT, canvas[3:], "greedy_completion")
     assert bool(right.is_greedy[0])
+
+
+@pytest.mark.parametrize("family", ["efficient_dlm", "nemotron_labs_diffusion"])
+def test_a_run_of_one_token_a_step_is_the_greedy_completion(family: str) -> None:
+    """At temperature 0 and within one block, by definition; the sampler says how the prompt attends."""
+    model, generator = tiny(family, sampler="efficient_dlm"), torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, 60, (8, 8), generator=generator).tolist()
+    one = {"gen_length": 8, "block_length": 8, "parallel": False, "temperature": 0.0, "stop_tokens": []}
+    run = dl.denoise(model, prompts, **one)
+    found = dl.log_likelihood(model, prompts, run.tokens[:, 8:].tolist(), "greedy_completion", block_length=8)
+    assert found.is_greedy.tolist() == [True] * 8
 
 
 def test_a_block_length_that_cannot_be() -> None:

@@ -334,9 +334,10 @@ def test_a_greedy_completion_decodes_block_by_block() -> None:
 
 
 @pytest.mark.parametrize("length", [4, 32])
-def test_the_training_loss_has_a_causal_clean_copy(length: int) -> None:
-    """Blocks over [x_t, x_0], against float64 block by block."""
-    model = scaled()
+@pytest.mark.parametrize("sampler", ["nemotron_labs_diffusion", "efficient_dlm"])
+def test_the_training_loss_has_a_causal_clean_copy(sampler: str, length: int) -> None:
+    """Blocks over [x_t, x_0], against float64 block by block; as the authors train, whichever sampler decodes."""
+    model = sharp("nemotron_labs_diffusion", rope_parameters=YARN, sampler=sampler)
     tokens = torch.tensor([PROMPT + ANSWER])
     masked = torch.tensor([[False] * 3 + [True, False, True, True, False, True]])
     answer = torch.tensor([[False] * 3 + [True] * 6])

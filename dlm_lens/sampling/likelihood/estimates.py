@@ -239,7 +239,8 @@ def log_likelihood(
     2506.10892, whose losses are those of every token of the answer.
 
     Of a model that decodes blocks every block is scored given the prompt and the clean blocks before it
-    (2503.09573): canvases are [x_t, x_0], and the bound of "mc" is the sum of the blocks' bounds.
+    (2503.09573): canvases are [x_t, x_0], and the bound of "mc" is the sum of the blocks' bounds. Prompt and clean
+    blocks attend as in a run of the model's sampler, which may be another attention than that of its training.
 
     Items are independent: each has a random generator of its own, so that a value depends neither on the
     other items nor on the batches. The same seed gives answers of equal length the same masks.

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.dit import takes_noise_level
-from dlm_lens.attention import BlockLayout, attends_observed_first, has_causal_context, padding_before
+from dlm_lens.attention import BlockLayout, attends_observed_first, padding_before
 from dlm_lens.placement import execution_device, input_device
 from dlm_lens.sampling.block_network import BlockLogits, FirstBlockLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
@@ -148,19 +148,19 @@ class Scorer:
         if self.blocks is None or (clean is None and attends_observed_first(self.model.config)):
             # Where observed tokens come first, no prediction depends on the masks of later blocks.
             return CanvasLogits(self.model, content, **options)
-        layout = self.layout(content, prompt)
+        layout, causal = self.layout(content, prompt), self.blocks.context == "causal"
         if clean is None:
-            if has_causal_context(self.model.config):
+            if causal:
                 return FirstBlockLogits(self.model, content, layout=layout, **options)
             return BlockLogits(self.model, content, layout=layout, **options)
-        return TwoCopyLogits(self.model, content, clean=clean, layout=layout, **options)
+        return TwoCopyLogits(self.model, content, clean=clean, layout=layout, causal=causal, **options)
 
     def layout(self, content: Bool[Tensor, "row position"], prompt: Bool[Tensor, "row position"]) -> BlockLayout:
         """Where the blocks of every row are."""
         assert self.blocks is not None
         first = padding_before(content)
         first = first if self.blocks.from_text else first + prompt.sum(-1)
-        return BlockLayout(self.blocks.length, first, "whole" if self.blocks.whole_prompt else "blocks")
+        return BlockLayout(self.blocks.length, first, "whole" if self.blocks.context == "whole" else "blocks")
 
     def logits(self, batch: Batch, rows: Sequence[Query]) -> Iterator[tuple[int, Float[Tensor, "piece d_vocab"]]]:
         """Logits of the scored positions of a batch, some at a time, and how many positions are before them.
