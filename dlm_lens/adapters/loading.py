@@ -25,7 +25,7 @@ from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, 
 from dlm_lens.adapters.registry import Family, families, family_of, model_type_of
 from dlm_lens.adapters.text_part import text_class, text_values
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
-from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, read_headers
+from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, described, read_headers
 from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
 from dlm_lens.arguments import checked_arguments, flag, instance, whole
 from dlm_lens.attention import add_hook_points, check_hook_points, mask_window_of
@@ -76,7 +76,8 @@ def load(
         path_or_hub_name: an embedded model ("toy", "toy-ar", ...; a directory of that name is "./toy"), a
             directory, or a hub name; for weights without a config a safetensors file, local or on
             the hub ("nieshen/SMDM/mdm_safetensors/mdm-....safetensors").
-        dtype: "bfloat16", torch.float32, ...; None for the checkpoint's own.
+        dtype: "bfloat16", torch.float32, ...; None for the checkpoint's own. In float64 experts are computed one
+            after the other.
         device_map: as in transformers: "cuda", "auto", a mapping from modules to devices.
         attn_implementation: "sdpa" (patterns are computed only while a hook, a reader or a trace needs them),
             "hooked" (always), or any other of transformers'.
@@ -461,13 +462,16 @@ def _load_weights(model_class: type[PreTrainedModel], source: str, **options: An
         source, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     for kind, remedy in MISFITS.items():
-        names = sorted(_described(key) for key in report.get(kind) or ())
+        names = sorted(described(key) for key in report.get(kind) or ())
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ValueError(
                 f"the weights in {source} do not fit {model_class.__name__}: {kind.replace('_', ' ')} "
                 f"{', '.join(names[:5])}{more}; {remedy}"
             )
+    if model.dtype == torch.float64:
+        # On a CPU torch has no product of groups of tokens (the default for mixtures of experts) in float64.
+        model.set_experts_implementation("eager")
     return model
 
 
@@ -487,13 +491,3 @@ def _offload_root() -> str:
     root = tempfile.mkdtemp(prefix="dlm-lens-offloaded-")
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
-
-
-def _described(key: Any) -> str:
-    """A weight's name; of one with another shape, the shapes too."""
-    if isinstance(key, str):
-        return key
-    name, *shapes = key
-    return (
-        f"{name} ({' in the file, '.join(str(list(shape)) for shape in shapes)} in the model)" if shapes else name
-    )

@@ -470,3 +470,13 @@ def _differences(
                         f"{what} says {written}, the file's {printable_name(stored[name])} has {found[axis]}",
                     )
     return "".join(f"{sentence}; " for sentence in list(cause.values())[:3])
+
+
+def described(key: Any) -> str:
+    """A weight's name; of one with another shape, the shapes too."""
+    if isinstance(key, str):
+        return key
+    name, *shapes = key
+    return (
+        f"{name} ({' in the file, '.join(str(list(shape)) for shape in shapes)} in the model)" if shapes else name
+    )

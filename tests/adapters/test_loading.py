@@ -212,6 +212,24 @@ def test_dtypes_by_name(dtype: str, kept: torch.dtype | None) -> None:
     assert dlm_lens.load(GOLDEN, dtype=dtype).dtype == (kept or dlm_lens.load(GOLDEN).dtype)
 
 
+@pytest.mark.parametrize("family", ["llada_moe", "rnd1", "llada2", "diffusion_gemma"])
+def test_mixtures_of_experts_compute_in_float64(family: str, tmp_path: Path) -> None:
+    """On a CPU, where torch has no product of groups of tokens in float64."""
+    model = tiny(family)
+    model.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    wide = dlm_lens.load(tmp_path, dtype="float64")
+    assert wide.dtype == torch.float64
+    seen: dict[Any, torch.Tensor] = {}
+    for one in (model, wide):
+
+        def keep(step: int, canvas: Any, logits: torch.Tensor, one: Any = one) -> None:
+            seen.setdefault(one, logits[logits.isfinite()].double())
+
+        dlm_lens.denoise(one, [[3, 4, 5]], gen_length=4, on_logits=keep)
+    torch.testing.assert_close(seen[wide], seen[model], atol=1e-4, rtol=1e-4)  # float32 against float64
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "float8_e4m3fn", torch.int8, 3])
 def test_dtypes_that_cannot_be_are_refused(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"dtype .* is none that weights are computed in; give .float32., "):
