@@ -20,7 +20,7 @@ REDUCERS = [dl.ReceivedAttention(("all", "masked")), AttentionPattern(), RegionM
 
 
 @pytest.mark.parametrize("hooks", [(), (mask_top_sinks(2),)], ids=["plain", "hooks"])
-@pytest.mark.parametrize("family, method", CASES)
+@pytest.mark.parametrize(("family", "method"), CASES)
 def test_a_rerun_equals_the_recording(family: str, method: str, hooks: tuple, tmp_path: Path) -> None:
     model, likelihood = tiny(family), {"method": method, "samples": 3}
     requests = ask("loglikelihood", (words(3, 41, 7, 7, 19, 28, 55, 2, 33, 14, 9, 50), " " + words(20, 21, 22, 23)))
