@@ -48,7 +48,7 @@ def find_decisions(run: DenoisingRun, step: int, skip: frozenset[int], shifted: 
     """
     canvas, after, decided = run.canvases[step], run.canvases[step + 1], run.unmasked[step]
     predicting = predicting_position(run.attention_mask)
-    visible, answer = run.attention_mask & ~run.open[step], run.open[0]
+    visible, answer = run.attention_mask & ~run.open[step], run.answer
     special = torch.isin(canvas, torch.tensor(sorted(skip), dtype=canvas.dtype))
     found, total = [], 0
     for row, position in decided.nonzero().tolist():

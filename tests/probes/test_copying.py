@@ -9,7 +9,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import Hook, PointContext, attach_hooks
 from dlm_lens.probes import retrieval_heads
-from dlm_lens.probes.copying import Decision, _measured
+from dlm_lens.probes.copying import Decision, _measured, find_decisions
 from dlm_lens.recording import AttentionPattern, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.testing import tiny
@@ -148,3 +148,25 @@ def test_chance_is_that_of_a_simulation_and_at_most_one(copies: list[int]) -> No
     torch.testing.assert_close(found[3].double(), hits / draws, atol=0.03, rtol=0)
     torch.testing.assert_close(found[4], mass / draws, atol=0.01, rtol=0)
     assert float(torch.stack(found[3:]).max()) <= 1
+
+
+@pytest.mark.parametrize("family", ["llada"])
+def test_a_part_of_a_run_has_the_decisions_of_the_whole_run(family: str) -> None:
+    model, reducers = tiny(family), [dl.ReceivedAttention(min_viewers=1)]
+    rec = dl.record(model, PROMPTS, reducers, gen_length=12, seed=[1, 2], steps=6, temperature=2.0)
+    some = 0
+    for steps in ([1, 3], [0, 2, 4], [2, 3], [4, 5]):
+        part = rec.select(step=steps).run
+        for place, step in enumerate(steps):
+            whole, found = (
+                find_decisions(run, at, frozenset([63]), False) for run, at in ((rec.run, step), (part, place))
+            )
+            assert found[1] == whole[1]
+            assert len(found[0]) == len(whole[0])
+            for one, other in zip(found[0], whole[0], strict=True):
+                assert (one.row, one.query, one.copies.tolist()) == (other.row, other.query, other.copies.tolist())
+                assert [(n, keys.tolist()) for n, keys in one.chances] == [
+                    (n, keys.tolist()) for n, keys in other.chances
+                ]
+            some += len(found[0])
+    assert some
