@@ -46,13 +46,13 @@ def find_decisions(run: DenoisingRun, step: int, skip: frozenset[int], shifted: 
         skip: token ids that are left out.
         shifted: whether the output at i - 1 predicts position i.
     """
-    canvas, after, decided = run.canvases[step], run.canvases[step + 1], run.unmasked[step]
+    canvas, decided = run.canvases[step], run.unmasked[step]
     predicting = predicting_position(run.attention_mask)
     visible, answer = run.attention_mask & ~run.open[step], run.answer
     special = torch.isin(canvas, torch.tensor(sorted(skip), dtype=canvas.dtype))
     found, total = [], 0
     for row, position in decided.nonzero().tolist():
-        token = int(after[row, position])
+        token = int(run.proposals[step, row, position])  # the next canvas of a part may hold a later one
         if token in skip:
             continue
         total += 1

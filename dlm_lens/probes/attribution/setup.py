@@ -103,8 +103,9 @@ class Setup:
                 f"{who}: step {missing[0] if missing else 'none'} has nothing to explain; these steps have: "
                 f"{there}. Give explain=, canvas positions that are open, for others"
             )
-        # A sampler that revises may write another token later.
-        tokens, explained = run.canvases[1:], "the tokens that each step decides"
+        # A sampler that revises may write another token later, also at a step that a part of a run leaves out.
+        tokens = torch.where(run.unmasked, run.proposals, run.canvases[1:])
+        explained = "the tokens that each step decides"
         if explain is not None:
             tokens, explained = (
                 run.tokens.expand_as(tokens),

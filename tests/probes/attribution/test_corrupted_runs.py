@@ -121,3 +121,29 @@ def test_of_a_run_that_revises_the_tokens_count_that_each_step_decides(family: s
             changed = replace(run, canvases=canvases)
             wanted = sum(float((scores_at(model, changed, step, after[step]) - plain[step])[row]) for step in later)
             assert float(found.effects[entry, candidate]) == pytest.approx(wanted, abs=1e-4)  # float32 results
+
+
+@pytest.mark.parametrize("family", ["uniform_qwen", "open_dcoder"])
+def test_a_part_of_a_run_that_revises_explains_the_tokens_of_the_whole_run(family: str) -> None:
+    model, reducers = tiny(family).double(), [dl.ReceivedAttention(min_viewers=1)]
+    rec = dl.record(model, [[1, 2, 3, 4, 5], [8, 9, 10]], reducers, steps=6, gen_length=8, seed=[1, 2])
+    other = 0
+    for steps in ([1, 3], [2, 3], [0, 2, 4]):
+        part = rec.select(step=steps).run
+        whole, found = (
+            activation_patching(model, rec.run, "zero", steps=steps),
+            activation_patching(model, part, "zero"),
+        )
+        torch.testing.assert_close(found.base, whole.base)
+        torch.testing.assert_close(found.effects, whole.effects)
+        other += int((part.canvases[1:] != rec.run.canvases[1:][steps])[part.unmasked].sum())
+    assert other  # the part's next canvases hold other tokens
+
+
+@pytest.mark.parametrize(
+    "family", ["llada", "dream", "open_dcoder", "duo", "uniform_qwen", "sedd", "sdlm", "causal"]
+)
+def test_what_a_step_decides_is_what_it_proposed(family: str) -> None:
+    steps = {} if family in ("sdlm", "causal") else {"steps": 6}
+    run = dl.denoise(tiny(family), [[1, 2, 3, 4, 5], [8, 9, 10]], gen_length=8, seed=[1, 2], **steps)
+    assert torch.equal(run.proposals[run.unmasked], run.canvases[1:][run.unmasked])
