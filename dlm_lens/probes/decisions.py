@@ -30,7 +30,8 @@ class DecisionOrder(ShowsItself):
     Args:
         run: the run.
         within: pairs of the whole "answer", or of one "block", in which the sampler is free to choose.
-        step: the last step that wrote the token; -1 outside the answer and where the result has a mask.
+        step: the last step that wrote the token; -1 outside the answer, where the result has a mask, and where a
+            part of a run (`Recording.select(step=)`) lacks the step that decided the token.
         rewrites: how often a position was rewritten or opened again after it was first decided.
         tau: of every row; NaN without a pair.
         pairs: how many pairs count.
@@ -93,6 +94,7 @@ def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionO
     """The order in which a run decided its positions; no model is needed, a recording's `run` will do.
 
     A semi-autoregressive sampler fixes the order of the blocks: `within="block"` counts what is left to choose.
+    Of a part of a run the positions count that its steps write.
 
     Args:
         run: from `denoise`, or `recording.run`.
@@ -103,9 +105,12 @@ def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionO
         ValueError: another `within`.
     """
     check_run(run)
-    answer = run.open[0] & ~run.open[-1]
+    answer = run.answer & ~run.open[-1]
     # An AR row is written on while others of its batch go on: what comes after its end is no decision of its.
     answer &= run.last_written < run.row_steps[:, None]
+    retracted = _retracted(run, answer)
+    if run.part is not None:  # when the others were decided is not known
+        answer = answer & (run.last_written >= 0)
     step = run.last_written.masked_fill(~answer, -1)
     before = step[:, :, None] < step[:, None, :]
     after = step[:, :, None] > step[:, None, :]
@@ -117,7 +122,7 @@ def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionO
     ordered, backward = (counted & before).sum((1, 2)), (counted & after).sum((1, 2))
     pairs = ordered + backward
     rewrites = (run.revised & answer).sum(0)
-    return DecisionOrder(run, within, step, rewrites, (ordered - backward) / pairs, pairs, _retracted(run, answer))
+    return DecisionOrder(run, within, step, rewrites, (ordered - backward) / pairs, pairs, retracted)
 
 
 def _block_of(run: DenoisingRun) -> Int[Tensor, "batch position"]:

@@ -144,3 +144,21 @@ def test_what_is_written_after_a_row_s_end_is_no_decision() -> None:
     found, wanted = (decision_order(run) for run in (both, alone))
     assert found.pairs.tolist()[0] == wanted.pairs.tolist()[0] == steps[0] * (steps[0] - 1) // 2
     assert found.pairs.tolist()[1] == steps[1] * (steps[1] - 1) // 2
+
+
+@pytest.mark.parametrize("family", ["llada", "open_dcoder"])
+@pytest.mark.parametrize("steps", [[0, 1, 2], [3, 4, 5], [1, 4]])
+def test_of_a_part_the_positions_count_that_its_steps_decide(family: str, steps: list[int]) -> None:
+    settings: dict[str, Any] = {"steps": 6, "gen_length": 12, "temperature": 0.7, "seed": [3, 4]}
+    rec = dl.record(tiny(family), PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **settings)
+    part = rec.select(step=steps).run
+    found = decision_order(part)
+    for row in range(len(part.tokens)):
+        wrote = (part.unmasked | part.revised)[:, row] & ~part.open[-1, row]
+        last = {place: int(wrote[:, place].nonzero().max()) for place in wrote.any(0).nonzero().flatten().tolist()}
+        signs = [(last[j] > last[i]) - (last[j] < last[i]) for i, j in itertools.combinations(sorted(last), 2)]
+        count = sum(map(abs, signs))
+        assert int(found.pairs[row]) == count
+        assert float(found.tau[row]) == pytest.approx(sum(signs) / count if count else math.nan, nan_ok=True)
+        expected = [last.get(place, -1) for place in range(part.tokens.shape[1])]
+        assert found.step[row].tolist() == expected
