@@ -59,7 +59,12 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         blocks=runs[at].blocks,
         computed=runs[at].computed,
         planned=longest.run.planned,
-        part=first.run.part and replace(first.run.part, answer=torch.cat([part.answer for part in parts])),
+        part=first.run.part
+        and replace(
+            first.run.part,
+            answer=torch.cat([part.answer for part in parts]),
+            rows_ran=tuple(torch.cat([run.steps_in_all for run in runs]).tolist()),
+        ),
         settings={**runs[0].settings, "seeds": _seeds(recordings)},
         tokenizer=merged([run.tokenizer for run in runs]),
     )

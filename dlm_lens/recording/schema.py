@@ -144,3 +144,4 @@ class RunFacts(Document):
     hooks: list[str] | None = None
     steps_planned: Count | None = None
     block_numbers: list[Count] = Field(default_factory=list)
+    rows_ran_in_all: list[Count] | None = None

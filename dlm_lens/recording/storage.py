@@ -273,6 +273,8 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
             )
     if facts.rows_ran is not None and (len(facts.rows_ran) != rows or max(facts.rows_ran, default=0) > steps):
         raise _ContradictionError(f"rows_ran {facts.rows_ran} for {rows} rows and {steps} steps")
+    if facts.rows_ran_in_all is not None and len(facts.rows_ran_in_all) != rows:
+        raise _ContradictionError(f"rows_ran_in_all {facts.rows_ran_in_all} for {rows} rows")
     starts = facts.joined_at
     if starts is not None and (len(starts) != rows or max(starts, default=0) > facts.prompt_length):
         raise _ContradictionError(f"joined_at {starts} for {rows} rows and a prompt of {facts.prompt_length}")
@@ -313,7 +315,8 @@ def _part(facts: RunFacts, held: Mapping[str, Tensor]) -> RunPart | None:
     """The place of these steps in the whole run, if they are a part of one."""
     if not facts.block_numbers:
         return None
-    return RunPart(tuple(facts.steps), tuple(facts.block_numbers), held["answer"])
+    ran = None if facts.rows_ran_in_all is None else tuple(facts.rows_ran_in_all)
+    return RunPart(tuple(facts.steps), tuple(facts.block_numbers), held["answer"], ran)
 
 
 def _tokenizer(facts: RunFacts) -> StoredTokenizer | None:
@@ -345,6 +348,7 @@ def write_end(
         **({} if run.joined_at is None else {"joined_at": run.joined_at}),
         **({} if run.planned is None else {"steps_planned": run.planned}),
         **({} if run.part is None else {"block_numbers": run.part.block_numbers}),
+        **({} if run.part is None else {"rows_ran_in_all": run.part.rows_ran}),
         **({"hooks": recording.hooks} if recording.hooks != recording.run_hooks else {}),
     }
     names = ("layers", "steps", "heads", "sinks", "causal", "unpadded", "windows", "model", "scale", "query_heads")

@@ -374,6 +374,15 @@ class DenoisingRun(ShowsItself):
             ended = (torch.isin(self.tokens, ends) & self.answer & ~left).any(-1) & left.any(-1) & (last > 0)
         return torch.where(ended, last, self.steps)
 
+    @property
+    def steps_in_all(self) -> Int[Tensor, "batch"]:
+        """`row_steps`; in a part of a run those of the whole run, of which the part has some."""
+        if self.part is None:
+            return self.row_steps
+        most = max(self.planned or 0, *(number + 1 for number in self.part.numbers), 0)
+        known = self.part.rows_ran or (most,) * len(self.tokens)
+        return torch.tensor(known, dtype=torch.long)
+
     @cached_property
     def running(self) -> Bool[Tensor, "step batch"]:
         """Whether each row is not over yet at each step, see `row_steps`."""
@@ -388,8 +397,8 @@ class DenoisingRun(ShowsItself):
         parts: dict[str, Any] = {name: getattr(self, name)[:count] for name in per_step}
         parts |= {name: getattr(self, name)[: count + 1] for name in per_canvas}
         ran = tuple(min(count, steps) for steps in self.row_steps.tolist())
-        place = self.part and RunPart(self.part.numbers[:count], self.part.block_numbers[:count], self.part.answer)
-        return replace(self, **parts, rows_ran=ran, part=place)
+        numbers = {name: getattr(self.part, name)[:count] for name in ("numbers", "block_numbers") if self.part}
+        return replace(self, **parts, rows_ran=ran, part=self.part and replace(self.part, **numbers))
 
     @property
     def counts(self) -> Int[Tensor, "step batch"]:

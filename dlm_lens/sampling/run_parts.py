@@ -19,11 +19,13 @@ class RunPart:
         numbers: the number of each step in the whole run.
         block_numbers: the number of each step among those of its block.
         answer: the positions that were open at the start of the whole run.
+        rows_ran: after how many steps of the whole run each row was over; None if that is not known.
     """
 
     numbers: tuple[int, ...]
     block_numbers: tuple[int, ...]
     answer: Bool[Tensor, "batch position"]
+    rows_ran: tuple[int, ...] | None = None
 
 
 def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence[int]) -> "DenoisingRun":
@@ -100,4 +102,5 @@ def _place(run: "DenoisingRun", steps: Sequence[int], rows: Sequence[int]) -> Ru
         tuple(run.step_numbers[step] for step in steps),
         tuple(run.block_numbers[step] for step in steps),
         run.answer[list(rows)],
+        tuple(run.steps_in_all[list(rows)].tolist()),
     )

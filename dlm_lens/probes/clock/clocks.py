@@ -387,7 +387,7 @@ def _score(
     shuffled = permuted(label, len(clock.null_weight), seed)
     found = _reading_of(
         clock.classes, clock.layers, label, quantities_of(run), len(clock.null_weight), clock.reading.lines,
-        clock.reading.seed, run.row_steps,
+        clock.reading.seed, run.steps_in_all,
     )  # fmt: skip
     for states in read_states(stored, clock.layers, rows, progress="reading the clock" * progress):
         for kind, name in enumerate(clock.classes):

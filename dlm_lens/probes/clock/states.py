@@ -20,7 +20,8 @@ EMBEDDING = -1
 """The "layer" of the stream that enters layer 0: the token embeddings."""
 
 TARGETS = ("time", "progress")
-"""t / T of step t of T; the share of the row's answer that is decided, which is 1 - the mask ratio."""
+"""t / T of step t of T, in a part of a run those of the whole run; the share of the row's answer that is decided,
+which is 1 - the mask ratio."""
 
 QUANTITIES = ("time", "step", "progress", "open positions", "written positions", "open share of the canvas")
 """Properties of a canvas that a reading of time may follow."""
@@ -46,7 +47,7 @@ class StepStates(NamedTuple):
 
 def kinds_of(run: DenoisingRun, step: int) -> Int[Tensor, "batch position"]:
     """The class of every canvas position at a step; padding counts as the prompt."""
-    opened, answer = run.open[step], run.open[0]
+    opened, answer = run.open[step], run.answer
     return torch.where(opened, 0, torch.where(answer, 1, 2))
 
 
@@ -98,11 +99,18 @@ def labels_of(run: DenoisingRun, target: str) -> Float[Tensor, "step batch"]:
 
 
 def quantities_of(run: DenoisingRun) -> Float[Tensor, "quantity step batch"]:
-    """`QUANTITIES` of every canvas that a step saw, in float64."""
-    step = torch.arange(run.steps, dtype=torch.float64)[:, None].expand(run.steps, len(run.tokens))
+    """`QUANTITIES` of every canvas that a step saw, in float64; in a part of a run those of the whole run."""
+    step = torch.tensor(run.step_numbers, dtype=torch.float64)[:, None].expand(run.steps, len(run.tokens))
     answer = run.answer.sum(-1).double()
     opened = run.open[:-1].sum(-1).double()
     share = 1 - opened / answer.clamp(min=1)
     content = run.attention_mask.sum(-1).double()
-    found = (step / run.row_steps.clamp(min=1), step, share, opened, answer - opened, opened / content.clamp(min=1))
+    found = (
+        step / run.steps_in_all.clamp(min=1),
+        step,
+        share,
+        opened,
+        answer - opened,
+        opened / content.clamp(min=1),
+    )
     return torch.stack(found)

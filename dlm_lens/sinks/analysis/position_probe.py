@@ -192,6 +192,7 @@ def _canvases_of(
             tuple(run.step_numbers[step] for step in steps),
             tuple(run.block_numbers[step] for step in steps),
             run.answer[row : row + 1],
+            (int(run.steps_in_all[row]),),
         ),
     )
 
