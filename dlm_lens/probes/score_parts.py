@@ -79,12 +79,14 @@ class ScoreParts(ReducerGroup):
         rotation: readers of the vectors before rotation; None leaves out what depends on position (NaN).
         softcap: of the scores; 0 for none.
         seed: of the permutations, which depend on the prompt, the step and the layer alone.
+        numbers: of each step, in the whole run (`DenoisingRun.step_numbers`); empty where they count from 0.
     """
 
     queries: QueryClass = "all"
     rotation: Rotation | None = None
     softcap: float = 0.0
     seed: int = 0
+    numbers: tuple[int, ...] = ()
 
     @property
     def parts(self) -> "tuple[_Sums, _MeanCosine, _Shares]":
@@ -179,7 +181,8 @@ def reduced(layer: LayerStep, group: ScoreParts) -> Reduced:
     inputs, vectors = layer.inputs, _vectors(layer, group)
     batch, heads, keys, _ = vectors.k.shape
     counted = layer.facts.queries(group.queries).float()
-    order = _permutation(layer, heads // inputs.k.shape[1], group.seed)
+    step = group.numbers[layer.run.step] if group.numbers else layer.run.step
+    order = _permutation(layer, heads // inputs.k.shape[1], group.seed, step)
     sums = vectors.q.new_zeros(batch, heads, keys, len(PARTS))
     cosines, seen_by = vectors.q.new_zeros(2, batch, heads, keys)
     moments = vectors.q.new_zeros(batch, heads, len(SHARES) + 1)
@@ -222,7 +225,7 @@ def _unit(vectors: Tensor) -> Tensor:
     return vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(vectors.dtype).tiny)
 
 
-def _permutation(layer: LayerStep, groups: int, seed: int) -> Int[Tensor, "batch head key"]:
+def _permutation(layer: LayerStep, groups: int, seed: int, step: int) -> Int[Tensor, "batch head key"]:
     """A permutation of the defined keys of every row and key head, the same in every process and batch."""
     kv_heads, keys = layer.inputs.k.shape[1:3]
     run = layer.run
@@ -231,7 +234,7 @@ def _permutation(layer: LayerStep, groups: int, seed: int) -> Int[Tensor, "batch
     for row, defined in enumerate(there):
         where = defined.nonzero().flatten()
         prompt = run.tokens[row][run.prompt[row]].tolist()
-        named = zlib.crc32(repr((seed, run.step, layer.index, prompt)).encode())
+        named = zlib.crc32(repr((seed, step, layer.index, prompt)).encode())
         generator = torch.Generator().manual_seed(named)
         for head in range(kv_heads):
             found[row, head, where] = where[torch.randperm(len(where), generator=generator)]

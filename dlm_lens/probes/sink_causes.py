@@ -15,6 +15,7 @@ from dlm_lens.attention import MIN_VIEWERS, attach_hooks, attention_stacks, excl
 from dlm_lens.probes.score_parts import PARTS, SHARES, ScoreParts, rotation_readers
 from dlm_lens.recording import KeyNorm, QueryClass, QueryNorm, ReceivedAttention, Recording, rerun
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_of
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
@@ -233,7 +234,8 @@ def sink_anatomy(
         ValueError: `position=True` for a cached run or a model with an encoder, a model whose scores do not follow
             from queries and keys alone, or what `rerun` refuses.
     """
-    if position and isinstance(run, DenoisingRun) and run.computed:
+    check_run(run)
+    if position and run.computed:
         if len(attention_stacks(model)) > 1:
             raise ValueError(
                 f"sink_anatomy: the canvas of {type(model).__name__} reads the prompt's keys from its encoder, "
@@ -245,7 +247,7 @@ def sink_anatomy(
         )
     readers = rotation_readers(model) if position else None
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
-    parts = ScoreParts(queries, readers, float(softcap), seed)
+    parts = ScoreParts(queries, readers, float(softcap), seed, run.step_numbers)
     with ExitStack() as stack:
         if readers is not None:
             stack.enter_context(attach_hooks(model, readers.q, readers.k, layers=layers))

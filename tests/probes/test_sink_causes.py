@@ -253,3 +253,12 @@ def test_channel_activations_are_those_of_the_stream() -> None:
             torch.testing.assert_close(
                 rec.query_norm[step, row, layer][:, keep].double(), norms, rtol=1e-4, atol=1e-5
             )
+
+
+def test_a_part_of_a_run_has_the_permutations_of_the_whole_run() -> None:
+    model = tiny("llada")
+    rec = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], steps=6, gen_length=8, seed=[1, 2])
+    whole = sink_anatomy(model, rec.run, EPS)
+    for steps in ([3, 4, 5], [1, 4]):
+        part = sink_anatomy(model, rec.select(step=steps).run, EPS)
+        assert torch.equal(part.is_sink, whole.is_sink[steps])
