@@ -6,6 +6,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.features import SparseAutoencoder, untrained
 from dlm_lens.probes import insertion_loss
+from dlm_lens.sampling import StoredRun
 from dlm_lens.testing import tiny
 from tests.hooks.test_feature_edits import PROMPTS, RUN, autoencoder
 
@@ -72,6 +73,42 @@ def test_losses_are_those_of_passes_edited_by_hand():
     line = found.table().query("insertion == 'sae' and place == 'all'").iloc[0]
     assert line["added"] == pytest.approx(found.added(1).value)
     assert len(found.by_step()) == 4 * 5 * 3
+
+
+@pytest.mark.parametrize("placement", ["front", "end"])
+def test_the_mean_is_without_learned_sink_tokens_and_replaces_theirs_too(placement):
+    model = tiny("sink_qwen", num_sinks=2, sink_placement=placement)
+    run = dl.denoise(model, PROMPTS, steps=3, gen_length=8, seed=[1, 2])
+    stored, content, seen = StoredRun(model, run), run.attention_mask, []
+    canvas, sinks = (slice(2, None), slice(2)) if placement == "front" else (slice(0, -2), slice(-2, None))
+
+    def losses(edit):
+        """The summed cross-entropy of every step and row, with the output of block 1 edited."""
+        handle = model.model.layers[1].register_forward_hook(lambda module, args, output: edit(output))
+        found = torch.zeros(3, 2, dtype=torch.float64)
+        with torch.no_grad():
+            for step in range(3):
+                logits = stored.logits(stored.states(step)).double()
+                logits[:, model.config.mask_token_id] = -torch.inf
+                row, position = stored.predicted(step).nonzero().unbind(-1)
+                loss = -logits.log_softmax(-1).gather(-1, run.tokens[row, position][:, None])[:, 0]
+                found[step] = found[step].index_add(0, row, loss)
+        handle.remove()
+        return found
+
+    plain = losses(seen.append)
+    mean = torch.cat([states[:, canvas][content] for states in seen]).double().mean(0).float()
+
+    def replaced(states):
+        states = states.clone()
+        states[:, canvas][content] = mean
+        states[:, sinks] = mean
+        return states
+
+    found = insertion_loss(model, run, perfect(model), places=["all"], nulls=[])
+    torch.testing.assert_close(found.plain.double(), plain, rtol=1e-5, atol=1e-5)
+    mean_loss = found.loss[0, found.insertions.index("mean"), 0].double()
+    torch.testing.assert_close(mean_loss, losses(replaced), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["dream", "sdar"])
