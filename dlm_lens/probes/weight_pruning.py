@@ -94,12 +94,13 @@ def input_norms(
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: a run with a cache, an AR run, blocks that the canvas grows by, or a model with an encoder or
-            learned sink tokens.
+        ValueError: a run with a cache, an AR run, blocks that the canvas grows by, a model with an encoder or
+            learned sink tokens, or weights that are not plain linear layers.
     """
     stored = StoredCanvases(model, run)
     if why := _narrower(model, run, stored):
         raise ValueError(f"input_norms: every pass must have the whole canvas as queries, and {why}")
+    layers = linear_layers(model)
     weights = torch.zeros(run.unmasked.shape, dtype=torch.float64)
     if discount != "none":
         received = rerun(model, run, [ReceivedAttention(min_viewers=1)], progress=progress).received
@@ -107,7 +108,6 @@ def input_norms(
     if discount == "random":
         weights = _shuffled(weights, run.attention_mask, seed)
     kept = (1 - weights) * run.attention_mask
-    layers = linear_layers(model)
     norms = {name: torch.zeros(layer.in_features, dtype=torch.float64) for name, layer in layers.items()}
     step = 0
 
@@ -147,7 +147,28 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
     }
     if not found:
         raise ValueError(f"{type(model).__name__} has no plain linear layers in its blocks to prune")
+    for block in attention_blocks(model):
+        if other := next(_other_matrices(block), None):
+            raise ValueError(
+                f"{type(model).__name__} has {other} in {names[id(block)]}, weights of no plain linear layer, "
+                "which pruning would leave out; give a model without fused experts or quantised weights"
+            )
     return found
+
+
+def _other_matrices(block: nn.Module) -> Iterator[str]:
+    """The names of the matrices of a block that are in no plain linear layer, router or embedding."""
+    for path, module in block.named_modules():
+        # transformers has no class of its own for routers; their names have the word.
+        if (
+            type(module) is nn.Linear
+            or isinstance(module, nn.Embedding)
+            or "router" in type(module).__name__.lower()
+        ):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim > 1:
+                yield f"{path}.{name}" if path else name
 
 
 @contextmanager
@@ -166,7 +187,7 @@ def pruned(model: Any, sparsity: float, norms: InputNorms | None = None) -> Iter
         Name of every layer -> its share of pruned weights.
 
     Raises:
-        ValueError: a share out of range, or the norms of another model.
+        ValueError: a share out of range, the norms of another model, or weights that are not plain linear layers.
     """
     SPARSITY.check("sparsity", sparsity)
     layers, shares = linear_layers(model), {}

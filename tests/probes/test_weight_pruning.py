@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.attention import attention_blocks
 from dlm_lens.probes import input_norms, pruned, sink_weights, untrained_twin
 from dlm_lens.probes.weight_pruning import kept_weights, linear_layers
 from dlm_lens.recording import ReceivedAttention, rerun
@@ -107,3 +108,27 @@ def test_what_cannot_be_measured_or_pruned_is_refused() -> None:
     causal = tiny("causal")
     with pytest.raises(ValueError, match="every pass must have the whole canvas as queries, and this is an AR run"):
         input_norms(causal, dl.denoise(causal, PROMPTS, gen_length=2))
+
+
+@pytest.mark.parametrize("family", ["llada_moe", "rnd1", "llada2", "diffusion_gemma"])
+def test_fused_experts_are_refused(family: str) -> None:
+    model = tiny(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    why = r"has (mlp\.)?experts\.gate_up_proj in .*layers\.\d, weights of no plain linear layer, which"
+    with pytest.raises(ValueError, match=why), pruned(model, 0.5):
+        pass
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    if family in ("llada_moe", "rnd1"):
+        run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
+        with pytest.raises(ValueError, match=why):
+            input_norms(model, run, discount="sinks")
+
+
+def test_the_matrices_of_linear_layers_are_all_that_blocks_have() -> None:
+    for family in ("llada", "dream", "smdm", "mdlm", "modernbert", "sink_qwen", "sdar", "uniform_qwen"):
+        model = tiny(family)
+        blocks = attention_blocks(model)
+        matrices = [p for block in blocks for p in block.parameters() if p.ndim > 1]
+        assert sum(layer.weight.numel() for layer in linear_layers(model).values()) == sum(
+            p.numel() for p in matrices
+        )
