@@ -141,8 +141,8 @@ def edge_attribution(
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: as `activation_patching`; a model whose parts do not add up to its residual stream; a run
-            with an approximate cache.
+        ValueError: as `activation_patching`; a model whose parts do not add up to its residual stream, or
+            with gated attention; a run with an approximate cache.
     """
     setup = Setup.of(model, run, corrupted, target, steps, explain, direction, "edge_attribution")
     graph = check_edges(setup, "edge_attribution")

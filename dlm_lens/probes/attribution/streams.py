@@ -72,8 +72,8 @@ def graph_of(model: Any, who: str) -> EdgeGraph:
     """The graph of a model whose parts add up to its residual stream.
 
     Raises:
-        ValueError: an encoder of its own, a norm or a gate between a part and the stream, or layers with different
-            numbers of heads.
+        ValueError: an encoder of its own, a norm or a gate between a part and the stream, gated attention, or
+            layers with different numbers of heads.
     """
     if len(attention_stacks(model)) > 1:
         raise ValueError(
@@ -87,6 +87,11 @@ def graph_of(model: Any, who: str) -> EdgeGraph:
                 f"{who}: {type(block).__name__} has a norm or a gate between the heads and the residual stream, so "
                 "that their outputs do not add up to it; take activation_patching"
             )
+        if _gated(attention_of(block)):
+            raise ValueError(
+                f"{who}: the gate of {type(attention_of(block)).__name__} reads the residual stream too, and edges "
+                "end at queries, keys and values alone; take activation_patching"
+            )
     sizes = [_heads(attention_of(block)) for block in blocks]
     other = next((layer for layer, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
@@ -96,6 +101,16 @@ def graph_of(model: Any, who: str) -> EdgeGraph:
             "between layers of equal heads: take activation_patching"
         )
     return EdgeGraph(len(blocks), *sizes[0])
+
+
+def _gated(attention: Any) -> bool:
+    """Whether a function of the layer's input multiplies the outputs of the heads before their projection."""
+    children = attention._modules
+    if any(children.get(name) is not None for name in ("gate_proj", "g_proj")):
+        return True
+    # Qwen3-Next has the gate in the projection of the queries, which is twice as wide.
+    queries = getattr(children.get("q_proj"), "out_features", None)
+    return queries == 2 * output_weight(attention).shape[0]
 
 
 def _heads(attention: Any) -> tuple[int, int]:

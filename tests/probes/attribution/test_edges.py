@@ -125,3 +125,19 @@ def test_layers_with_other_numbers_of_key_heads_are_refused() -> None:
     model = dl.add_hook_points(small_model("mimo_v2_flash"))
     with pytest.raises(ValueError, match="layer 0 has 4 heads and 2 of keys, layer 1 4 and 4; edges are between"):
         graph_of(model, "edge_attribution")
+
+
+def test_gated_attention_is_refused() -> None:
+    model = tiny("sink_qwen", gated_attention=True)
+    run = dl.denoise(model, [[5, 6, 9]], steps=2, gen_length=4)
+    why = "the gate of {} reads the residual stream too, and edges end at queries, keys and values alone"
+    with pytest.raises(ValueError, match=why.format("GatedQwen2Attention")):
+        edge_attribution(model, run, [[5, 6, 10]])
+    graph = graph_of(tiny("sink_qwen"), "edge_attribution")
+    circuit = Circuit(graph, graph.exists, graph.exists.double(), int(graph.exists.sum()))
+    with pytest.raises(ValueError, match=why.format("GatedQwen2Attention")):
+        faithfulness(model, run, [[5, 6, 10]], circuit)
+    # Gates by other names, and in the projection of the queries.
+    for name, attention in (("qwen3_next", "Qwen3NextAttention"), ("hrm_text", "HrmTextAttention")):
+        with pytest.raises(ValueError, match=why.format(attention)):
+            graph_of(dl.add_hook_points(small_model(name)), "edge_attribution")
