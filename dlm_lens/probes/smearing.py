@@ -146,6 +146,7 @@ def token_smearing(
     """Run the model on every canvas of a run, and compare its predictions with the tokens of the result.
 
     One forward pass per step; logits are read a few positions at a time. The result is [step, batch, position].
+    With an approximate cache a step has the positions that it computes and predicts, with the keys that it reads.
 
     Args:
         model: from `dlm_lens.load`, the run's.
@@ -159,8 +160,7 @@ def token_smearing(
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: a run of another model, with an approximate cache, or of an AR model, whose steps predict one
-            position.
+        ValueError: a run of another model, or of an AR model, whose steps predict one position.
     """
     stored = StoredRun(model, run, decided=decided, hooks=hooks)
     if stored.autoregressive:

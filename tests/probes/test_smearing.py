@@ -21,6 +21,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "guided": ("llada", {"steps": 4, "gen_length": 8, "cfg_scale": 1.0}),
     "shift": ("dream", {"steps": 4, "gen_length": 9, "temperature": 0.5}),
     "blocks": ("sdar", {"gen_length": 8, "block_length": 4, "steps": 8}),
+    "cache": ("llada", {"gen_length": 8, "block_length": 4, "steps": 8, "cache": "dual"}),
 }
 
 
