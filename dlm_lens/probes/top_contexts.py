@@ -113,7 +113,8 @@ def feature_contexts(
     positions that are largest over everything are among them, so that the merge is exact; a position of a row
     counts once, with its largest activation over the steps (the earliest of equal ones). The memory holds `top`
     places for each feature and one recording's arrays: give an iterator, such as `map(Recording.load, paths)`, to
-    merge a run that was recorded in parts.
+    merge recordings of different rows. Each recording counts as rows of its own: a position that is in two parts
+    of one run by steps (`Recording.select(step=)`) counts twice.
 
     Args:
         recordings: of one autoencoder.

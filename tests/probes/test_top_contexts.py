@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.probes import feature_contexts
+from dlm_lens.probes import FeatureContexts, feature_contexts
 from dlm_lens.recording import FeatureActivations, Recording, record
 from dlm_lens.testing import tiny
 from tests.recording.test_features import RUN, _all, autoencoder
@@ -64,6 +64,25 @@ def test_recordings_in_parts_give_what_one_gives() -> None:
     one, other = (each.table().drop(columns=["recording", "batch", "activation"]) for each in (found, whole))
     assert one.equals(other)
     assert "feature 3" not in repr(found)
+
+
+def test_parts_by_rows_are_one_run_and_parts_by_steps_repeat_positions() -> None:
+    model = tiny("llada")
+    reducers = [FeatureActivations(autoencoder(model), top=TOP)]
+    rec = record(model, PROMPTS, reducers, layers=[1], **RUN)
+    features, steps = [3, 7, 11], range(rec.run.steps)
+    whole = feature_contexts(rec, features)
+    rows = feature_contexts([rec.select(batch=[row]) for row in range(len(PROMPTS))], features)
+    torch.testing.assert_close(rows.activation, whole.activation, equal_nan=True)
+    found = feature_contexts([rec.select(step=[step]) for step in steps], features)
+
+    def repeated(contexts: FeatureContexts) -> bool:
+        """Whether a feature has a position of a row twice."""
+        places = [[tuple(at[2:]) for at in one if at[0] >= 0] for one in contexts.where.tolist()]
+        return any(len(set(one)) < len(one) for one in places)
+
+    assert not repeated(whole)
+    assert repeated(found)
 
 
 def test_a_text_is_shown_with_its_token_marked() -> None:
