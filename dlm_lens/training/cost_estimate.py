@@ -202,7 +202,9 @@ def _parameters(config: Any) -> tuple[int, int]:
     with torch.device("meta"):
         model = model_class(config)
     total = sum(parameter.numel() for parameter in model.parameters())
-    return total, sum(parameter.numel() for parameter in decoder_of(model).layers.parameters())
+    # GPT-2 calls them `h`.
+    (layers,) = (each for each in decoder_of(model).children() if isinstance(each, torch.nn.ModuleList))
+    return total, sum(parameter.numel() for parameter in layers.parameters())
 
 
 def _activations(config: Any, settings: TrainingSettings) -> int:
@@ -212,9 +214,11 @@ def _activations(config: Any, settings: TrainingSettings) -> int:
     the gate of the MLP (`SwiGLU`) reads in bfloat16 (or float32, where that is the precision). Of block diffusion
     also the additive mask, in float32 as the weights are and in the precision of the matrix products.
     """
-    width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    width, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width  # GPT-2
     heads = _width(config)
-    pairs = heads // config.num_attention_heads * config.num_key_value_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    pairs = heads // config.num_attention_heads * key_heads
     size = 2 if settings.precision == "bf16" else 4
     per_layer = 4 * 4 * width + size * (2 * width + 3 * heads + 4 * pairs + 3 * inner)
     copies = _copies(config, settings)

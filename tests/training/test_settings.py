@@ -1,9 +1,11 @@
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from dlm_lens.adapters.families.smdm import SIZES
 from dlm_lens.testing import tiny
@@ -344,3 +346,32 @@ def test_a_reporter_that_cannot_begin_is_named() -> None:
     )
     with pytest.raises(ValueError, match=message):
         reporter.setup("here")
+
+
+@pytest.mark.parametrize("family", ["diffugpt", "modernbert", "gpt2", "llada"])
+def test_a_plan_of_networks_whose_parts_have_other_names(family: str, tmp_path: Path) -> None:
+    if family == "gpt2":
+        model: Any = GPT2LMHeadModel(
+            GPT2Config(
+                n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64, bos_token_id=1, eos_token_id=1
+            )
+        )
+    else:
+        model = tiny(family)
+    model.save_pretrained(tmp_path)
+    settings = TrainingSettings(
+        model=ModelSettings(start=str(tmp_path)),
+        data=DataSettings(length=16),
+        objective=NextToken() if family == "gpt2" else MaskedDiffusionLoss(),
+        steps=3, batch_size=4, micro_batch_size=2,
+    )  # fmt: skip
+    found = plan(settings)
+    assert found.parameters == sum(each.numel() for each in model.parameters())
+    layers = {"diffugpt": "h", "gpt2": "h"}.get(family, "layers")
+    inside = sum(each.numel() for name, each in model.named_parameters() if f".{layers}." in f".{name}")
+    # 6 operations a weight and token, and those of attention, are the least; the head comes on top.
+    width = model.config.hidden_size
+    assert found.flops > found.tokens * (6 * inside + 12 * 16 * width * model.config.num_hidden_layers)
+    assert found.flops < found.tokens * 6 * (
+        found.parameters + 2 * 16 * width * model.config.num_hidden_layers + 64 * width
+    )
