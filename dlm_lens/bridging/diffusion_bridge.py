@@ -164,7 +164,8 @@ class DiffusionBridge(TransformerBridge):
             prompt: as for `denoise`.
             attention_mask: as for `denoise`.
             names_filter: a name, a list of names or a function of a name, as for `run_with_cache`; None for all.
-            cache_steps: an index, a slice or indices of steps, negative from the end; None for all.
+            cache_steps: an index, a slice or indices of steps, negative from the end of the steps that are planned
+                (a run whose steps depend on its tokens may end before them: a warning); None for all.
             pos_slice: which positions to keep, as for `run_with_cache`.
             device: device that activations are moved to as soon as they are computed; None for no move.
             max_bytes: the largest size of the cache; by default 80% of the free memory of its device.
@@ -176,14 +177,15 @@ class DiffusionBridge(TransformerBridge):
         Raises:
             KeyError: no hook point has such a name.
             MemoryError: the cache would not fit; the message has its size and remedies.
-            ValueError: an invalid prompt, setting, site or step.
+            ValueError: an invalid prompt, setting, site or step; a run that ended before the first of the steps.
         """
         points = chosen_points(self, names_filter)
         edits = bool(fwd_hooks or hooks)
         collector = CacheCollector(self, points, cache_steps, device, pos_slice, max_bytes, copies=edits)
         collect = [(name, collector) for name in points]
         run = BridgeRun(self, [*fwd_hooks, *fwd_hooks_of(self, hooks), *collect], on_start=collector.check)
-        return self._denoise(run, hooks, observers, prompt, attention_mask, settings), collector.result()
+        found = self._denoise(run, hooks, observers, prompt, attention_mask, settings)
+        return found, collector.result(found.steps)
 
     def bytes_per_step(self, names_filter: NamesFilter, positions: int, rows: int = 1) -> dict[str, int]:
         """Bytes of each matching activation per step, for `rows` canvases of `positions` (guidance: twice)."""

@@ -1,5 +1,6 @@
 """`StepCache`: activations of chosen steps of a run, by name and step; its collector and its size in advance."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from dlm_lens.adapters.memory import free_bytes
+from dlm_lens.arguments import level_of_caller
 from dlm_lens.placement import devices, input_device
 
 
@@ -228,8 +230,26 @@ class CacheCollector:
             kept = Slice.unwrap(self.positions).apply(kept, dim=dim).clone()
         self.values[hook.name, hook.step] = kept.to(self.device) if self.device is not None else kept
 
-    def result(self) -> StepCache:
-        """The cache."""
+    def result(self, ran: int) -> StepCache:
+        """The cache of a run of `ran` steps, which may be fewer than were planned.
+
+        Raises:
+            ValueError: it ended before the first step that was asked for.
+        """
+        missed = [step for step in self.steps if step >= ran]
+        # A slice that counts from the run's beginning takes what there is.
+        taken = isinstance(self.wanted, slice) and all(
+            bound is None or bound >= 0 for bound in (self.wanted.start, self.wanted.stop)
+        )
+        if missed and (len(missed) == len(self.steps) or not (taken or self.wanted is None)):
+            sentence = (
+                f"cache_steps={self.wanted!r} counts the steps that were planned, among them "
+                f"{', '.join(map(str, missed))}, but this run ended after {ran}, which depended on its tokens: "
+                f"give steps below {ran}"
+            )
+            if len(missed) == len(self.steps):
+                raise ValueError(sentence)
+            warnings.warn(sentence, stacklevel=level_of_caller())
         seen = {name for name, _ in self.values}
         names = tuple(name for own, matched in self.points.items() if own in seen for name in matched)
         aliases = {name: point.name for name, point in self.bridge.hook_dict.items() if point.name in seen}

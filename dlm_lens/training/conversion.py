@@ -123,9 +123,11 @@ def _mask_token(
             f"the mask token {mask} is in use: it is the token {tokenizer.convert_ids_to_tokens(mask)!r}; leave "
             "mask_token_id out to add a new token"
         )
+    new = len(tokenizer) if tokenizer.mask_token_id is None else int(tokenizer.mask_token_id)
+    if mask is not None and mask != new:
+        raise ValueError(f"mask_token_id is {mask}, and the tokenizer's mask token has the id {new}; leave it out")
     if tokenizer.mask_token_id is not None:
-        own = int(tokenizer.mask_token_id)
-        return tokenizer, own, max(rows, own + 1)
+        return tokenizer, new, max(rows, new + 1)
     if tokenizer.convert_tokens_to_ids(spelling) not in (None, tokenizer.unk_token_id):
         raise ValueError(
             f"the mask token {spelling!r} is in use: it is token {tokenizer.convert_tokens_to_ids(spelling)} of "

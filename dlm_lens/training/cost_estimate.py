@@ -202,8 +202,8 @@ def _parameters(config: Any) -> tuple[int, int]:
     with torch.device("meta"):
         model = model_class(config)
     total = sum(parameter.numel() for parameter in model.parameters())
-    # GPT-2 calls them `h`.
-    (layers,) = (each for each in decoder_of(model).children() if isinstance(each, torch.nn.ModuleList))
+    decoder = decoder_of(model)
+    layers = decoder.layers if hasattr(decoder, "layers") else decoder.h  # of GPT-2
     return total, sum(parameter.numel() for parameter in layers.parameters())
 
 

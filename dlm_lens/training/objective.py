@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import SinkLayout, computed_span, has_causal_context, mask_window_of
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
 from dlm_lens.training.sources import Rows
@@ -297,7 +298,7 @@ class MaskedDiffusionLoss:
 
         Raises:
             ValueError: the model has no mask token, or does not embed the one given; or it has learned sink tokens
-                and blocks; or it has no AR loss, and `ar_weight` asks for one.
+                or a noise level, and blocks; or it has no AR loss, and `ar_weight` asks for one.
         """
         check_trained_whole(model)
         mask = getattr(model.config, "mask_token_id", None) if self.mask_token_id is None else self.mask_token_id
@@ -323,6 +324,11 @@ class MaskedDiffusionLoss:
             raise ValueError(
                 f"block_length is {length}, and the model has learned sink tokens, which block diffusion does not "
                 "train; use block_length=0 or a model without sinks"
+            )
+        if length and takes_noise_level(model):
+            raise ValueError(
+                f"block_length is {length}, and {type(model).__name__} is given one noise level for a row, which "
+                "blocks with masks of their own do not have; use block_length=0 or time_conditioning=False"
             )
         if self.ar_weight and not (length and has_causal_context(model.config)):
             raise ValueError(

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
+from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import SinkLayout, decoder_of, in_use
 from dlm_lens.files.locks import held
 from dlm_lens.placement import emulates_bfloat16
@@ -413,6 +414,11 @@ def _check_fit(model: Any, settings: TrainingSettings, objective: Any) -> None:
             "data.packing is isolated, and the sinks at the end of a row have one position for all of its "
             "documents, so that none is what it would be alone; set model.position to front, or "
             "data.packing to joined"
+        )
+    if settings.data.packing == "isolated" and takes_noise_level(model):
+        raise ValueError(
+            f"data.packing is isolated, and {type(model).__name__} is given one noise level for a row, so that no "
+            "document is what it would be alone; set data.packing to joined"
         )
 
 

@@ -1,6 +1,7 @@
 """`denoise_with_cache`: the right values at the right step, nothing else, and no more memory than there is."""
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from transformer_lens import ActivationCache
 
 import dlm_lens as dl
 from dlm_lens.attention import additive_mask
+from dlm_lens.testing import tiny
 from tests.bridging.cases import CASES, model_of
 from tests.reference import forward64
 
@@ -191,3 +193,19 @@ def test_a_step_goes_through_transformerlens_analysis() -> None:
     torch.testing.assert_close(
         step.decompose_resid(mode="full").sum(0), step["blocks.3.hook_resid_post"], atol=1e-4, rtol=1e-4
     )
+
+
+def test_steps_that_a_run_did_not_reach_are_named() -> None:
+    tl = dl.bridge(tiny("fast_dllm_v2"))
+    given: dict[str, Any] = {"names_filter": "blocks.1.attn.hook_z", "gen_length": 8}
+    run, whole = tl.denoise_with_cache(IDS, **given)
+    assert whole.steps == tuple(range(run.steps))
+    match = rf"counts the steps that were planned, among them \d+, but this run ended after {run.steps}, which"
+    with pytest.raises(ValueError, match=match):
+        tl.denoise_with_cache(IDS, cache_steps=-1, **given)
+    with pytest.warns(UserWarning, match=rf"this run ended after {run.steps}, .*: give steps below {run.steps}"):
+        _, some = tl.denoise_with_cache(IDS, cache_steps=[0, -1], **given)
+    assert some.steps == (0,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tl.denoise_with_cache(IDS, cache_steps=slice(2, None), **given)[1].steps == whole.steps[2:]

@@ -147,6 +147,11 @@ def test_what_cannot_be_converted_is_refused() -> None:
         convert(tiny("llada"))
     with pytest.raises(ValueError, match=r"the mask token 7 is in use: it is the token 'w7'"):
         convert(source(), mask_token_id=7)
+    with pytest.raises(
+        ValueError, match="mask_token_id is 70, and the tokenizer's mask token has the id 64; leave it"
+    ):
+        convert(source(), mask_token_id=70)
+    assert convert(source(), mask_token_id=64).config.mask_token_id == 64
     with pytest.raises(ValueError, match=r"the mask token '<end>' is in use: it is token 63"):
         convert(source(), mask_token="<end>")
     with pytest.raises(ValueError, match="mask_token_id 66 lies outside an embedding of 64 rows"):

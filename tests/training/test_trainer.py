@@ -457,6 +457,22 @@ def test_isolated_documents_with_sinks_at_the_end_are_refused(tmp_path: Path) ->
     MaskedDiffusionTrainer(tiny("sink_qwen", num_sinks=2), settings, ROWS)
 
 
+@pytest.mark.parametrize(("family", "options"), [("sedd", {}), ("mdlm", {"time_conditioning": True})])
+def test_isolated_documents_of_a_network_with_a_noise_level_are_refused(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = replace(job(tmp_path).settings, data=DataSettings(length=12, packing="isolated"))
+    with pytest.raises(ValueError, match=r"one noise level for a row.*set data.packing to joined"):
+        MaskedDiffusionTrainer(tiny(family, **options), settings, ROWS)
+    MaskedDiffusionTrainer(tiny("mdlm"), settings, ROWS)
+
+
+def test_blocks_of_a_network_with_a_noise_level_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"block_length is 4, and BD3LM.* is given one noise level for a row"):
+        MaskedDiffusionLoss().for_model(tiny("bd3lm", time_conditioning=True), 2)
+    assert MaskedDiffusionLoss().for_model(tiny("bd3lm"), 2).block_length == 4
+
+
 def test_a_run_that_ended_has_its_weights_when_it_is_resumed(unbroken: MaskedDiffusionTrainer) -> None:
     directory = Path(unbroken.settings.output)
     again = job(directory, eval_dataset=ROWS)
