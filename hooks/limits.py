@@ -291,7 +291,8 @@ class Limited(HookWrapper):
         """
         self.limit.check(run, self)
         own, count = self.hook.layers, _layers_of(run)
-        limited = own is not None and self.limit.layers is not None
+        # Limits within limits may leave nothing; a hook's own layers are a fact that a user may not know.
+        limited = not isinstance(self.hook, Limited) and own is not None and self.limit.layers is not None
         if limited and not _from_zero(own or (), count) & _from_zero(self.limit.layers or (), count):
             raise ValueError(
                 f"{self}: the hook inside acts in layers {list(own or ())} alone; give one of them, or leave out "
