@@ -185,7 +185,8 @@ class DiffusionBridge(TransformerBridge):
         collect = [(name, collector) for name in points]
         run = BridgeRun(self, [*fwd_hooks, *fwd_hooks_of(self, hooks), *collect], on_start=collector.check)
         found = self._denoise(run, hooks, observers, prompt, attention_mask, settings)
-        return found, collector.result(found.steps)
+        collector.check_end(found.steps)
+        return found, collector.result()
 
     def bytes_per_step(self, names_filter: NamesFilter, positions: int, rows: int = 1) -> dict[str, int]:
         """Bytes of each matching activation per step, for `rows` canvases of `positions` (guidance: twice)."""

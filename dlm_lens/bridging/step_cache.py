@@ -230,26 +230,29 @@ class CacheCollector:
             kept = Slice.unwrap(self.positions).apply(kept, dim=dim).clone()
         self.values[hook.name, hook.step] = kept.to(self.device) if self.device is not None else kept
 
-    def result(self, ran: int) -> StepCache:
-        """The cache of a run of `ran` steps, which may be fewer than were planned.
+    def check_end(self, ran: int) -> None:
+        """Tell which steps a run of `ran` steps did not reach; a slice from its beginning takes what there is.
 
         Raises:
-            ValueError: it ended before the first step that was asked for.
+            ValueError: it ended before the first of the steps.
         """
         missed = [step for step in self.steps if step >= ran]
-        # A slice that counts from the run's beginning takes what there is.
-        taken = isinstance(self.wanted, slice) and all(
-            bound is None or bound >= 0 for bound in (self.wanted.start, self.wanted.stop)
+        bounds = (self.wanted.start, self.wanted.stop) if isinstance(self.wanted, slice) else ()
+        open_ended = self.wanted is None or (bounds and all(bound is None or bound >= 0 for bound in bounds))
+        none_ran = len(missed) == len(self.steps)
+        if not missed or (open_ended and not none_ran):
+            return
+        sentence = (
+            f"cache_steps={self.wanted!r} counts the steps that were planned, among them "
+            f"{', '.join(map(str, missed))}, but this run ended after {ran}, which depended on its tokens: "
+            f"give steps below {ran}"
         )
-        if missed and (len(missed) == len(self.steps) or not (taken or self.wanted is None)):
-            sentence = (
-                f"cache_steps={self.wanted!r} counts the steps that were planned, among them "
-                f"{', '.join(map(str, missed))}, but this run ended after {ran}, which depended on its tokens: "
-                f"give steps below {ran}"
-            )
-            if len(missed) == len(self.steps):
-                raise ValueError(sentence)
-            warnings.warn(sentence, stacklevel=level_of_caller())
+        if none_ran:
+            raise ValueError(sentence)
+        warnings.warn(sentence, stacklevel=level_of_caller())
+
+    def result(self) -> StepCache:
+        """The cache."""
         seen = {name for name, _ in self.values}
         names = tuple(name for own, matched in self.points.items() if own in seen for name in matched)
         aliases = {name: point.name for name, point in self.bridge.hook_dict.items() if point.name in seen}
