@@ -71,6 +71,12 @@ class StoredCanvases:
             raise ValueError(
                 f"the run has token id {highest}, but the model embeds {embedded}; is it another model's?"
             )
+        likelihood = (run.settings.get("sampler"), run.settings.get("method")) == ("likelihood", "mc")
+        if likelihood and takes_noise_level(model):
+            raise ValueError(
+                f"a recorded mc likelihood does not hold the noise level that {type(model).__name__} was given: "
+                "record it again, with all reducers that you need"
+            )
         self.hooks, self.carried = checked(hooks), carried
         for hook in self.hooks:
             attention_stack(model, hook.stack)

@@ -34,3 +34,23 @@ def test_a_rerun_equals_the_recording(family: str, method: str, hooks: tuple, tm
     if not hooks:
         received = dl.received_over_steps(model, recorded.run)
         torch.testing.assert_close(received.values, recorded.received, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "options"), [("sedd", {}), ("duo", {}), ("mdlm", {"time_conditioning": True})])
+def test_passes_at_a_noise_level_that_is_not_stored_are_refused(
+    family: str, options: dict[str, bool], tmp_path: Path
+) -> None:
+    model = tiny(family, **options)
+    for method in ("mc", "chain_rule") if family != "duo" else ("mc",):
+        likelihood = {"method": method, "samples": 3, "is_greedy": False}
+        lm = HarnessLM(model, likelihood=likelihood, record=REDUCERS, record_to=tmp_path / method)
+        lm.loglikelihood(ask("loglikelihood", (words(3, 41, 7, 7), " " + words(20, 21, 22))))
+        recorded = Recording.load(tmp_path / method / "task" / "00000-0")
+        if method == "mc":
+            with pytest.raises(
+                ValueError, match=r"does not hold the noise level that \w+ was given: record it again"
+            ):
+                rerun(model, recorded.run, REDUCERS)
+        else:
+            again = rerun(model, recorded.run, REDUCERS)
+            torch.testing.assert_close(again.pattern, recorded.pattern, equal_nan=True, rtol=1e-5, atol=1e-6)
