@@ -103,6 +103,10 @@ class BlockLayout:
         stop = (self.starts(span)[:, None] + self.length).clamp(max=span[1])
         return torch.arange(positions, device=self.first.device) < stop
 
+    def until_block_of(self, position: int, positions: int) -> Bool[Tensor, "batch position"]:
+        """The positions up to the end of every row's block that holds `position`."""
+        return self.until((position + 1 - self.length, positions), positions)
+
     def repeated(self, halves: int) -> "BlockLayout":
         """The same for a batch that repeats these rows (guidance)."""
         return replace(self, first=self.first.repeat(halves))

@@ -67,7 +67,7 @@ class RemaskSensitivity(ShowsItself):
     @property
     def collateral(self) -> Float[Tensor, "changed batch"]:
         """The changed share of the answer's other positions; NaN where there are none, or none was masked again."""
-        others = self.run.open[0] & ~self.remasked
+        others = self.run.answer & ~self.remasked
         return self._share(others).masked_fill(~self.remasked.any(-1), torch.nan)
 
     def mean(self, name: str, step: int) -> Estimate:

@@ -108,7 +108,7 @@ class Recording(ShowsItself, RecordingFields):
     @property
     def progress(self) -> Float[Tensor, "step batch"]:
         """Share of the answer that is decided, per step and row."""
-        return 1 - self.run.masked[:-1].sum(-1) / self.answer.sum(-1).clamp(min=1)
+        return 1 - (self.run.masked[:-1] & self.answer).sum(-1) / self.answer.sum(-1).clamp(min=1)
 
     @property
     def blocks(self) -> tuple[int, ...]:

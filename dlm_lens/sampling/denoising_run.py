@@ -20,7 +20,7 @@ from dlm_lens.attention import (
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview
-from dlm_lens.sampling.run_parts import RunPart
+from dlm_lens.sampling.run_parts import RunPart, in_own_blocks
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class DenoisingRun(ShowsItself):
     def seen_content(self) -> Bool[Tensor, "step batch position"]:
         """The content that the network sees at each step: all, or without masks after a window of them (WeDLM)."""
         masked = self.masked[:-1]
-        content = self.attention_mask.expand(masked.shape)
+        content = (self.attention_mask & self.in_own_blocks).expand(masked.shape)
         if self.mask_window is not None and "mask_window" not in self.settings:  # a forward pass sees all
             return until_window(content, masked, self.mask_window)
         if self.settings.get("sees_span"):  # passes that end with the span (likelihoods in blocks)
@@ -318,13 +318,19 @@ class DenoisingRun(ShowsItself):
     def answer(self) -> Bool[Tensor, "batch position"]:
         """The positions that were open at the start of the run, also in a part that lacks its first steps.
 
-        Of recorded likelihoods, the continuation: its masks are drawn, so that no canvas need mask all of it.
+        Masks after a row's own last block (`in_own_blocks`) are none of it: no step decides them. Of recorded
+        likelihoods, the continuation: its masks are drawn, so that no canvas need mask all of it.
         """
         if self.part is not None:
             return self.part.answer
         if self.settings.get("sampler") == "likelihood":
             return (torch.arange(self.masked.shape[-1]) >= self.prompt_length).expand(self.masked.shape[1:])
-        return self.masked[0]
+        return self.masked[0] & self.in_own_blocks
+
+    @property
+    def in_own_blocks(self) -> Bool[Tensor, "batch position"]:
+        """All positions; where rows end before the canvas (LLaDA2), those to the end of each row's last block."""
+        return in_own_blocks(self)
 
     @property
     def step_numbers(self) -> tuple[int, ...]:
@@ -407,7 +413,7 @@ class DenoisingRun(ShowsItself):
 
     @property
     def masks_left(self) -> Int[Tensor, "batch"]:
-        """Open positions of the final canvas: those that an early end, an intervention or a quirk left."""
+        """Open positions of the final canvas: left by an early end, an intervention, a quirk or a longer row."""
         return self.masked[-1].sum(-1)
 
     @cached_property
@@ -435,7 +441,7 @@ class DenoisingRun(ShowsItself):
         It falls where a sampler opens decided positions again.
         """
         wanted = self.answer.sum(-1).clamp(min=1)
-        return 1 - self.masked.sum(-1) / wanted
+        return 1 - (self.masked & self.answer).sum(-1) / wanted
 
     @property
     def texts(self) -> list[str]:

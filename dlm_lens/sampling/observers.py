@@ -227,7 +227,7 @@ class StepObserver(RunObserver):
     ) -> Int[Tensor, "batch position"]:
         """A step begins; the canvas stays as it is."""
         if not self.answer.numel():
-            self.answer = masked
+            self.answer = self.sampler.within_own_blocks(masked)
         now = RunStep(
             step=plan.index,
             total=plan.total,
@@ -290,7 +290,8 @@ class RunObservers:
     def start(self, sampler: Sampler, history: History) -> None:
         """A run begins, or continues after the steps that its history already has."""
         for observer in self.observers:
-            observer.start(sampler, history.attention_mask, history.masked[0] if history.masked else None)
+            answer = sampler.within_own_blocks(history.masked[0]) if history.masked else None
+            observer.start(sampler, history.attention_mask, answer)
 
     def step(
         self,

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
+
+from dlm_lens.sampling.algorithm_registry import algorithms
 
 if TYPE_CHECKING:
     from dlm_lens.sampling.denoising_run import DenoisingRun
@@ -26,6 +29,15 @@ class RunPart:
     block_numbers: tuple[int, ...]
     answer: Bool[Tensor, "batch position"]
     rows_ran: tuple[int, ...] | None = None
+
+
+def in_own_blocks(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
+    """The positions up to the end of each row's own last block, of samplers with `own_ends`; of others all."""
+    algorithm, layout = algorithms().get(str(run.settings.get("sampler"))), run.attention_blocks
+    if algorithm is None or layout is None or not algorithm.sampler.own_ends:
+        return torch.ones_like(run.attention_mask)
+    last = run.prompt_length + int(run.settings["gen_length"]) - 1
+    return layout.until_block_of(last, run.attention_mask.shape[1])
 
 
 def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence[int]) -> "DenoisingRun":

@@ -89,6 +89,7 @@ class StoredCanvases:
         self.sampler = rerun_sampler(run.settings)
         blocks = run.attention_blocks
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
+        self.sampler.in_own_blocks = run.in_own_blocks.to(self.device)
         if self.sampler.mask_window is None:  # of forward passes and likelihoods, which no sampler made
             self.sampler.mask_window = run.mask_window
         plans = [self._plan_in_run(step) for step in range(run.steps)]

@@ -158,7 +158,7 @@ class TracedRun(RunObserver):
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
         """A step begins: pass it to the workers that wait for it, then its canvas for reading and editing."""
-        state = {"answer": masked, **self.state, "tokens": canvas, "masked": masked}
+        state = {"answer": self.sampler.within_own_blocks(masked), **self.state, "tokens": canvas, "masked": masked}
         state["valid"] = self.sampler.seen_content(self.state["valid"], masked)
         share = progress_by_steps(self.sampler, plan, canvas)
         state |= {} if share is None else {"share": share}
@@ -173,7 +173,7 @@ class TracedRun(RunObserver):
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> None:
         """The canvas of the step after every edit, which hooks see; what is open at the first one is the answer."""
-        self.state.setdefault("answer", masked)
+        self.state.setdefault("answer", self.sampler.within_own_blocks(masked))
         valid = self.sampler.seen_content(self.state["valid"], masked)
         given = (canvas, masked, valid, self.state["answer"])
         share = progress_by_steps(self.sampler, plan, canvas)

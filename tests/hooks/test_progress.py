@@ -15,6 +15,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "guided": ("llada", {}, {"steps": 4, "gen_length": 4, "cfg_scale": 1.0}),
     "bd3lm": ("bd3lm", {}, {"steps": 8, "gen_length": 8, "block_length": 4}),
     "sdar": ("sdar", {}, {"gen_length": 8, "block_length": 4}),
+    "rows that end apart": ("llada2", {}, {"gen_length": 5, "block_length": 4, "threshold": 0.3}),
     "editing": (
         "llada2",
         {"sampler": "llada2_editing"},

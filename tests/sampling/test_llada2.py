@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.hooks import at_progress, mask_positions, mask_top_sinks
 from dlm_lens.testing import tiny
 from tests.reference import forward64
+from tests.sampling.interrupted import resumed_as_unbroken
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
 RUN: dict[str, Any] = {"gen_length": 10, "block_length": 4, "threshold": 0.3}
@@ -79,6 +80,31 @@ def test_a_row_is_what_it_is_alone(sampler: str, given: dict[str, Any], options:
         for name in ("canvases", "unmasked", "revised", "proposals"):
             theirs = getattr(together, name)[: together.steps][own][:, row][:, content][:, :length]
             assert theirs.equal(getattr(alone, name)[: alone.steps, 0]), name
+
+
+@BOTH
+def test_answer_and_progress_of_a_row_are_those_that_it_has_alone(sampler: str, given: dict[str, Any]) -> None:
+    model = model_of(sampler)
+    given = given | {"hooks": [at_progress(mask_top_sinks(2), (0.4, 1))]}
+    together = dl.denoise(model, PROMPTS, **given)
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **given)
+    assert together.canvases.equal(recording.run.canvases)
+    assert recording.progress.equal(together.progress[:-1])
+    assert together.answer.sum(-1).tolist() == [13, 13, 12]
+    for row, prompt in enumerate(PROMPTS):
+        alone, content = dl.denoise(model, [prompt], **given), together.attention_mask[row]
+        length = alone.tokens.shape[1]
+        assert together.tokens[row, content][:length].equal(alone.tokens[0])
+        assert together.answer[row, content][:length].equal(alone.answer[0])
+        assert not together.answer[row, content][length:].any()
+        own = together.confidence[:, row].isfinite().any(-1)
+        assert together.progress[:-1][own, row].equal(alone.progress[: int(own.sum()), 0])
+        assert together.progress[-1, row] == alone.progress[-1, 0] == 1
+
+
+def test_a_resumed_run_has_the_answer_of_the_whole_one(tmp_path: Path) -> None:
+    hooks, slow = [at_progress(mask_top_sinks(2), (0.9, 1))], RUN | {"threshold": 1.0}
+    resumed_as_unbroken(model_of(), PROMPTS, tmp_path / "rec", passes=9, hooks=hooks, **slow)
 
 
 def test_the_answer_ends_with_a_whole_block_and_the_text_does_not() -> None:

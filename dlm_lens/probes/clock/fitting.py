@@ -47,7 +47,7 @@ class GroupMeans:
         if name == "position":
             # Longer canvases than those of the training runs share the outermost groups.
             return (position - run.prompt_length + self.longest).clamp(0, self.sums.shape[1] - 1)
-        return run.open[states.step].sum(-1)[row].clamp(max=self.sums.shape[1] - 1)
+        return (run.open[states.step] & run.answer).sum(-1)[row].clamp(max=self.sums.shape[1] - 1)
 
     def add(self, kind: int, group: Tensor, label: Float[Tensor, "state"]) -> None:
         """Add labels to the groups."""
@@ -218,7 +218,7 @@ def warn_of_one_prompt(
 
 def prompts_of_rows(run: DenoisingRun) -> list[tuple[int, ...]]:
     """The tokens of every row's prompt."""
-    content = run.attention_mask & ~run.answer
+    content = run.attention_mask & run.in_own_blocks & ~run.answer
     return [tuple(run.canvases[0, row][content[row]].tolist()) for row in range(len(run.tokens))]
 
 

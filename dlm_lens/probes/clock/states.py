@@ -102,9 +102,9 @@ def quantities_of(run: DenoisingRun) -> Float[Tensor, "quantity step batch"]:
     """`QUANTITIES` of every canvas that a step saw, in float64; in a part of a run those of the whole run."""
     step = torch.tensor(run.step_numbers, dtype=torch.float64)[:, None].expand(run.steps, len(run.tokens))
     answer = run.answer.sum(-1).double()
-    opened = run.open[:-1].sum(-1).double()
+    opened = (run.open[:-1] & run.answer).sum(-1).double()
     share = 1 - opened / answer.clamp(min=1)
-    content = run.attention_mask.sum(-1).double()
+    content = (run.attention_mask & run.in_own_blocks).sum(-1).double()
     found = (
         step / run.steps_in_all.clamp(min=1),
         step,

@@ -135,6 +135,7 @@ class Sampler(nn.Module):
         from_text: blocks of block causal attention are counted from each row's first token, so that the prompt's
             rest shares its block with the first masks; otherwise from the first position of the answer.
         context: how positions before the block that is decoded attend; `BlockLayout.context`.
+        own_ends: a row decodes nothing after its own last block, where the canvas goes on for rows that end later.
         whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
         any_block_length: the authors decode with other blocks than those of the training too.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
@@ -144,6 +145,7 @@ class Sampler(nn.Module):
         unpadded: the network sees padding as content (a quirk of MMaDA's code).
         block_length: of the blocks of block causal attention, in samplers that grow.
         block_layout: where these blocks are in the rows of the run; None before the run has a network.
+        in_own_blocks: the positions up to the end of each row's own last block, with `own_ends`; None for all.
         training_block_length: of the blocks of the training, where the sampler itself decodes none; None for none.
         observed_first: attention is causal in the order of `attention.observed_order`, observed tokens, then masks.
         window_length: masks that are so many positions or more after the first mask of their row are not seen; None
@@ -168,6 +170,7 @@ class Sampler(nn.Module):
     adaptive: bool = False
     from_text: ClassVar[bool] = False
     context: ClassVar[Context] = "blocks"
+    own_ends: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False
     any_block_length: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
@@ -183,6 +186,7 @@ class Sampler(nn.Module):
     use_cache: bool = False
     block_length: int = 0
     block_layout: BlockLayout | None = None
+    in_own_blocks: Bool[Tensor, "batch position"] | None = None
     window_length: int | None = None
     mask_window: int | None = None
     proposes_all: bool = False
@@ -298,11 +302,16 @@ class Sampler(nn.Module):
         self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Bool[Tensor, "batch position"]:
         """The content that the network sees of a canvas with these open positions: all, or a window of masks."""
+        content = self.within_own_blocks(content)
         if self.windowed and self.mask_window is not None:
             return until_window(content, masked, self.mask_window)
         if self.window_length is None:
             return content
         return content & without_later_masks(masked & content, self.window_length)
+
+    def within_own_blocks(self, positions: Bool[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
+        """Those of the positions that are not after their row's own last block."""
+        return positions if self.in_own_blocks is None else positions & self.in_own_blocks
 
     def blocks_at(
         self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], span: tuple[int, int]

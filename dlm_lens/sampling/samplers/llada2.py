@@ -98,7 +98,7 @@ class BlockwiseSampler(BlockSampler):
     drawn for all positions of a block from one stream.
     """
 
-    from_text, adaptive = True, True
+    from_text, adaptive, own_ends = True, True, True
     ends_inside: ClassVar[bool] = False
     gen_length = 0
     reference_quirks = False
@@ -147,10 +147,8 @@ class BlockwiseSampler(BlockSampler):
             )
         network = super().network(model, first)
         where, layout = torch.arange(content.shape[1], device=content.device), network.layout
-        # A row's own last block may end before the canvas does.
-        blocks = (prompt_length + self.gen_length - layout.first).div(-self.block_length, rounding_mode="floor")
-        self._own = where < (layout.first - blocks * self.block_length)[:, None]
-        self._answer = self._own & (where >= prompt_length if self.reference_quirks else first.masked)
+        own = self.in_own_blocks = layout.until_block_of(prompt_length + self.gen_length - 1, content.shape[1])
+        self._answer = own & (where >= prompt_length if self.reference_quirks else first.masked)
         self._begin = prompt_length if self.reference_quirks else int(self._answer.any(0).int().argmax())
         return network
 
@@ -170,7 +168,7 @@ class BlockwiseSampler(BlockSampler):
         """The positions of the block in rows that are not done with it and have not ended."""
         rows = self.at_work(masked, plan)
         rows = rows if self.ended is None else rows & ~self.ended
-        return self.reach(masked, plan) & self._own & rows[:, None]
+        return self.within_own_blocks(self.reach(masked, plan)) & rows[:, None]
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The masks of the block, in rows that are not done with it."""

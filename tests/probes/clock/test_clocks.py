@@ -21,8 +21,8 @@ from dlm_lens.probes import (
     shift_clock,
     untrained_twin,
 )
-from dlm_lens.probes.clock.fitting import RIDGES
-from dlm_lens.probes.clock.states import POSITIONS, kinds_of
+from dlm_lens.probes.clock.fitting import RIDGES, prompts_of_rows
+from dlm_lens.probes.clock.states import POSITIONS, kinds_of, quantities_of
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.testing import tiny
@@ -467,3 +467,14 @@ def test_what_cannot_be_read_or_shifted_is_refused(fitted: tuple[Any, DenoisingC
             call()
     with pytest.raises(MemoryError, match=r"give fewer layers= or positions="):
         denoising_clock(model, run, max_bytes=1000)
+
+
+def test_a_row_of_llada2_has_the_labels_and_the_prompt_that_it_has_alone() -> None:
+    """Another row's last block ends two positions later, so that the canvas has two masks after this one's."""
+    model, settings = tiny("llada2"), {"gen_length": 8, "block_length": 4, "threshold": 0.3}
+    prompts = [[3, 41, 7, 7, 19, 28, 55, 2, 33, 14, 9, 50], [9, 8, 7, 6, 5, 4, 3, 2, 1, 22]]
+    together, alone = dl.denoise(model, prompts, **settings), dl.denoise(model, prompts[:1], **settings)
+    own = together.confidence[:, 0].isfinite().any(-1)
+    found, wanted = (quantities_of(run)[2:, :, 0] for run in (together, alone))
+    assert found[:, own].equal(wanted)
+    assert prompts_of_rows(together) == [tuple(prompt) for prompt in prompts]
