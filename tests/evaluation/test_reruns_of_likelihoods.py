@@ -14,16 +14,22 @@ from tests.evaluation.conftest import ask, words
 
 FAMILIES = ["llada", "sdar", "stable_diffcoder", "nemotron_labs_diffusion", "efficient_dlm", "sdlm", "bd3lm"]
 FAMILIES += ["fast_dllm_v2", "llada2", "wedlm"]
+OTHER_SAMPLERS = {"nemotron_labs_diffusion": "efficient_dlm", "llada2": "llada2_editing"}
 # SDLM has no Monte Carlo likelihood.
 CASES = [(one, method) for one in FAMILIES for method in ("chain_rule", "mc") if (one, method) != ("sdlm", "mc")]
+CASES += [(f"{one} {sampler}", "chain_rule") for one, sampler in OTHER_SAMPLERS.items()]
 REDUCERS = [dl.ReceivedAttention(("all", "masked")), AttentionPattern(), RegionMass()]
 
 
 @pytest.mark.parametrize("hooks", [(), (mask_top_sinks(2),)], ids=["plain", "hooks"])
 @pytest.mark.parametrize(("family", "method"), CASES)
 def test_a_rerun_equals_the_recording(family: str, method: str, hooks: tuple, tmp_path: Path) -> None:
-    model, likelihood = tiny(family), {"method": method, "samples": 3}
-    requests = ask("loglikelihood", (words(3, 41, 7, 7, 19, 28, 55, 2, 33, 14, 9, 50), " " + words(20, 21, 22, 23)))
+    family, *sampler = family.split()
+    model = tiny(family, **({"sampler": sampler[0]} if sampler else {}))
+    likelihood = {"method": method, "samples": 3}
+    # A continuation longer than a block of most families, which ends inside one.
+    text = (words(3, 41, 7, 7, 19, 28, 55, 2, 33, 14, 9, 50, 6), " " + words(*range(20, 30)))
+    requests = ask("loglikelihood", text)
     lm = HarnessLM(model, likelihood=likelihood, record=REDUCERS, record_to=tmp_path, hooks=hooks)
     lm.loglikelihood(requests)
     recorded = Recording.load(tmp_path / "task" / "00000-0")
