@@ -324,5 +324,20 @@ def written_name(name: str, values: Mapping[str, Any]) -> str:
 _CANONICAL = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
 
 
+def active_experts(name: str, config: Any) -> float:
+    """The share of a weight of this name that one position uses: of experts k / E, of other weights 1.
+
+    Args:
+        name: within its layer or its model, such as "0.mlp.experts.gate_up_proj".
+        config: of the text model, which names E, the number of experts of a layer, and k, how many of them a router
+            chooses.
+    """
+    every, chosen = (
+        next((value for field in names if (value := getattr(config, field, None)) is not None), None)
+        for names in (("num_experts", "n_routed_experts"), ("top_k_experts", "num_experts_per_tok"))
+    )
+    return chosen / every if every and chosen and ".experts." in name else 1.0
+
+
 def _whole(value: Any) -> bool:
     return type(value) is int

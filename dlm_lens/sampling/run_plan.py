@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlm_lens.adapters.config_fields import built_config
+from dlm_lens.adapters.config_fields import active_experts, built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.loading import finish_model, known_values, prepare_config
 from dlm_lens.adapters.model_names import embedded_path
@@ -134,8 +134,6 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
 def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: float) -> RunPlan:
     config, sampler, length = model.config, run["sampler"], run["canvas"].shape[1]
     text = config.get_text_config()
-    experts = _field(text, "num_experts", "n_routed_experts")
-    chosen = _field(text, "top_k_experts", "num_experts_per_tok")
     total = sum(each.numel() for each in model.parameters())
     # GPT-2 has a table of positions too.
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -144,8 +142,7 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
     matrices = {id(each): (name, each.numel()) for name, each in model.named_parameters() if each.ndim > 1}
     # An encoder's vision tower does not see text.
     used = {key: pair for key, pair in matrices.items() if key not in tables and "vision" not in pair[0]}
-    share = chosen / experts if experts and chosen else 1.0
-    active = int(sum(count * (share if ".experts." in name else 1) for name, count in used.values()))
+    active = int(sum(count * active_experts(name, text) for name, count in used.values()))
     # What reads the noise level of a DiT acts once on a row, not on its positions.
     rowwise = sum(count for name, count in used.values() if "modulation" in name or "sigma_map" in name)
     layers = [_widths(each) for each in hooked_attentions(model)]
@@ -196,8 +193,3 @@ def _queries(plan: StepPlan, length: int, sampler: Sampler) -> int:
     whole = plan.span if sampler.use_cache else (0, plan.seen or length)
     start, stop = plan.computed or whole
     return stop - start
-
-
-def _field(config: Any, *names: str) -> int | None:
-    """The first of these fields that a config has."""
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

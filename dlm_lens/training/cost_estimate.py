@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.config_fields import built_config
+from dlm_lens.adapters.config_fields import active_experts, built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.attention import decoder_of
@@ -126,10 +126,11 @@ def plan(
 ) -> Plan:
     """Estimate a run without building its weights.
 
-    Operations per token: 6 per weight of the layers (2 forward, 4 backward), 12 S d per layer for attention, and
-    6 d_vocab d for the head on the masked half of the positions only, with `ar_weight` on all of the clean copy
-    too. Block diffusion computes two copies of every token in the layers, each of which attends over 2 S keys, and
-    holds an additive mask [2 S, 2 S] of every row.
+    Operations per token: 6 per weight of the layers (2 forward, 4 backward; of E experts the k that a token uses),
+    12 S d per layer for attention, and 6 d_vocab d for the head on the masked half of the positions only, with
+    `ar_weight` on all of the clean copy too. With `checkpointing` the layers' forward pass runs twice: 8 per weight
+    and 16 S d. Block diffusion computes two copies of every token in the layers, each of which attends over 2 S
+    keys, and holds an additive mask [2 S, 2 S] of every row.
 
     Args:
         settings: of the run.
@@ -161,15 +162,16 @@ def plan(
     config: Any = planned_config(settings)
     steps = settings.total_steps(rows)
     tokens = steps * settings.batch_size * settings.data.length
-    total, layers = _parameters(config)
+    total, active, matrices = _parameters(config)
     copies = _copies(config, settings)
-    attention = 12 * copies * settings.data.length * _width(config) * config.num_hidden_layers
+    attention = 2 * copies * settings.data.length * _width(config) * config.num_hidden_layers
+    per_weight = 8 if settings.checkpointing else 6
     objective, predicted = settings.objective, 1.0
     if isinstance(objective, MaskedDiffusionLoss):
         predicted = 1.5 if objective.ar_weight else 0.5
     head = 6 * predicted * config.vocab_size * config.hidden_size
-    flops = tokens * (copies * (6 * layers + attention) + head)
-    muon = layers if settings.optimisation.optimizer == "muon" else 0
+    flops = tokens * (copies * per_weight * (active + attention) + head)
+    muon = matrices if settings.optimisation.optimizer == "muon" else 0
     state = 16 * total - 4 * muon
     return Plan(
         steps, tokens, total, flops, state, _activations(config, settings), DEVICES[device], devices, utilisation
@@ -196,15 +198,20 @@ def _width(config: Any) -> int:
     return int(config.num_attention_heads * own if own else config.hidden_size)
 
 
-def _parameters(config: Any) -> tuple[int, int]:
-    """Weights of the network, and of its layers alone; counted on the meta device."""
+def _parameters(config: Any) -> tuple[int, float, int]:
+    """Weights of the network, those of its layers that a token uses, and those of its layers' matrices.
+
+    They are counted on the meta device.
+    """
     _, model_class = family_of(config.model_type).layouts[config.model_type]
     with torch.device("meta"):
         model = model_class(config)
     total = sum(parameter.numel() for parameter in model.parameters())
     decoder = decoder_of(model)
     layers = decoder.layers if hasattr(decoder, "layers") else decoder.h  # of GPT-2
-    return total, sum(parameter.numel() for parameter in layers.parameters())
+    named = dict(layers.named_parameters())
+    active = sum(parameter.numel() * active_experts(name, config) for name, parameter in named.items())
+    return total, active, sum(parameter.numel() for parameter in named.values() if parameter.ndim == 2)
 
 
 def _activations(config: Any, settings: TrainingSettings) -> int:

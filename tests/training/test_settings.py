@@ -150,23 +150,38 @@ def test_a_plan_counts_parameters_and_operations() -> None:
     assert found.state_bytes == 16 * found.parameters
     assert found.device_hours == pytest.approx(found.flops / (312e12 * 0.5) / 3600)
     muon = plan(replace(settings, optimisation=Optimisation(optimizer="muon")), devices=2)
-    assert muon.state_bytes == 16 * found.parameters - 4 * layers
+    matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
+    assert matrices < layers  # AdamW has the norms
+    assert muon.state_bytes == 16 * found.parameters - 4 * matrices
 
 
-def test_planned_operations_are_those_of_the_matrix_products() -> None:
+@pytest.mark.parametrize(
+    ("start", "checkpointing"), [("toy-ar", False), ("toy-ar", True), ("rnd1", False), ("llada_moe", False)]
+)
+def test_planned_operations_are_those_of_the_matrix_products(
+    start: str, checkpointing: bool, tmp_path: Path
+) -> None:
     """Against torch's own counter, forward and backward, with half of the positions masked."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from dlm_lens.training import masked_loss
+    from dlm_lens.training.trainer import _enable_checkpointing
 
-    settings = small(model=ModelSettings(start="toy-ar", sinks=0))
-    model = build_model(settings)
+    if start != "toy-ar":  # mixtures of experts: a token uses 2 of 8
+        tiny(start).save_pretrained(tmp_path)
+        start = str(tmp_path)
+    settings = replace(small(model=ModelSettings(start=start, sinks=0)), checkpointing=checkpointing)
+    model = build_model(settings).train()
     model.set_attn_implementation("hooked")  # the counter does not know the CPU's fused attention
-    with FlopCounterMode(display=False) as counter:
+    model.set_experts_implementation("eager")  # nor grouped products
+    if checkpointing:
+        _enable_checkpointing(model, {"context_fn": SwiGLU.recomputed})
+    with FlopCounterMode(display=False) as counter, SwiGLU():
         outputs = torch.arange(0, 2 * 64, 2)
-        masked_loss(model, torch.zeros(2, 64, dtype=torch.long), outputs, outputs % 100, torch.ones(64)).backward()
+        masked_loss(model, torch.zeros(2, 64, dtype=torch.long), outputs, outputs % 60, torch.ones(64)).backward()
     per_token = plan(settings, devices=1).flops / plan(settings, devices=1).tokens
-    assert counter.get_total_flops() / (2 * 64) == pytest.approx(per_token, rel=0.05)
+    # 7%: norms and biases are counted as matrices, and torch does not repeat the last product of a layer.
+    assert counter.get_total_flops() / (2 * 64) == pytest.approx(per_token, rel=0.07 if checkpointing else 0.05)
 
 
 def test_planned_activations_are_close_to_what_autograd_keeps() -> None:
