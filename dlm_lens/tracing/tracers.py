@@ -5,7 +5,14 @@ from types import CodeType
 from typing import Any
 
 from nnsight.intervention.editing import EditingTracer
-from nnsight.intervention.interleaver import GreenletExit, Interleaver, Mediator, OutOfOrderError, getcurrent
+from nnsight.intervention.interleaver import (
+    EarlyStopException,
+    GreenletExit,
+    Interleaver,
+    Mediator,
+    OutOfOrderError,
+    getcurrent,
+)
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 
 from dlm_lens.attention import listening
@@ -69,9 +76,11 @@ class RunInterleaver(Interleaver):
         controllers: of every module that is traced, by its path, with what is counted of the module.
         projection_points: every `hook_q` and `hook_k` of the model.
         run: the `TracedRun` that began last; None before the first.
+        stopped: whether `tracer.stop()` ended what was traced last.
     """
 
     thread: int | None = None
+    stopped: bool = False
     run: Any = None
     awaited: tuple[TracedModule, ...] = ()
 
@@ -112,16 +121,28 @@ class RunInterleaver(Interleaver):
             traced.awaited = True
 
     def __enter__(self) -> Any:
-        self.thread = threading.get_ident()
+        self.thread, self.stopped = threading.get_ident(), False
         if all(mediator.worker is None for mediator in self.mediators):
             self.counts.clear()  # every worker copies the counts when it starts
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> bool:
+        self.stopped = error[0] is EarlyStopException
+        try:
+            if self.stopped and self.counts.get(STEP, 0):
+                self.run.stop()  # other workers leave their loops over steps, as at the end of every run
+        except EarlyStopException:
+            pass  # one of them called tracer.stop() after its loop
+        finally:
+            self._end()
+        return super().__exit__(*error)
+
+    def _end(self) -> None:
+        """Nothing is awaited and no module is traced from now on."""
+        self.interleaving = False
         for controller, _ in self.controllers.values():
             controller.interleaver = controller.traced = None
         self._await(())
-        return super().__exit__(*error)
 
     def check_free(self) -> None:
         """Refuse a run that begins during a trace of the same model.
@@ -150,12 +171,12 @@ class RunInterleaver(Interleaver):
             if mediator.alive and mediator.copy and mediator.pending.provider == STEP:
                 # A stored edit of steps does nothing in lm.trace's single forward.
                 mediator.worker.throw(GreenletExit)
-            elif mediator.alive and (message := _explanation(mediator)):
+            elif mediator.alive and (message := _explanation(mediator, stopped=self.stopped)):
                 mediator.worker.throw(OutOfOrderError(message))
         super().check_dangling_mediators()
 
 
-def _explanation(mediator: Mediator) -> str | None:
+def _explanation(mediator: Mediator, *, stopped: bool) -> str | None:
     pending, loop = mediator.pending, loop_state(mediator.worker)
     if pending is None or pending.provider is None:
         return None  # a barrier: nnsight has its own error
@@ -163,6 +184,11 @@ def _explanation(mediator: Mediator) -> str | None:
         return "tracer.steps needs a run: open it with lm.generate(...); lm.trace(...) is one forward without steps"
     if loop.at < 0 and mediator.iteration != 0:
         return None  # tracer.iter's loops keep nnsight's rules
+    if stopped:
+        return (
+            f"tracer.stop() ended the run before {pending.provider!r}, which this block waits for, was computed: "
+            "stop after the values that the other invokes read"
+        )
     part = pending.provider.split(".")[1:2]
     if part in (["canvas"], ["sampler"]) and mediator.occurrence(pending.provider) == 0:
         return (

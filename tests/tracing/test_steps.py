@@ -147,6 +147,42 @@ def test_an_early_stop_keeps_what_was_saved(lm: Any) -> None:
     assert after == list(range(8))
 
 
+def test_an_early_stop_ends_the_loops_of_the_other_invokes(lm: Any) -> None:
+    with lm.generate(**RUN) as tracer:
+        with tracer.invoke(IDS):
+            first, second, after = [].save(), [].save(), [].save()
+            for step in tracer.steps:
+                first.append(lm.layers[0].attn.pattern)
+                if step == 2:
+                    tracer.stop()
+        with tracer.invoke(IDS):
+            for step in tracer.steps:
+                second.append(int(step))
+            after.append(len(second))
+    assert len(first) == 3
+    assert second == [0, 1, 2]
+    assert after == [3]
+
+
+def test_a_value_that_an_early_stop_left_out_is_explained(lm: Any) -> None:
+    message = r"tracer.stop\(\) ended the run before 'model\S*layers.1\S*', which this block waits for"
+    with pytest.raises(OutOfOrderError, match=message), lm.generate(**RUN) as tracer:
+        with tracer.invoke(IDS):
+            for step in tracer.steps:
+                lm.layers[0].attn.pattern.sum()
+                if step == 2:
+                    tracer.stop()
+        with tracer.invoke(IDS):
+            for step in tracer.steps:
+                lm.layers[1].attn.pattern.sum()
+    with pytest.raises(OutOfOrderError, match="was computed: stop after"), lm.trace() as tracer:
+        with tracer.invoke(IDS):
+            lm.layers[0].output.sum()
+            tracer.stop()
+        with tracer.invoke(IDS):
+            lm.layers[1].output.sum()
+
+
 @pytest.mark.parametrize("index", [0, 3, 7])
 def test_layers_out_of_order_raise_at_every_step(lm: Any, index: int) -> None:
     with pytest.raises(OutOfOrderError, match=f"step {index}"), lm.generate(IDS, **RUN) as tracer:
