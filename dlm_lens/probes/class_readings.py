@@ -225,7 +225,7 @@ def _classes(run: DenoisingRun) -> Int[Tensor, "batch position"]:
     class_of = TokenClasses(run.tokenizer, None, run.eos_token_ids)
     names = list(TOKEN_CLASSES)
     found = torch.tensor([[names.index(class_of(token)) for token in row] for row in run.tokens.tolist()])
-    return found.masked_fill(~run.open[0] | run.open[-1], -1)
+    return found.masked_fill(~run.answer | run.open[-1], -1)
 
 
 def _permuted(wanted: Int[Tensor, "batch position"], run: DenoisingRun, seed: int) -> Int[Tensor, "batch position"]:

@@ -26,7 +26,8 @@ class RemaskSensitivity(ShowsItself):
 
     For each step of `steps` one more run, equal to the plain one until there. Of the answer's positions, `direct`
     is the share of the re-masked ones whose final token is another one than in the plain run, `collateral` that of
-    all others: how far a local change spreads (2604.23235, which counts accuracy instead of changes).
+    all others: how far a local change spreads (2604.23235, which counts accuracy instead of changes). Positions
+    that the plain run leaves masked do not count; a mask that a changed run leaves counts as another token.
 
     Args:
         run: the plain run.
@@ -66,8 +67,11 @@ class RemaskSensitivity(ShowsItself):
 
     @property
     def collateral(self) -> Float[Tensor, "changed batch"]:
-        """The changed share of the answer's other positions; NaN where there are none, or none was masked again."""
-        others = self.run.answer & ~self.remasked
+        """The changed share of the other positions that the plain run decides, per changed run and row.
+
+        NaN where there are none, or none was masked again.
+        """
+        others = self.run.answer & ~self.run.open[-1] & ~self.remasked
         return self._share(others).masked_fill(~self.remasked.any(-1), torch.nan)
 
     def mean(self, name: str, step: int) -> Estimate:
@@ -137,7 +141,7 @@ def remask(
         raise ValueError(f"remask: {type(model).__name__} has no mask token, so that nothing can be masked again")
     plain = denoise(model, prompts, steps=steps, seed=seed, **settings)
     # What is masked in a row that has ended stays masked: no step is left to fill it in.
-    decided = plain.open[0] & ~plain.open[:-1] & plain.running[..., None]
+    decided = plain.answer & ~plain.open[:-1] & plain.running[..., None]
     if plain.attention_blocks is not None:
         decided &= plain.in_block
     there = decided.any(-1).any(-1).nonzero().flatten().tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.attention import Hook, PointContext
 from dlm_lens.hooks import at_layers
 from dlm_lens.probes import ClassReadability, class_readability
-from dlm_lens.sampling import DenoisingRun, denoise
+from dlm_lens.sampling import DenoisingRun, denoise, part_of_run
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 from dlm_lens.testing import tiny
 
@@ -146,3 +146,11 @@ def test_what_cannot_be_read_is_refused(run: tuple[Any, DenoisingRun]) -> None:
         found.accuracy(1)
     with pytest.raises(ValueError, match="of is 'word'; it must be class, shuffled, place, token"):
         found.accuracy(0, "word")
+
+
+def test_a_part_without_the_first_steps_has_the_classes_of_the_whole_run(run: tuple[Any, DenoisingRun]) -> None:
+    model, done = run
+    whole = class_readability(model, done, layers=[0])
+    part = class_readability(model, part_of_run(done, [4, 5], range(10)), layers=[0])
+    assert bool((whole.wanted[:, done.prompt_length :] >= 0).all())
+    assert torch.equal(part.wanted, whole.wanted)

@@ -126,6 +126,18 @@ def test_shares_that_are_known() -> None:
     assert math.isnan(line["direct_low"])
 
 
+def test_masks_that_the_plain_run_leaves_do_not_count() -> None:
+    found = remask(tiny("sdlm"), [[3, 4, 5, 6]], gen_length=12)
+    left = found.run.open[-1, 0]
+    assert int(left.sum()) > 0  # the block after the last token
+    answer = found.run.open[0, 0] & ~left
+    for index in range(len(found.steps)):
+        others = (answer & ~found.remasked[index, 0]).nonzero().flatten().tolist()
+        changed = [int(found.tokens[index, 0, place]) != int(found.run.tokens[0, place]) for place in others]
+        assert float(found.collateral[index, 0]) == pytest.approx(sum(changed) / len(changed))
+    assert bool((found.collateral[:, 0] > 0).any())
+
+
 def test_a_change_that_nothing_depends_on_stays_where_it_is() -> None:
     # Without attention between positions the prediction of a mask is always the same.
     model = tiny("llada")
