@@ -201,7 +201,9 @@ class Likelihoods:
         if self.settings.method == "greedy_completion":
             greedy = {item.place: value == 0 for item, value in zip(items, values, strict=True)}
         elif checked:
-            exact = self._likelihood(checked, "greedy_completion").is_greedy.tolist()
+            # The other options are of "mc" and "chain_rule"; greedy decoding writes the same blocks.
+            blocks = {name: value for name, value in self.settings.options.items() if name == "block_length"}
+            exact = self._likelihood(checked, "greedy_completion", **blocks).is_greedy.tolist()
             greedy = {item.place: same for item, same in zip(checked, exact, strict=True)}
         return [
             Answer(item.place, value, greedy.get(item.place, False))

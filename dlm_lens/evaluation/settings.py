@@ -66,7 +66,7 @@ class LikelihoodSettings:
         append_eos: the continuation ends with the end-of-text token, as Dream's authors evaluate (their masks
             spare the last position of the text, which then is that token); a whole text ends with it too.
         options: further settings of the method (LLaDA: rounding; Dream, SMDM: eps, protect_ends, scope;
-            "chain_rule": order).
+            "chain_rule": order; of a model that decodes blocks: block_length).
 
     Raises:
         ValueError: a value is out of its range.

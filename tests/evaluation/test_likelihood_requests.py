@@ -43,6 +43,29 @@ def test_chain_rule_is_the_float64_sum(llada: Any) -> None:
         assert value == pytest.approx(chain64(llada, context, answer), abs=2e-4)  # float32 against float64
 
 
+def test_greedy_decoding_has_the_blocks_of_the_likelihood() -> None:
+    model = tiny("sdar")
+    contexts = texts(12, 2, 9)
+    with pytest.warns(UserWarning, match="trained with blocks of 4"):
+        runs = [
+            dl.denoise(model, context, gen_length=4, block_length=2, temperature=0, stop_tokens=())
+            for context in contexts
+        ]
+    written = [run.tokens[0, run.prompt_length :][:4] for run in runs]
+    pairs = [(text, " " + model.tokenizer.decode(answer)) for text, answer in zip(contexts, written, strict=True)]
+    found = {
+        length: [
+            same
+            for _, same in HarnessLM(
+                model, likelihood={"is_greedy": True, "samples": 2, "options": {"block_length": length}}
+            ).loglikelihood(ask("loglikelihood", *pairs))
+        ]
+        for length in (2, 4)
+    }
+    assert all(found[2])
+    assert not all(found[4])  # other blocks write other tokens
+
+
 def test_greedy_is_what_one_by_one_decoding_writes(llada: Any) -> None:
     contexts = texts(6, 2, 9)
     written = []
