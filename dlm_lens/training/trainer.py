@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from dlm_lens.adapters.dit import takes_noise_level
-from dlm_lens.attention import SinkLayout, decoder_of, in_use
+from dlm_lens.attention import decoder_of, in_use
 from dlm_lens.files.locks import held
 from dlm_lens.placement import emulates_bfloat16
 from dlm_lens.training.callbacks import (
@@ -54,7 +53,7 @@ from dlm_lens.training.objective import DROPOUT, NextToken, random_numbers
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, differences
 from dlm_lens.training.sink_probe import probe_batch
-from dlm_lens.training.sources import Cursor, Source, take
+from dlm_lens.training.sources import Cursor, Source, check_isolated, take
 from dlm_lens.training.swiglu import SwiGLU
 from dlm_lens.training.trainer_checkpoints import CheckpointingTrainer, json_values
 
@@ -408,18 +407,8 @@ def _check_fit(model: Any, settings: TrainingSettings, objective: Any) -> None:
             f"probe_steps is {settings.probe_steps}: the probe shows whole canvases, which a model that "
             "decodes blocks never sees; set probe_steps=0 and record runs of its checkpoints (dlm_lens.record)"
         )
-    sinks = SinkLayout.of(model)
-    if sinks.count and sinks.placement == "end" and settings.data.packing == "isolated":
-        raise ValueError(
-            "data.packing is isolated, and the sinks at the end of a row have one position for all of its "
-            "documents, so that none is what it would be alone; set model.position to front, or "
-            "data.packing to joined"
-        )
-    if settings.data.packing == "isolated" and takes_noise_level(model):
-        raise ValueError(
-            f"data.packing is isolated, and {type(model).__name__} is given one noise level for a row, so that no "
-            "document is what it would be alone; set data.packing to joined"
-        )
+    if settings.data.packing == "isolated":
+        check_isolated(model, settings.data.length, in_blocks=bool(getattr(objective, "block_length", 0)))
 
 
 def dropout_seed(seed: int, step: int, part: int, rank: int) -> int:
