@@ -25,7 +25,9 @@ class Encoder:
     """
 
     def __init__(self, model: Any, *, add_bos: bool = False, max_length: int | None = None) -> None:
-        self.tokenizer, self.chat_options = model.tokenizer, family_of(model.config.model_type).chat_options
+        family = family_of(model.config.model_type)
+        self.tokenizer = model.tokenizer
+        self.chat_options, self.text_options = family.chat_options, family.text_options
         if self.tokenizer is None:
             raise ValueError("the harness evaluates texts, but this model has no tokenizer; set model.tokenizer")
         self.add_bos = add_bos
@@ -42,7 +44,7 @@ class Encoder:
         self._warned = False
 
     def text(self, text: str) -> list[int]:
-        """Ids of a context; special tokens are added unless the text starts with its own."""
+        """Ids of a context; without special tokens where the text starts with its own or the family adds none."""
         return self._ids(text, self._is_bare(text))
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -119,7 +121,8 @@ class Encoder:
         return text in self._rendered or (bool(bos) and text.startswith(bos))
 
     def _ids(self, text: str, bare: bool) -> list[int]:
-        ids = [int(i) for i in self.tokenizer(text, add_special_tokens=not bare)["input_ids"]]
+        options = {"add_special_tokens": not bare, **self.text_options}
+        ids = [int(i) for i in self.tokenizer(text, **options)["input_ids"]]
         if self.add_bos and not bare and ids[:1] != [self.bos]:
             ids = [int(self.bos), *ids]
         return ids

@@ -4,7 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
+import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.generation_requests import cut, end_ids
@@ -20,8 +23,6 @@ TEMPLATE = (
 
 @pytest.fixture
 def toy() -> Any:
-    import dlm_lens as dl
-
     return dl.load("toy")
 
 
@@ -33,6 +34,26 @@ def test_spaces_between_go_to_the_continuation(toy: Any) -> None:
     assert before[0] == bos
     assert toy.tokenizer.decode(before[1:] + after) == "tom has 5 apples"
     assert toy.tokenizer.decode(after) == "5 apples"
+
+
+def test_texts_of_an_encoder_are_read_without_its_special_tokens() -> None:
+    """As `denoise` and `log_likelihood` read them (`ModelFamily.text_options`)."""
+    model = tiny("modernbert")
+    size = model.config.vocab_size
+    words = [*(f"w{i}" for i in range(size - 5)), "[CLS]", "[SEP]", "<pad>", "<eos>", "[MASK]"]
+    tokens = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", size - 5), ("[SEP]", size - 4)]
+    )
+    model.tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, unk_token="w0", pad_token="<pad>", eos_token="<eos>", mask_token="[MASK]"
+    )
+    lm = HarnessLM(model, likelihood={"method": "chain_rule"})
+    assert lm.encoder.pair("w5 w9 w14", " w3 w8") == ([5, 9, 14], [3, 8])
+    assert lm.encoder.text("w5 w9") == [5, 9]
+    ((value, _),) = lm.loglikelihood(ask("loglikelihood", ("w5 w9 w14", " w3 w8")))
+    assert value == float(dl.log_likelihood(model, "w5 w9 w14", "w3 w8", "chain_rule").value)
 
 
 def test_no_context_is_the_prefix_token(toy: Any) -> None:
