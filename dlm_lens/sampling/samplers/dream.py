@@ -117,6 +117,11 @@ def filtered(
     return logits
 
 
+def filters(top_p: float | None, top_k: int | None, size: int) -> bool:
+    """Whether `filtered` may leave out one of `size` tokens."""
+    return (top_p is not None and top_p < 1) or (top_k is not None and top_k < size)
+
+
 def sums_to_one(probabilities: Float[Tensor, "n d_vocab"]) -> bool:
     """Whether `torch.distributions.Categorical` takes these probabilities.
 
@@ -225,7 +230,7 @@ class DreamPropose(FilteredPropose):
         settings = self.settings
         if settings.temperature > 0:
             logits = logits / settings.temperature
-        if settings.top_p is not None or settings.top_k is not None:
+        if filters(settings.top_p, settings.top_k, logits.shape[-1]):
             # [MASK] leaves before the filter, which may keep nothing else.
             logits = without(logits, self.never)
         return filtered(logits, settings.top_p, settings.top_k)

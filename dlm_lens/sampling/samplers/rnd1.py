@@ -13,7 +13,7 @@ from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
-from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.samplers.dream import filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select, by_confidence
 from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
@@ -80,7 +80,7 @@ class RND1Propose(nn.Module):
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
         settings = self.settings
         logits = logits / (settings.temperature or 1.0)
-        if settings.top_k is not None or settings.top_p is not None:
+        if filters(settings.top_p, settings.top_k, logits.shape[-1]):
             # [MASK] leaves before the filter, which may keep nothing else.
             logits = filtered(filtered(without(logits, self.never), None, settings.top_k), settings.top_p, None)
         known, choice = logits.log_softmax(-1), without(logits, self.never)

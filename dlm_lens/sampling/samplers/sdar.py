@@ -16,7 +16,7 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
-from dlm_lens.sampling.samplers.dream import FilteredPropose, filtered
+from dlm_lens.sampling.samplers.dream import FilteredPropose, filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import (
@@ -162,7 +162,7 @@ class SdarPropose(FilteredPropose):
         if self.temperature == 0:
             return logits
         logits = logits / self.temperature
-        if self.top_k or (self.top_p is not None and self.top_p < 1):
+        if filters(self.top_p, self.top_k or None, logits.shape[-1]):
             # [MASK] leaves before the filters, which may keep nothing else.
             logits = filtered(without(logits, self.never), None, self.top_k or None)
             logits = filtered(logits, self.top_p, None)
