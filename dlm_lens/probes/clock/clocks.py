@@ -6,13 +6,21 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, is_real, one_of, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import ClockSums, GroupMeans, permuted, split_by_prompt, warn_of_one_prompt
+from dlm_lens.probes.clock.fitting import (
+    ClockSums,
+    GroupMeans,
+    count_prompts,
+    permuted,
+    prompt_numbers,
+    split_by_prompt,
+    warn_of_one_prompt,
+)
 from dlm_lens.probes.clock.readings import BASELINES, ClockReading, joined
 from dlm_lens.probes.clock.states import (
     EMBEDDING,
@@ -250,10 +258,12 @@ def denoising_clock(
         for states in read_states(one, chosen, rows, progress="fitting the clock" * progress):
             sums.add(states, one.run, targets, halves[number])
     empty = _scored_nothing(kinds, chosen, shuffles, sums.lines(stored, labels, train), seed)
-    clock = sums.solved(ridge, seed, empty, target, sum(int(rows.sum()) for rows in train))
+    prompts = prompt_numbers([one.run for one in stored])
+    fitted = count_prompts([own[rows] for own, rows in zip(prompts, train, strict=True)])
+    clock = sums.solved(ridge, seed, empty, target, fitted)
     readings = [
-        _score(one, clock, rows, seed + 7919 + number, progress)
-        for number, (one, rows) in enumerate(zip(stored, test, strict=True))
+        _score(one, clock, rows, own, seed + 7919 + number, progress)
+        for number, (one, rows, own) in enumerate(zip(stored, test, prompts, strict=True))
         if bool(rows.any())
     ]
     return _with_reading(clock, joined(readings))
@@ -291,9 +301,9 @@ def read_clock(
     given = list(runs) if isinstance(runs, Sequence) else [runs]
     stored = [StoredRun(model, run, hooks=hooks) for run in given]
     readings = []
-    for number, one in enumerate(stored):
+    for number, (one, prompts) in enumerate(zip(stored, prompt_numbers([one.run for one in stored]), strict=True)):
         rows = torch.ones(len(one.run.tokens), dtype=torch.bool)
-        readings.append(_score(one, clock, rows, clock.reading.seed + 7919 + number, progress))
+        readings.append(_score(one, clock, rows, prompts, clock.reading.seed + 7919 + number, progress))
     return joined(readings)
 
 
@@ -358,6 +368,7 @@ def _reading_of(
         label=label.double(),
         quantities=quantities.double(),
         steps=torch.zeros(batch, dtype=torch.long) if steps is None else steps,
+        prompt=torch.arange(batch),
         count=zeros(k, step, batch),
         read=zeros(k, n, step, batch),
         square=zeros(k, n, step, batch),
@@ -378,10 +389,11 @@ def _score(
     stored: StoredRun,
     clock: DenoisingClock,
     rows: Bool[Tensor, "batch"],
+    prompts: Int[Tensor, "batch"],
     seed: int,
     progress: bool,
 ) -> ClockReading:
-    """The reading of some rows of a run; the others are left out of it."""
+    """The reading of some rows of a run, with the number of each row's prompt; the others are left out of it."""
     run = stored.run
     label = labels_of(run, clock.target)
     shuffled = permuted(label, len(clock.null_weight), seed)
@@ -398,6 +410,7 @@ def _score(
     parts = {name: getattr(found, name)[..., kept] for name in ("label", "quantities", "steps", "count", "read")}
     parts |= {name: getattr(found, name)[..., kept] for name in ("square", "absolute", "baseline")}
     parts |= {name: getattr(found, name)[..., kept, :] for name in ("across", "shuffled")}
+    parts["prompt"] = prompts[kept]
     return ClockReading(classes=found.classes, layers=found.layers, lines=found.lines, seed=found.seed, **parts)
 
 

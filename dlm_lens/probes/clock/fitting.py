@@ -222,6 +222,17 @@ def prompts_of_rows(run: DenoisingRun) -> list[tuple[int, ...]]:
     return [tuple(run.canvases[0, row][content[row]].tolist()) for row in range(len(run.tokens))]
 
 
+def prompt_numbers(runs: Sequence[DenoisingRun]) -> list[Int[Tensor, "batch"]]:
+    """Run by run the number of each row's prompt, counted from 0 as they come; equal prompts have one number."""
+    found: dict[tuple[int, ...], int] = {}
+    return [torch.tensor([found.setdefault(key, len(found)) for key in prompts_of_rows(run)]) for run in runs]
+
+
+def count_prompts(numbers: Sequence[Int[Tensor, "batch"]]) -> int:
+    """How many different numbers there are."""
+    return len({number for each in numbers for number in each.tolist()})
+
+
 def split_by_prompt(
     runs: Sequence[DenoisingRun], held_out: float, seed: int, who: str
 ) -> tuple[list[Bool[Tensor, "batch"]], list[Bool[Tensor, "batch"]], list[Int[Tensor, "batch"]]]:
@@ -238,16 +249,14 @@ def split_by_prompt(
     Raises:
         ValueError: fewer than two different prompts.
     """
-    prompts: dict[tuple[int, ...], int] = {}
-    numbers = [
-        torch.tensor([prompts.setdefault(key, len(prompts)) for key in prompts_of_rows(run)]) for run in runs
-    ]
-    if len(prompts) < 2:
+    numbers = prompt_numbers(runs)
+    prompts = count_prompts(numbers)
+    if prompts < 2:
         raise ValueError(
-            f"{who}: {len(prompts)} different prompt; give runs of at least two, so that one can be held out"
+            f"{who}: {prompts} different prompt; give runs of at least two, so that one can be held out"
         )
-    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed))
-    count = min(max(round(len(prompts) * held_out), 1), len(prompts) - 1)
+    order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed))
+    count = min(max(round(prompts * held_out), 1), prompts - 1)
     place = order.argsort()
     scored, half = place < count, place % 2
     return [~scored[one] for one in numbers], [scored[one] for one in numbers], [half[one] for one in numbers]

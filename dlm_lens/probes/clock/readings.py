@@ -1,6 +1,6 @@
 """`ClockReading`: the time that a clock reads from the states of a run, and how near it is to the true time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.clock.states import QUANTITIES
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, R2_BOUNDS, Estimate, Floats, estimate, mean_of
+from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, R2_BOUNDS, Bounds, Estimate, Floats, estimate, mean_of
 
 BASELINES = ("token", "position", "open count")
 """What is known without the states: the token at the position, its place in the answer, and how many positions of
@@ -24,7 +24,8 @@ the canvas are open."""
 class ClockReading(ShowsItself):
     """What a clock reads at the positions of a run, summed over the positions of each class.
 
-    Rows are prompts. With p the time read at a position and y the label of its canvas:
+    Rows of equal prompts (several seeds of one) are one prompt to intervals. With p the time read at a position
+    and y the label of its canvas:
 
     Args:
         classes: of positions, of `clock.states.POSITIONS`.
@@ -32,6 +33,7 @@ class ClockReading(ShowsItself):
         label: y; NaN after the end of a row.
         quantities: `clock.states.QUANTITIES` of every canvas.
         steps: T of every row.
+        prompt: the number of every row's prompt, the same for rows of equal prompts.
         count: positions.
         read: sum of p.
         square: sum of p^2.
@@ -53,6 +55,7 @@ class ClockReading(ShowsItself):
     label: Float[Tensor, "step batch"] = field(repr=False)
     quantities: Float[Tensor, "quantity step batch"] = field(repr=False)
     steps: Int[Tensor, "batch"]
+    prompt: Int[Tensor, "batch"] = field(repr=False)
     count: Float[Tensor, "kind step batch"] = field(repr=False)
     read: Float[Tensor, "kind layer step batch"] = field(repr=False)
     square: Float[Tensor, "kind layer step batch"] = field(repr=False)
@@ -72,7 +75,7 @@ class ClockReading(ShowsItself):
             layer = self._best_layer(name)
             if layer is not None:
                 parts.append(f"{name} R^2 {self.r2(name, layer)} in layer {layer}")
-        return f"ClockReading({len(self.steps)} prompts; {'; '.join(parts)})"
+        return f"ClockReading({len(self.prompt.unique())} prompts; {'; '.join(parts)})"
 
     def errors(self, name: str, layer: int) -> Float[Tensor, "batch"]:
         """The sum of (p - y)^2 over the positions of every row.
@@ -128,7 +131,7 @@ class ClockReading(ShowsItself):
         Raises:
             ValueError: a class or a layer that the clock does not have.
         """
-        return estimate(self._sums(name, self.errors(name, layer)), _r2, bounds=R2_BOUNDS, seed=self.seed)
+        return self._estimate(self._sums(name, self.errors(name, layer)), _r2, R2_BOUNDS)
 
     def mae(self, name: str, layer: int) -> Estimate:
         """Mean absolute error in steps, mean |p - y| T; the interval is over prompts.
@@ -138,7 +141,7 @@ class ClockReading(ShowsItself):
         """
         kind, place = self.kind_index(name), self.layer_index(layer)
         sums = torch.stack([self.absolute[kind, place].sum(0) * self.steps, self.count[kind].sum(0)], -1)
-        return estimate(sums.numpy(), mean_of, bounds=POSITIVE_BOUNDS, seed=self.seed)
+        return self._estimate(sums, mean_of, POSITIVE_BOUNDS)
 
     def null(self, name: str, layer: int) -> list[float]:
         """R^2 of each probe fitted to labels that are permuted among the steps of each prompt."""
@@ -156,9 +159,7 @@ class ClockReading(ShowsItself):
         Raises:
             ValueError: an unknown class or baseline.
         """
-        return estimate(
-            self._sums(name, self.baseline_errors(name, baseline)), _r2, bounds=R2_BOUNDS, seed=self.seed
-        )
+        return self._estimate(self._sums(name, self.baseline_errors(name, baseline)), _r2, R2_BOUNDS)
 
     def beyond(self, name: str, layer: int, baseline: str) -> Estimate:
         """1 - sum (p - y)^2 / sum (g - y)^2: the share of a baseline's error that the states remove.
@@ -169,9 +170,7 @@ class ClockReading(ShowsItself):
             ValueError: an unknown class, layer or baseline.
         """
         sums = torch.stack([self.errors(name, layer), self.baseline_errors(name, baseline)], -1)
-        return estimate(
-            sums.numpy(), lambda total: 1 - total[..., 0] / total[..., 1], bounds=R2_BOUNDS, seed=self.seed
-        )
+        return self._estimate(sums, lambda total: 1 - total[..., 0] / total[..., 1], R2_BOUNDS)
 
     def table(self) -> pd.DataFrame:
         """One line per class of positions and layer: R^2, error in steps, largest R^2 of the null, baselines."""
@@ -204,7 +203,7 @@ class ClockReading(ShowsItself):
                 continue
             label = (self.label.nan_to_num() * self.count[kind] * here).sum() / count.sum()
             sums = torch.stack([(self.read[kind, place] * here).sum(0), count], -1)
-            read = estimate(sums.numpy(), mean_of, seed=self.seed)
+            read = self._estimate(sums, mean_of)
             lines.append({"label": float(label), **read.columns("read"), "positions": int(count.sum())})
         return pd.DataFrame(lines)
 
@@ -246,12 +245,7 @@ class ClockReading(ShowsItself):
         lines = []
         for quantity in QUANTITIES:
             sums = self.distances(name, layer, quantity)
-            off = estimate(
-                sums.numpy(),
-                lambda total: np.sqrt(total[..., 0] / total[..., 1]),
-                bounds=POSITIVE_BOUNDS,
-                seed=self.seed,
-            )
+            off = self._estimate(sums, lambda total: np.sqrt(total[..., 0] / total[..., 1]), POSITIVE_BOUNDS)
             lines.append({"quantity": quantity, **off.columns("off")})
         return pd.DataFrame(lines).sort_values("off", kind="stable", ignore_index=True)
 
@@ -295,9 +289,19 @@ class ClockReading(ShowsItself):
         label, count = self.label.nan_to_num(), self.count[kind]
         return torch.stack([count.sum(0), (count * label).sum(0), (count * label.square()).sum(0)], -1)
 
-    def _sums(self, name: str, error: Float[Tensor, "batch"]) -> Floats:
-        sums: Floats = torch.cat([self.label_sums(self.kind_index(name)), error[:, None]], -1).numpy()
-        return sums
+    def _sums(self, name: str, error: Float[Tensor, "batch"]) -> Float[Tensor, "batch four"]:
+        return torch.cat([self.label_sums(self.kind_index(name)), error[:, None]], -1)
+
+    def _estimate(
+        self,
+        sums: Float[Tensor, "batch summand"],
+        statistic: Callable[[Floats], Floats],
+        bounds: Bounds | None = None,
+    ) -> Estimate:
+        """A statistic of sums over rows; the interval is over prompts, each with all of its rows."""
+        _, prompt = self.prompt.unique(return_inverse=True)
+        of_prompts = sums.new_zeros(int(prompt.max()) + 1 if len(prompt) else 0, sums.shape[1])
+        return estimate(of_prompts.index_add_(0, prompt, sums).numpy(), statistic, bounds=bounds, seed=self.seed)
 
 
 def _r2(sums: Floats) -> Floats:
@@ -339,6 +343,7 @@ def joined(readings: Sequence[ClockReading]) -> ClockReading:
         label=steps_of("label", 0, torch.nan),
         quantities=steps_of("quantities", 1, 0.0),
         steps=rows_of("steps", 0),
+        prompt=rows_of("prompt", 0),
         count=steps_of("count", 1, 0.0),
         read=steps_of("read", 2, 0.0),
         square=steps_of("square", 2, 0.0),

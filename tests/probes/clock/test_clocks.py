@@ -25,6 +25,7 @@ from dlm_lens.probes.clock.fitting import RIDGES, prompts_of_rows
 from dlm_lens.probes.clock.states import POSITIONS, kinds_of, quantities_of
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sinks.statistics import R2_BOUNDS, estimate
 from dlm_lens.testing import tiny
 
 PROMPTS = [[5 + i, 9, 14 + 2 * i, 3 + i, 20][i % 2 :] for i in range(8)]
@@ -310,9 +311,37 @@ def test_rows_of_one_prompt_are_held_out_together() -> None:
     model = tiny("llada")
     run = dl.denoise(model, [MANY[0]] * 3 + [MANY[1]] * 2, steps=3, gen_length=6, seed=[1, 2, 3, 4, 5])
     clock = denoising_clock(model, run)
-    assert {clock.prompts, len(clock.reading.steps)} == {2, 3}
+    assert clock.prompts == len(clock.reading.prompt.unique()) == 1
+    assert len(clock.reading.steps) in (2, 3)
     with pytest.raises(ValueError, match="denoising_clock: 1 different prompt; give runs of at least two"):
         denoising_clock(model, dl.denoise(model, [MANY[0]] * 3, steps=3, gen_length=6))
+
+
+def test_intervals_are_over_prompts_and_not_over_the_seeds_of_one() -> None:
+    model = tiny("llada")
+    prompts = ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9", "w10 w11 w12"]
+    runs = [
+        dl.denoise(model, prompts, gen_length=8, steps=8, block_length=8, seed=seed, temperature=1.0)
+        for seed in range(4)
+    ]
+    clock = denoising_clock(model, runs, shuffles=0)
+    assert clock.prompts == 2
+    assert "fitted to 2 prompts; held out: ClockReading(2 prompts" in repr(clock)
+    reading = clock.reading
+    assert reading.prompt.tolist() == [reading.prompt[0], reading.prompt[1]] * 4
+    rows = torch.cat([reading.label_sums(0), reading.errors("open", 1)[:, None]], -1).numpy()
+    by_prompt = np.stack([rows[0::2].sum(0), rows[1::2].sum(0)])
+
+    def r2(sums: np.ndarray) -> np.ndarray:
+        n, y, yy, error = np.moveaxis(sums, -1, 0)
+        found: np.ndarray = 1 - error / (yy - y * y / n)
+        return found
+
+    wanted = estimate(by_prompt, r2, bounds=R2_BOUNDS, seed=reading.seed)
+    found = reading.r2("open", 1)
+    assert (found.value, found.low, found.high) == pytest.approx((wanted.value, wanted.low, wanted.high), abs=1e-12)
+    assert found.prompts == reading.mae("open", 1).prompts == 2
+    assert read_clock(model, runs, clock).r2("open", 1).prompts == 4
 
 
 def test_one_training_prompt_has_the_largest_penalty_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
