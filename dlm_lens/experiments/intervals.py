@@ -219,6 +219,9 @@ def over_networks(
     a share, it has Wilson's interval over the prompts
     (`bounded_share`). With one network it is `ratio_over_prompts`, which says nothing about other networks.
 
+    In simulations the interval holds the true value in 94 to 97% of the draws with five networks, in 93% with
+    three and in 87 to 89% with two, for which it is too narrow (`tests/experiments/test_intervals.py`).
+
     Args:
         per_network: per network its numerators a and denominators b, one of each per prompt.
         seed: of the bootstrap.

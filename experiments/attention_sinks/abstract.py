@@ -188,7 +188,8 @@ ROWS: Sequence[tuple[str, str, str, Callable[[Results, str], Interval], str]] = 
      lambda results, model: fig10_eps.removed(results, model, 3.0, "percent"), ""),
     ("value norm of sinks over that of others", "0.31, 0.40 (DLMs)", NORMS,
      lambda results, model: figure1.ratio(results, model, "any"), "norm_columns"),
-    ("exact match, one hidden column per head minus unmasked", "DLM 0 to -0.03, AR -0.83", "table1-masking",
+    ("exact match, one hidden column per head minus unmasked", "GSM8K: DLM -0.01 to -0.03, AR -0.83",
+     "table1-masking",
      lambda results, model: masking_findings.change(results, model, 1), ""),
 )  # fmt: skip
 """Label, the papers' number, experiment, how it is computed, name of the statistic in `beyond-conversion`."""

@@ -25,7 +25,8 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     prompt_runs = record_prompts(item, settings, bench)
     for one in prompt_runs:
         paths = dl.trajectories(one.received["all"], sink_rule(settings))
-        table = dl.sinks.position_enrichment(paths).set_index("class")
+        # A prompt without sinks has no line in the table.
+        table = dl.sinks.position_enrichment(paths).set_index("class").reindex(list(PLACES))
         columns = [table[name].to_dict() for name in ("share", "base")]
         found["places"].append({place: rounded([float(column[place]) for column in columns]) for place in PLACES})
     sinks = dl.find_sinks(dl.received_of(prompt_runs[0].recording), sink_rule(settings))

@@ -119,7 +119,7 @@ def permuted(results: Results, model: str, scale: str, quantity: str) -> tuple[f
     """The correlation that 95% of the permutations of the layers stay within, and the two-sided p of the real one.
 
     A network has its layers once for all prompts, so that prompts say nothing about the order being by chance. The
-    layers of each network are permuted on their own: every combination if there are at most 10,000, else as many
+    layers of each network are permuted on their own: every combination if there are at most 20,000, else 10,000
     random ones, with the real one among them.
     """
     networks = per_network(results, f"{scale} {quantity}", model=model)

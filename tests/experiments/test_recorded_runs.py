@@ -52,6 +52,14 @@ def test_a_prompt_has_the_steps_before_its_text_ended(bench: Any) -> None:
         assert int(ends.nonzero()[0]) + 1 == len(one.received["all"].values)
 
 
+def test_prompts_without_sinks_have_no_shares_of_them() -> None:
+    experiment = find_experiment("beyond-future")
+    settings = {**experiment.small, "models": ["toy"], "prompts": 1, "batch": 1, "keep": None, "eps": 9.0}
+    toy, item = dl.load("toy"), next(iter(experiment.items(settings)))
+    found = experiment.run(item, settings, SimpleNamespace(model=lambda name: toy))
+    assert found["places"] == [{"prompt": [None, None], "written": [None, None], "masked": [None, None]}]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("figure", FIGURES)
 def test_a_figure_says_of_a_prompt_what_it_says_of_it_alone(figure: str, bench: Any) -> None:
