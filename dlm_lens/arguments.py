@@ -192,7 +192,7 @@ def checked_arguments(
     """A decorator that checks the arguments of a function, and its further settings, against `RULES`.
 
     None is accepted where it is an argument's default; single numbers of numpy's arrive as Python's, and objects
-    that stand for another one as that.
+    that stand for another one as that. torch's default device and inference mode do not reach inside.
 
     Args:
         **own: rules of this function's own, in place of those; None for an argument that it checks itself.
@@ -218,7 +218,10 @@ def checked_arguments(
                 if name in rules and not (value is None and parameter.default is None):
                     rules[name].check(name, value)
                 bound.arguments[name] = plain_number(value)
-            return call(*bound.args, **bound.kwargs)
+            from dlm_lens.placement import plain_defaults  # not above: the help of the command line needs no torch
+
+            with plain_defaults():
+                return call(*bound.args, **bound.kwargs)
 
         return checked
 

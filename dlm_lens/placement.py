@@ -6,6 +6,7 @@ is the device on which a module computes, `resident` a weight with its numbers.
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,22 @@ from torch import Tensor, nn
 def input_device(model: Any) -> torch.device:
     """The device of the model's token ids, and so of a run's canvas: that of its embedding."""
     return execution_device(model.get_input_embeddings())
+
+
+@contextmanager
+def plain_defaults() -> Iterator[None]:
+    """A block in which new tensors are on the CPU unless a device is given, and are no inference tensors.
+
+    What a run stores is on the CPU wherever the model is, also after `torch.set_default_device("cuda")`. Autograd
+    takes no inference tensors, so that probes by gradients could not read a run that was made in inference mode.
+    """
+    with ExitStack() as stack:
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())  # as in inference mode, also where it is left
+        yield
 
 
 def emulates_bfloat16() -> bool:

@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from dlm_lens.placement import plain_defaults
+
 logger = logging.getLogger(__name__)
 
 SECONDS_UNTIL_WARNING = 10.0
@@ -139,7 +141,8 @@ def in_use(model: Any) -> Iterator[None]:
 def exclusive(function: Callable[P, R]) -> Callable[P, R]:
     """A decorator for functions whose first argument is the model: the whole call runs inside `in_use(model)`.
 
-    A `DiffusionLM` stands for the model that it wraps.
+    A `DiffusionLM` stands for the model that it wraps. torch's default device and inference mode do not reach
+    inside.
     """
 
     @wraps(function)
@@ -151,7 +154,7 @@ def exclusive(function: Callable[P, R]) -> Callable[P, R]:
             kwargs["model"] = model = network_of(kwargs["model"])
         else:
             model = None
-        with in_use(model):
+        with in_use(model), plain_defaults():
             return function(*given, **kwargs)
 
     return alone

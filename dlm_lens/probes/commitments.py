@@ -185,7 +185,7 @@ def settled_at(
         The step; one after the decision where the last reading was another value; -1 where nothing was read, or
         nothing was decided.
     """
-    steps = torch.arange(len(read))[:, None, None]
+    steps = torch.arange(len(read), device=read.device)[:, None, None]
     before = (read >= 0) & (steps <= decided_at)
     other = before & (read != final)
     # The step after the last one that read another value, among those that read something.

@@ -146,6 +146,7 @@ logger = logging.getLogger(__name__)
 
 
 @exclusive
+@torch.enable_grad()
 def train_tuned_lens(
     model: Any,
     text: str | Path,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import meant
 from dlm_lens.display import Preview, ShowsItself
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import shown
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.query_classes import QueryClass, checked_class, stored_name
@@ -248,6 +249,7 @@ class Recording(ShowsItself, RecordingFields):
         return save_recording(self, Path(directory))
 
     @classmethod
+    @plain_defaults()
     def load(cls, directory: str | Path, *, verify: bool = True) -> "Recording":
         """Read a finished recording; several batches in one directory become the rows of one Recording.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from dlm_lens.files.locks import held
 from dlm_lens.files.paths import check_directory
 from dlm_lens.files.sealed_json import DamagedFileError
+from dlm_lens.placement import plain_defaults
 from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, blank_ended_, from_plain
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import HEADER, check_recording
@@ -50,7 +51,8 @@ class ShardArrays(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._read:
-            self._read[name] = self._stacked(self.specs[name])
+            with plain_defaults():
+                self._read[name] = self._stacked(self.specs[name])
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:

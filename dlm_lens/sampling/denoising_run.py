@@ -1,6 +1,6 @@
 """`DenoisingRun`: what a denoising run did, step by step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from dlm_lens.attention import (
 )
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
-from dlm_lens.sampling.emerging_text import preview
+from dlm_lens.sampling.emerging_text import preview, prompts_and_answers
 from dlm_lens.sampling.run_parts import RunPart, in_own_blocks
 
 
@@ -268,8 +268,8 @@ class DenoisingRun(ShowsItself):
         if self.mask_window is not None and "mask_window" not in self.settings:  # a forward pass sees all
             return until_window(content, masked, self.mask_window)
         if self.settings.get("sees_span"):  # passes that end with the span (likelihoods in blocks)
-            stops = torch.tensor([stop for _, stop in self.spans])
-            return content & (torch.arange(content.shape[-1]) < stops[:, None, None])
+            stops = torch.tensor([stop for _, stop in self.spans], device="cpu")
+            return content & (_until(content.shape[-1]) < stops[:, None, None])
         window = self.settings.get("window_length") if self.observed_first else None
         return content if window is None else content & without_later_masks(masked & content, int(window))
 
@@ -283,7 +283,7 @@ class DenoisingRun(ShowsItself):
         layout = self.attention_blocks
         if layout is not None and steps:
             return torch.stack([layout.inside(span, positions) for span in self.spans])
-        where, spans = torch.arange(positions), torch.tensor(self.spans).reshape(-1, 2)
+        where, spans = _until(positions), torch.tensor(self.spans, device="cpu").reshape(-1, 2)
         return ((where >= spans[:, :1]) & (where < spans[:, 1:]))[:, None].expand(steps, batch, positions)
 
     @property
@@ -291,8 +291,8 @@ class DenoisingRun(ShowsItself):
         """The positions that each step computed, where an approximate cache kept the others; None without one."""
         if not self.computed:
             return None
-        where = torch.arange(self.unmasked.shape[-1])
-        spans = torch.tensor([span or (0, len(where)) for span in self.computed])
+        where = _until(self.unmasked.shape[-1])
+        spans = torch.tensor([span or (0, len(where)) for span in self.computed], device="cpu")
         return ((where >= spans[:, :1]) & (where < spans[:, 1:]))[:, None]
 
     @property
@@ -324,7 +324,7 @@ class DenoisingRun(ShowsItself):
         if self.part is not None:
             return self.part.answer
         if self.settings.get("sampler") == "likelihood":
-            return (torch.arange(self.masked.shape[-1]) >= self.prompt_length).expand(self.masked.shape[1:])
+            return (_until(self.masked.shape[-1]) >= self.prompt_length).expand(self.masked.shape[1:])
         return self.masked[0] & self.in_own_blocks
 
     @property
@@ -370,8 +370,8 @@ class DenoisingRun(ShowsItself):
         alone; a step at which it waits for others in the middle of a run counts.
         """
         if self.rows_ran is not None:
-            return torch.tensor(self.rows_ran, dtype=torch.long)
-        ends = torch.tensor([*self.eos_token_ids, *_other_ends(self.settings)], dtype=torch.long)
+            return torch.tensor(self.rows_ran, dtype=torch.long, device="cpu")
+        ends = torch.tensor([*self.eos_token_ids, *_other_ends(self.settings)], dtype=torch.long, device="cpu")
         if self.autoregressive:
             wrote = self.unmasked & torch.isin(self.tokens, ends)
             ended, last = wrote.any(-1).any(0), wrote.any(-1).int().cumsum(0).eq(0).sum(0) + 1
@@ -387,12 +387,12 @@ class DenoisingRun(ShowsItself):
             return self.row_steps
         most = max(self.planned or 0, *(number + 1 for number in self.part.numbers), 0)
         known = self.part.rows_ran or (most,) * len(self.tokens)
-        return torch.tensor(known, dtype=torch.long)
+        return torch.tensor(known, dtype=torch.long, device="cpu")
 
     @cached_property
     def running(self) -> Bool[Tensor, "step batch"]:
         """Whether each row is not over yet at each step, see `row_steps`."""
-        return torch.arange(self.steps)[:, None] < self.row_steps
+        return _until(self.steps)[:, None] < self.row_steps
 
     def first_steps(self, count: int) -> "DenoisingRun":
         """The first `count` steps; the canvas after them becomes the result."""
@@ -431,8 +431,7 @@ class DenoisingRun(ShowsItself):
         return self._last_step(self.unmasked | self.revised)
 
     def _last_step(self, chosen: Bool[Tensor, "step batch position"]) -> Int[Tensor, "batch position"]:
-        steps = torch.arange(1, self.steps + 1)[:, None, None]
-        return (chosen * steps).amax(0) - 1
+        return (chosen * (1 + _until(self.steps))[:, None, None]).amax(0) - 1
 
     @property
     def progress(self) -> Float[Tensor, "step_plus_one batch"]:
@@ -446,25 +445,12 @@ class DenoisingRun(ShowsItself):
     @property
     def texts(self) -> list[str]:
         """Prompt and answer as text, up to the first end-of-text in the answer."""
-        return [self._decode(torch.cat(parts)) for parts in self._prompts_and_answers()]
+        return [self._decode(torch.cat(parts)) for parts in prompts_and_answers(self)]
 
     @property
     def answers(self) -> list[str]:
         """The answer alone (the text after the prompt), up to the first end-of-text."""
-        return [self._decode(answer) for _, answer in self._prompts_and_answers()]
-
-    def _prompts_and_answers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The ids of every row without padding: before the answer, and the answer up to its end.
-
-        In joined runs there is padding after a row that ended before the longest one.
-        """
-        first = self.prompt_length
-        for ids, keep in zip(self.tokens, self.attention_mask, strict=True):
-            prompt, answer = (ids[part][keep[part]] for part in (slice(first), slice(first, None)))
-            # The canvas ends with a whole block where blocks are counted from the text (`Sampler.answer_length`).
-            answer = answer[: self.settings.get("gen_length") or None]
-            stops = torch.isin(answer, torch.tensor(self.eos_token_ids, dtype=ids.dtype)).nonzero()
-            yield prompt, answer[: int(stops[0])] if len(stops) else answer
+        return [self._decode(answer) for _, answer in prompts_and_answers(self)]
 
     def _decode(self, ids: Tensor) -> str:
         if self.tokenizer is None:
@@ -503,3 +489,8 @@ def check_run(run: Any) -> None:
     if not isinstance(run, DenoisingRun):
         kind, own = type(run).__name__, " (its .run)" if hasattr(run, "run") else ""
         raise TypeError(f"the run is a {kind}; give the DenoisingRun that dlm_lens.denoise returned{own}")
+
+
+def _until(count: int) -> Int[Tensor, "count"]:
+    """0, 1, ..., count - 1 on the CPU, where a run is whatever torch's default device."""
+    return torch.arange(count, device="cpu")

@@ -1,6 +1,6 @@
-"""The answer after a step, as cells: decided now, rewritten, open, end of text. For terminals and notebooks."""
+"""The texts of a run, and the answer after a step as cells: decided now, rewritten, open, end of text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,20 @@ LINES = 6
 
 CELLS, STRIP_STEPS, STRIP_POSITIONS = 48, 64, 160
 """Most cells of a line, and steps and positions of the strip, of a preview."""
+
+
+def prompts_and_answers(run: "DenoisingRun") -> Iterator[tuple[Int[Tensor, "before"], Int[Tensor, "after"]]]:
+    """The final ids of every row without padding: before the answer, and the answer up to its end.
+
+    In joined runs there is padding after a row that ended before the longest one.
+    """
+    first = run.prompt_length
+    for ids, keep in zip(run.tokens, run.attention_mask, strict=True):
+        prompt, answer = (ids[part][keep[part]] for part in (slice(first), slice(first, None)))
+        # The canvas ends with a whole block where blocks are counted from the text (`Sampler.answer_length`).
+        answer = answer[: run.settings.get("gen_length") or None]
+        stops = torch.isin(answer, answer.new_tensor(run.eos_token_ids)).nonzero()
+        yield prompt, answer[: int(stops[0])] if len(stops) else answer
 
 
 def canvas_after(
