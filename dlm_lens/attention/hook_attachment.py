@@ -126,6 +126,13 @@ def attach_hooks(
         yield
 
 
+def attached_hooks(model: Any) -> list[Hook]:
+    """The hooks that `attach_hooks` has on a model now, each once, but for those that are switched off."""
+    calls = [call for module in model.modules() for call in module._forward_hooks.values()]
+    found = {id(call.hook): call.hook for call in calls if isinstance(call, HookCall) and not call.off()}
+    return list(found.values())
+
+
 def is_static(cache: Any) -> bool:
     """Whether a cache of transformers holds room for positions that are not written yet."""
     return bool(getattr(cache, "is_compileable", False))

@@ -10,7 +10,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, instance
-from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
+from dlm_lens.attention import HookLike, attached_hooks, checked, exclusive, refuse_row_lists
 from dlm_lens.files.locks import held
 from dlm_lens.files.paths import check_directory
 from dlm_lens.recording.concatenation import joined
@@ -70,7 +70,7 @@ def record(
 
     Raises:
         ValueError: an unusable prompt, setting or reducer; a directory with a recording of other prompts, settings
-            or reducers, with the difference.
+            or reducers, with the difference; with `to`, a model on which `attach_hooks` has hooks.
         FileExistsError: the directory holds other files.
     """
     check_model(model)
@@ -177,7 +177,7 @@ def record_batches(
     Raises:
         ValueError: as `record`, before anything is computed; of several batches a `BatchError`.
     """
-    _check(settings, to)
+    _check(model, settings, to)
     batches = batches.under(hooks)
     recorder = Recorder(model, reducers, layers=layers, dtype=dtype)
     if to is not None:
@@ -244,7 +244,7 @@ def stored_batch(
         return recorder.recording(run, rows)
 
 
-def _check(settings: dict[str, Any], to: Path | None) -> None:
+def _check(model: Any, settings: dict[str, Any], to: Path | None) -> None:
     for name in ("observers", "resume", "attention_mask"):
         if name in settings:
             raise ValueError(f"record takes no {name}; give dlm_lens.denoise a dlm_lens.Recorder as observer")
@@ -253,6 +253,11 @@ def _check(settings: dict[str, Any], to: Path | None) -> None:
             raise ValueError(
                 f"{name} with to=: functions cannot be compared when a run is continued; leave one out"
             )
+    if to is not None and (attached := attached_hooks(model)):
+        raise ValueError(
+            f"{', '.join(map(repr, attached))} of attach_hooks with to=: the recording would not name it, and "
+            "could be continued without it; give record(hooks=[...]) instead"
+        )
 
 
 def _check_batches(model: Any, batches: Batches, hooks: Sequence[HookLike], settings: dict[str, Any]) -> None:

@@ -588,3 +588,18 @@ def test_norms_of_a_float64_model_are_its_own_in_float32():
         torch.testing.assert_close(seen.arrays[name], plain.arrays[name], rtol=1e-4, atol=1e-5, equal_nan=True)
     run = denoise(model, ids, gen_length=2)
     assert record(model, ids, [dlm_lens.probes.MixingBound()], gen_length=2).run.tokens.equal(run.tokens)
+
+
+def test_a_stored_recording_is_refused_under_hooks_that_it_would_not_name(tmp_path):
+    model = tiny("llada")
+    message = r"ablate\(.*\) of attach_hooks with to=.*; give record\(hooks=\[\.\.\.\]\) instead"
+    with hooks.attach_hooks(model, hooks.ablate("resid"), layers=[1]):
+        with pytest.raises(ValueError, match=message):
+            record(model, PROMPTS, [ValueNorm()], to=tmp_path / "here", **RUN)
+        inside = record(model, PROMPTS, [ResidualNorm()], **RUN)
+    assert not (tmp_path / "here").exists()
+    named = record(model, PROMPTS, [ResidualNorm()], hooks=[hooks.at_layers(hooks.ablate("resid"), [1])], **RUN)
+    wanted = named.arrays["residual_norm"]
+    torch.testing.assert_close(inside.arrays["residual_norm"], wanted, rtol=0, atol=0, equal_nan=True)
+    with hooks.attach_hooks(model, hooks.ablate("resid"), off=lambda: True):
+        record(model, PROMPTS, [ValueNorm()], to=tmp_path / "here", **RUN)
