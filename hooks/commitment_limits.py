@@ -79,7 +79,8 @@ class UntilCommitted(HookWrapper):
         Raises:
             ValueError: outside a run, or what the hook inside refuses.
         """
-        edited = self.hook(tensor, hook)
+        # A hook may edit its tensor in place, which would reach the positions that are kept.
+        edited = self.hook(tensor.clone(), hook)
         return torch.where(spread(self._before(tensor, hook), tensor), edited, tensor)
 
     def _before(self, tensor: Tensor, hook: PointContext) -> Bool[Tensor, "row position"]:

@@ -305,7 +305,9 @@ class Limited(HookWrapper):
         active = self._active(hook)
         if not self._any(active, hook):
             return tensor
-        edited = self.hook(tensor, hook)
+        keeps_parts = isinstance(active, Tensor) or self.limit.heads is not None
+        # A hook may edit its tensor in place, which would reach the parts that are kept.
+        edited = self.hook(tensor.clone() if keeps_parts else tensor, hook)
         if isinstance(active, Tensor):
             edited = torch.where(_rows(active, tensor), edited, tensor)
         if self.limit.heads is not None:
