@@ -172,8 +172,8 @@ def attend(
                 points[name].check_source()
     value = _zero_sink_values(module, value)
     query, key = query.to(value.dtype), key.to(value.dtype)
-    value = _through(points["hook_v"], value)
-    query, key = _through(points["hook_rot_q"], query), _through(points["hook_rot_k"], key)
+    value = _past_cache(points["hook_v"], value)
+    query, key = _through(points["hook_rot_q"], query), _past_cache(points["hook_rot_k"], key)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     spare = options.pop("s_aux", None)
     mixed = _Call(
@@ -377,6 +377,12 @@ def _through(point: Any, heads: Float[Tensor, "batch head position d_head"]) -> 
     """Pass a tensor through its hook point, at which the heads come after the positions."""
     passed: Tensor = point(heads.transpose(1, 2))
     return passed.transpose(1, 2)
+
+
+def _past_cache(point: Any, heads: Float[Tensor, "batch head position d_head"]) -> Tensor:
+    """Pass keys or values, which a cache may hold, through their hook point; where it is listened to, a copy."""
+    # An edit in place would reach what the cache keeps for later passes.
+    return _through(point, heads.clone() if point.listened_to() else heads)
 
 
 def _zero_sink_values(module: Any, value: Tensor) -> Tensor:

@@ -296,12 +296,15 @@ def _forward_inputs(prompts: Prompts) -> dict[str, Any]:
 
 
 def _add_trace_readers(lm: DiffusionLM) -> None:
-    """Let attention form scores, patterns, and heads of q and k, only in passes in which a trace reads them."""
+    """Let attention form scores, patterns, and heads of q and k, only in passes in which a trace reads them.
+
+    Keys and values that a cache may hold are copied in these passes alone.
+    """
     interleaver = weakref.ref(lm.interleaver)
     for envoy in lm.modules():
         if isinstance(envoy, AttentionEnvoy):
             points = envoy._module._modules
-            for name in {"hook_q", "hook_k", "hook_scores", "hook_pattern"} & set(points):
+            for name in {f"hook_{site}" for site in ("q", "k", "v", "rot_k", "scores", "pattern")} & set(points):
                 point: Any = points[name]
                 live = tuple(each for each in point.trace_readers if each.interleaver() is not None)
                 traced = lm.interleaver.counts.of_module(f"{envoy.path}.{name}")
