@@ -25,6 +25,7 @@ from dlm_lens.attention import (
 from dlm_lens.hooks.base import call_of, check_stage
 from dlm_lens.hooks.limits import Limited
 from dlm_lens.hooks.sink_masking import MaskSinks
+from dlm_lens.hooks.sink_sources import columns_of_pass
 from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.hooks.window import KeepOnly
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES
@@ -240,7 +241,10 @@ def _received(
 ) -> Float[Tensor, "batch #head key"]:
     """R_j by which the mass is matched; the mean over heads if the same columns are hidden in all heads."""
     inner = _innermost(like)
-    sums = inner.received(keys, columns, hook) if isinstance(inner, MaskSinks) else columns().sums
+    if isinstance(inner, MaskSinks):
+        sums = inner.received(keys, columns, hook)
+    else:
+        sums = columns_of_pass(columns, hook, f"mask_random(like={like!r}, match='mass')").sums
     return (sums if sums.shape[1] == heads else sums.mean(1, keepdim=True)).double()
 
 

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, Stage, run_of, top_columns
 from dlm_lens.hooks.base import call_of, check_stage
-from dlm_lens.hooks.sink_sources import MeasuredSinks, grown, measured_columns, received_by, scores_of
+from dlm_lens.hooks.sink_sources import (
+    MeasuredSinks,
+    columns_of_pass,
+    grown,
+    measured_columns,
+    received_by,
+    scores_of,
+)
 from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
@@ -130,11 +137,12 @@ class MaskSinks(ColumnHook):
     ) -> Float[Tensor, "batch #head key"]:
         """R_j in the statistics that the detector reads; of this pass, for sinks measured before."""
         given = None if isinstance(self.source, Received | Sinks) else self._statistics(columns, hook)
-        return received_by([columns()] if given is None else given, self.per, keys)
+        given = [columns_of_pass(columns, hook, self)] if given is None else given
+        return received_by(given, self.per, keys)
 
     def _statistics(self, columns: Callable[[], ColumnStats], hook: PointContext) -> Sequence[ColumnStats] | None:
         if self.source == "current":
-            return [columns()]
+            return [columns_of_pass(columns, hook, self)]
         run = run_of(hook, self)
         if self.source == "clean":
             if run.clean is None:

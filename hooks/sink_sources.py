@@ -1,6 +1,6 @@
 """What sink hooks detect sinks from: the statistics of a pass, or a `Received` or `Sinks` measured before."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -34,6 +34,28 @@ def scores_of(
     else:
         scores = sums / expected if relative else sums
     return scores.masked_fill(_undefined([columns.viewers for columns in given], per), torch.nan)
+
+
+def columns_of_pass(columns: Callable[[], ColumnStats], hook: PointContext, who: Any) -> ColumnStats:
+    """The statistics of the present pass, for a hook that reads what its keys receive.
+
+    Raises:
+        ValueError: outside a run, the pass has queries of the last positions of a text alone, as in decoding with a
+            cache, or of so few positions that no key has a score.
+    """
+    given = columns()
+    keys = given.sums.shape[-1]
+    own = len(range(*hook.sinks.canvas(keys).indices(keys)))
+    if hook.run is not None or given.queries is None or given.queries >= own:
+        return given
+    # A network with an encoder has the canvas's queries alone in every pass.
+    if hook.causal or given.queries < MIN_VIEWERS:
+        raise ValueError(
+            f"{who} reads the attention that keys receive, and this pass has the queries of {given.queries} of "
+            f"{own} positions: decode without a cache, model.generate(..., use_cache=False), or with "
+            "dlm_lens.denoise"
+        )
+    return given
 
 
 def received_by(given: Sequence[ColumnStats], per: Level, keys: int) -> Float[Tensor, "batch #head keys"]:

@@ -134,16 +134,20 @@ class ColumnStats:
         expected: e_j, the same under uniform attention.
         viewers: how many counted queries see each key.
         counted: how many queries count: content, not padding, not the rows of learned sink tokens.
+        queries: how many queries the pass has, padding among them; None where it is not known.
     """
 
     sums: Float[Tensor, "batch head key"]
     expected: Float[Tensor, "batch #head key"]
     viewers: Float[Tensor, "batch #head key"]
     counted: Int[Tensor, "batch"]
+    queries: int | None = None
 
     def of_rows(self, rows: Int[Tensor, "row"]) -> "ColumnStats":
         """The statistics of some rows of the batch."""
-        return ColumnStats(self.sums[rows], self.expected[rows], self.viewers[rows], self.counted[rows])
+        return ColumnStats(
+            self.sums[rows], self.expected[rows], self.viewers[rows], self.counted[rows], self.queries
+        )
 
 
 class DeferredColumnStats:
@@ -175,4 +179,5 @@ def columns_of(
         expected_received(visible, queries),
         viewers(visible, queries),
         queries.sum(-1),
+        queries.shape[-1],
     )

@@ -102,7 +102,8 @@ def attach_hooks(
 
     Raises:
         ValueError: a layer or a site that does not exist, or a model without hook points; in a forward pass with a
-            static cache, a hook that hides columns.
+            static cache, a hook that hides columns; in a pass that continues a cache, outside a run, a hook that
+            reads what keys receive.
     """
     values = checked(hooks)
     stacks = {stack: _Stack.of(model, stack) for stack in {hook.stack for hook in values} or {""}}

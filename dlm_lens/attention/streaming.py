@@ -96,11 +96,11 @@ def stream_columns(inputs: AttentionInputs, queries: Bool[Tensor, "batch query"]
     if visible is None:
         visible = torch.ones(1, 1, 1, sums.shape[-1], dtype=torch.bool, device=sums.device)
     if visible.shape[-2] > 1:
-        return ColumnStats(sums, expected_received(visible, queries), viewers(visible, queries), queries.sum(-1))
-    # Every query sees the same keys.
-    seen, count = visible.squeeze(-2), queries.sum(-1)[:, None, None]
-    expected = seen / seen.sum(-1, keepdim=True).clamp(min=1) * count
-    return ColumnStats(sums, expected, seen * count.float(), queries.sum(-1))
+        expected, seen_by = expected_received(visible, queries), viewers(visible, queries)
+    else:  # every query sees the same keys
+        seen, count = visible.squeeze(-2), queries.sum(-1)[:, None, None]
+        expected, seen_by = seen / seen.sum(-1, keepdim=True).clamp(min=1) * count, seen * count.float()
+    return ColumnStats(sums, expected, seen_by, queries.sum(-1), queries.shape[-1])
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Hooks in single padded forward passes, outside any run: every row gets what it gets alone."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,7 +8,16 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import dlm_lens as dl
-from dlm_lens.hooks import ablate, attach_hooks, keep_only, mask_random, mask_sinks, mask_top_sinks
+from dlm_lens.hooks import (
+    ablate,
+    at_heads,
+    attach_hooks,
+    keep_only,
+    mask_positions,
+    mask_random,
+    mask_sinks,
+    mask_top_sinks,
+)
 from dlm_lens.sampling.network import network_inputs
 from dlm_lens.testing import tiny
 from tests.hooks.by_hand import model_of
@@ -63,3 +73,50 @@ def test_hooks_that_hide_columns_refuse_a_static_cache() -> None:
     static = StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad(), attach_hooks(model, ablate("z")):  # hides no column
         model(ids, attention_mask=content.long(), past_key_values=static)
+
+
+READERS = [
+    mask_top_sinks(1),
+    mask_sinks(dl.AboveMean(0.2), stage="after", per="layer"),
+    at_heads(mask_top_sinks(1), [1]),
+    mask_random(like=mask_top_sinks(2)),
+    mask_random(like=mask_positions(0), match="mass"),
+    keep_only(2, 3),
+]
+
+
+@pytest.mark.parametrize("hook", READERS, ids=repr)
+@pytest.mark.parametrize("looked", [False, True], ids=["in stream", "materialised"])
+def test_hooks_that_read_received_attention_refuse_decoding_with_a_cache(hook: Any, looked: bool) -> None:
+    model, ids = tiny("causal"), torch.tensor(ROWS[:1])
+    looks = (Looks("scores"), Looks("pattern")) if looked else ()
+    kept = DynamicCache(config=model.config)
+    with torch.no_grad(), attach_hooks(model, hook, *looks):
+        whole = model(ids, use_cache=False).logits
+        torch.testing.assert_close(model(ids, past_key_values=kept).logits, whole)
+        for more in (1, 10):
+            sentence = rf"reads the attention .* queries of {more} of {12 + more} positions: .*use_cache=False"
+            with pytest.raises(ValueError, match=sentence):
+                model(ids[:, :more], past_key_values=copy.deepcopy(kept))
+        assert model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False).shape == (1, 15)
+        with pytest.raises(ValueError, match="use_cache=False"):
+            model.generate(ids, max_new_tokens=3, do_sample=False)
+
+
+@pytest.mark.parametrize("hook", [mask_positions(0), mask_random(2), keep_only((), 4)], ids=repr)
+def test_hooks_that_read_no_received_attention_act_in_decoding_with_a_cache(hook: Any) -> None:
+    model, ids = tiny("causal"), torch.tensor(ROWS[:1])
+    with torch.no_grad():
+        kept = model(ids[:, :-1], use_cache=True).past_key_values
+        plain = model(ids[:, -1:], past_key_values=copy.deepcopy(kept)).logits
+        with attach_hooks(model, hook):
+            hooked = model(ids[:, -1:], past_key_values=copy.deepcopy(kept)).logits
+    assert not plain.equal(hooked)
+
+
+def test_a_network_with_an_encoder_reads_the_attention_of_its_canvas() -> None:
+    model, ids = tiny("diffusion_gemma"), torch.tensor([[*ROWS[0], *ROWS[0], *ROWS[0]]])
+    with torch.no_grad():
+        plain = model(ids).logits
+        with attach_hooks(model, mask_top_sinks(1)):
+            assert not model(ids).logits.equal(plain)
