@@ -270,6 +270,7 @@ def plain_number(value: Any) -> Any:
 def level_of_caller() -> int:
     """The `stacklevel` at which a warning names the line that called the library."""
     frame, level = inspect.currentframe(), -1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("dlm_lens", "torch"):
+    own = ("dlm_lens", "torch", "contextlib", "nnsight", "transformer_lens")  # hosts call the library in turn
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in own:
         frame, level = frame.f_back, level + 1
     return max(1, level + 1)

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_lens.attention.forward_code import computes_attention, forward_code, rotates_before, strings_of
 from dlm_lens.attention.inputs import AttentionInputs
-from dlm_lens.attention.model_access import ModelLock, eagerly, guard_hooks, in_use, lock_of
+from dlm_lens.attention.model_access import ModelLock, eagerly, guard_hooks, held, lock_of
 from dlm_lens.attention.visibility import AttentionPass
 from dlm_lens.requirements import warn_of_version
 
@@ -260,13 +260,13 @@ def hook_point(attention: Any, name: str) -> HookPoint:
 def listening(model: Any) -> Iterator[None]:
     """A block in which hooks, readers or a trace are on `model`.
 
-    Other threads wait for the model (`in_use`), and no compiled code runs.
+    Other threads wait for the model, and no compiled code runs.
 
     Raises:
         RuntimeError: as `ModelLock.acquire`, or inside code that torch.compile runs.
     """
     lock = lock_of(model)
-    with in_use(model), eagerly():
+    with held(lock), eagerly():
         if lock is not None:
             lock.listeners += 1
         try:

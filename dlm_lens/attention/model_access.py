@@ -6,6 +6,7 @@ Compiled code (`torch.compile`, `module.compile()`) was traced without them and 
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -14,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from dlm_lens.arguments import level_of_caller
 from dlm_lens.placement import plain_defaults
 
 logger = logging.getLogger(__name__)
@@ -32,11 +34,17 @@ class ModelLock:
     """The lock of one model, shared by its attention modules; the thread that holds it may take it again.
 
     A copy (`copy.deepcopy`, pickle) has a lock of its own.
+
+    Attributes:
+        owner: the thread that holds it.
+        depth: how often that thread holds it.
+        listeners: how many `listening` blocks are open.
+        calls: how many `in_use` blocks are open.
     """
 
     def __init__(self) -> None:
         self.owner: threading.Thread | None = None
-        self.depth = self.listeners = 0
+        self.depth = self.listeners = self.calls = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.listeners:
@@ -121,13 +129,12 @@ def has_listeners(model: Any) -> bool:
 
 
 @contextmanager
-def in_use(model: Any) -> Iterator[None]:
-    """A block in which other threads wait for `model`; the same thread may enter it again.
+def held(lock: ModelLock | None) -> Iterator[None]:
+    """A block in which the thread holds the lock of a model; None for a model without hook points.
 
     Raises:
         RuntimeError: as `ModelLock.acquire`.
     """
-    lock = lock_of(model)
     if lock is None:
         yield
         return
@@ -136,6 +143,59 @@ def in_use(model: Any) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def in_use(model: Any, *, training: bool = False) -> Iterator[None]:
+    """A block in which other threads wait for `model`; the same thread may enter it again.
+
+    The outermost block warns of a model in training mode whose dropout makes every pass random.
+
+    Args:
+        model: with hook points, or a part of one.
+        training: whether the block trains the model, which is in training mode on purpose.
+
+    Raises:
+        RuntimeError: as `ModelLock.acquire`.
+    """
+    lock = lock_of(model)
+    with held(lock):
+        if lock is None:
+            yield
+            return
+        # In evaluation mode at no cost: one forward pass of a bridge takes less time than a look at every module.
+        if model.training and not lock.calls and not training:
+            _warn_of_dropout(model)
+        lock.calls += 1
+        try:
+            yield
+        finally:
+            lock.calls -= 1
+
+
+def _warn_of_dropout(model: Any) -> None:
+    """Warn if a module in training mode drops something out at random."""
+    for name, module in model.named_modules():
+        for rate, value in _dropout_rates(module).items() if module.training else ():
+            # A bridge keeps the modules of its model inside its own.
+            where = f"{name}.{rate}".replace("._original_component", "").removeprefix(".")
+            warnings.warn(
+                f"the model is in training mode with dropout ({where} is {value:g}), so that every pass is random: "
+                "call model.eval() first",
+                stacklevel=level_of_caller(),
+            )
+            return
+
+
+def _dropout_rates(module: nn.Module) -> dict[str, float]:
+    """The rates above 0 at which a module drops out in training, by the names of its attributes."""
+    own = vars(module)
+    found = {name: value for name, value in own.items() if "drop" in name.lower()}
+    if "drop" in type(module).__name__.lower():
+        found["p"] = own.get("p")
+    if "hook_z" in module._modules:  # attention, which may read the rate from its config in every pass
+        found["config.attention_dropout"] = getattr(own.get("config"), "attention_dropout", None)
+    return {name: value for name, value in found.items() if type(value) in (int, float) and 0 < value <= 1}
 
 
 def exclusive(function: Callable[P, R]) -> Callable[P, R]:

@@ -15,7 +15,7 @@ from nnsight.intervention.interleaver import (
 )
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 
-from dlm_lens.attention import listening
+from dlm_lens.attention import in_use, listening
 from dlm_lens.attention.hook_points import ProjectionPoint
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.tracing.controllers import (
@@ -38,7 +38,8 @@ class WithSteps:
     def execute(self, code: CodeType) -> None:
         """Run the block; other threads wait for the model, and compiled code is not used."""
         root = self.envoy.root  # type: ignore[attr-defined]
-        with listening(root._module), connected_projections(root.interleaver):
+        model = root._module
+        with in_use(model), listening(model), connected_projections(root.interleaver):
             super().execute(code)  # type: ignore[misc]
 
 

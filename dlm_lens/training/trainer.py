@@ -301,7 +301,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             _enable_checkpointing(self.model, None if self.settings.compile else {"context_fn": SwiGLU.recomputed})
         if self.settings.compile:
             decoder_of(self.model).compile()
-        with in_use(self.model), loss_forward(self.model), self.interruption.caught():
+        with in_use(self.model, training=True), loss_forward(self.model), self.interruption.caught():
             output = super().train(resume_from_checkpoint=None if found is None else str(found), **kwargs)
         self.interruption.raise_if_stopped(self.state.global_step, self.args.max_steps, self.last_checkpoint)
         return output
