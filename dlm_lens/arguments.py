@@ -108,7 +108,7 @@ def check_index(name: str, index: int, count: int, prefix: str = "") -> None:
     Raises:
         ValueError: with the index and both ranges, or that it is no whole number.
     """
-    if not is_whole(index):
+    if not is_whole(plain_number(index)):
         raise ValueError(f"{prefix}{name} is {shown(index)}; it must be a whole number")
     if not -count <= index < count:
         raise ValueError(
@@ -119,16 +119,18 @@ def check_index(name: str, index: int, count: int, prefix: str = "") -> None:
 def chosen_indices(name: str, indices: Iterable[int] | None, count: int, prefix: str = "") -> tuple[int, ...]:
     """The indices of layers, heads or steps that an argument chooses, in increasing order and each once.
 
+    They are Python's ints, so that records can store them.
+
     Args:
         name: what is counted, in the singular: "layer".
-        indices: negative ones count from the end; None for all.
+        indices: negative ones count from the end, and may be numpy's or a tensor's; None for all.
         count: how many there are.
         prefix: text before a message, such as "replay: ".
 
     Raises:
         ValueError: an index that does not exist, no index at all, or a number in the place of a list.
     """
-    if indices is not None and not isinstance(indices, Iterable):
+    if indices is not None and not isinstance(plain_number(indices), Iterable):
         raise ValueError(
             f"{prefix}{name}s is {indices!r}; give a list, such as {name}s=[{indices!r}], or None for all"
         )
@@ -137,7 +139,46 @@ def chosen_indices(name: str, indices: Iterable[int] | None, count: int, prefix:
         check_index(name, index, count, prefix)
     if not chosen:
         raise ValueError(f"{prefix}{name}s is empty; give at least one index, or None for all")
-    return tuple(sorted({index % count for index in chosen}))
+    return tuple(sorted({int(index) % count for index in chosen}))
+
+
+def listed_indices(name: str, given: Any, prefix: str = "") -> tuple[int, ...]:
+    """The indices that an argument lists, one or several, as Python's ints; how many there are is not known yet.
+
+    Args:
+        name: what is counted, in the singular: "layer".
+        given: a whole number or some, of Python, numpy or torch.
+        prefix: text before a message, such as "ablate: ".
+
+    Raises:
+        ValueError: anything else.
+    """
+    one = plain_number(given)
+    several = one if isinstance(one, Iterable) and not isinstance(one, str | bytes | Mapping) else (one,)
+    found = tuple(map(plain_number, several))
+    if not all(map(is_whole, found)):
+        raise ValueError(f"{prefix}{name}s is {shown(given)}; give at least one {name} as a whole number")
+    return found
+
+
+def chosen_steps(steps: Any, total: int) -> tuple[int, ...]:
+    """The steps that `cache_steps` chooses of a run of `total`, in increasing order and each once.
+
+    Args:
+        steps: an index, a slice or indices, negative from the end; None for all.
+        total: how many steps the run has.
+
+    Raises:
+        ValueError: a step that the run does not have, none, or no whole number.
+    """
+    every = steps is None or isinstance(steps, slice)
+    found = range(total)[steps or slice(None)] if every else listed_indices("cache_step", steps)
+    for step in found:
+        if not -total <= step < total:
+            raise ValueError(f"cache_steps: step {step} is not there: the run has {total} steps, 0 to {total - 1}")
+    if not found:
+        raise ValueError(f"cache_steps={steps!r} names no step of the run's {total}; give at least one")
+    return tuple(sorted({step % total for step in found}))
 
 
 def is_seed(value: Any) -> bool:
@@ -263,8 +304,13 @@ def meant(value: Any) -> Any:
 
 
 def plain_number(value: Any) -> Any:
-    """A number of numpy as Python's own, so that records hold plain values; anything else as it is."""
-    return value.item() if is_numpy_scalar(value) and value.dtype.kind in "biuf" else value
+    """A number of numpy, or of a tensor without axes, as Python's own, so that records hold plain values.
+
+    Anything else is returned as it is.
+    """
+    if is_numpy_scalar(value):
+        return value.item() if value.dtype.kind in "biuf" else value
+    return value.item() if is_array(value) and not len(value.shape) else value
 
 
 def level_of_caller() -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dlm_lens.arguments import listed_indices
 from dlm_lens.attention import Hook, PointContext, run_of
 from dlm_lens.hooks.activation_means import MeanActivations, bins_of, classes_of
 from dlm_lens.hooks.positions import (
@@ -44,9 +45,8 @@ class Ablate(Hook):
         object.__setattr__(self, "positions", read_positions(self.positions, "ablate"))
         object.__setattr__(self, "value", _read_value(self.value, self.site))
         if self.dims is not None:
-            given: Any = self.dims
-            dims = (given,) if isinstance(given, int) else tuple(given)
-            if not dims or any(isinstance(dim, bool) or not isinstance(dim, int) for dim in dims):
+            dims = listed_indices("dim", self.dims, "ablate: ")
+            if not dims:
                 raise ValueError(f"ablate: dims is {self.dims!r}; give indices of the activation's last axis")
             object.__setattr__(self, "dims", dims)
 

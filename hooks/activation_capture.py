@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_lens.arguments import chosen_indices
+from dlm_lens.arguments import chosen_indices, chosen_steps
 from dlm_lens.attention import (
     SITES,
     Hook,
@@ -263,24 +263,6 @@ def capture(
         return keeper.result(prompt)
     run = denoise(model, prompt, hooks=[*hooks, *keeper.hooks()], observers=keeper, **settings)
     return keeper.result(run)
-
-
-def chosen_steps(steps: int | slice | Sequence[int] | None, total: int) -> tuple[int, ...]:
-    """Step indices below `total`, in order; negative indices count from the end.
-
-    Raises:
-        ValueError: a step that the run does not have, or no step.
-    """
-    if steps is None or isinstance(steps, slice):
-        found = list(range(total)[steps or slice(None)])
-    else:
-        found = [steps] if isinstance(steps, int) else [int(step) for step in steps]
-    for step in found:
-        if not -total <= step < total:
-            raise ValueError(f"step {step} is not there: the run has {total} steps, 0 to {total - 1}")
-    if not found:
-        raise ValueError(f"cache_steps={steps!r} names none of the run's {total} steps; give at least one")
-    return tuple(sorted({step % total for step in found}))
 
 
 def _go_over(model: Any, run: DenoisingRun, keeper: _Keeper, hooks: Sequence[HookLike]) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dlm_lens.arguments import chosen_indices
+from dlm_lens.arguments import chosen_indices, listed_indices
 from dlm_lens.attention import Hook, PointContext, RunStep, Site
 from dlm_lens.features import SparseAutoencoder, load_sae
 from dlm_lens.hooks.positions import GivenPositions, Positions, read_positions, spread, where
@@ -182,7 +182,7 @@ def scale_features(
     Raises:
         ValueError: a feature that does not exist, an autoencoder of an unknown layer, or an invalid argument.
     """
-    chosen = (features,) if isinstance(features, int) else tuple(features)
+    chosen = listed_indices("feature", features, "scale_features: ")
     return EditFeatures(sae, "scale", chosen, factor, keep_error, positions, schedule)  # type: ignore[arg-type]
 
 

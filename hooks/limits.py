@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.arguments import check_index
+from dlm_lens.arguments import check_index, listed_indices
 from dlm_lens.attention import (
     ColumnHook,
     ColumnMask,
@@ -23,6 +23,7 @@ from dlm_lens.attention import (
     run_of,
 )
 from dlm_lens.hooks.schedules import shown_schedule
+from dlm_lens.printable import shown
 
 Active = bool | Bool[Tensor, "row"]
 """Whether the hook acts: at all, or in which rows."""
@@ -383,8 +384,8 @@ def at_steps(hook: HookLike, steps: int | range | slice | Sequence[int]) -> Limi
     """
     inner = as_hook(hook)
     if isinstance(steps, slice):
-        return _limited(inner, StepLimit(bounds=(steps.start, steps.stop, steps.step)))
-    found = steps if isinstance(steps, range) else _indices([steps] if isinstance(steps, int) else steps, "step")
+        return _limited(inner, StepLimit(bounds=_bounds(steps)))
+    found = steps if isinstance(steps, range) else _indices(steps, "step")
     if not found:
         raise ValueError(f"at_steps(..., {steps!r}): there is no step in it")
     return _limited(inner, StepLimit(found))
@@ -397,7 +398,7 @@ def at_layers(hook: HookLike, layers: int | Sequence[int]) -> Limited:
         ValueError: no hook, or no layers.
     """
     inner = as_hook(hook)
-    return _limited(inner, LayerLimit(_indices([layers] if isinstance(layers, int) else layers, "layer")))
+    return _limited(inner, LayerLimit(_indices(layers, "layer")))
 
 
 def at_heads(hook: HookLike, heads: int | Sequence[int]) -> Limited:
@@ -411,7 +412,7 @@ def at_heads(hook: HookLike, heads: int | Sequence[int]) -> Limited:
         raise ValueError(
             f"{inner} belongs at {inner.site!r}, which has no heads; heads are at {', '.join(HEAD_AXIS)}"
         )
-    return _limited(inner, HeadLimit(_indices([heads] if isinstance(heads, int) else heads, "head")))
+    return _limited(inner, HeadLimit(_indices(heads, "head")))
 
 
 def at_progress(hook: HookLike, progress: tuple[float, float] | Callable[[Float[Tensor, "row"]], Any]) -> Limited:
@@ -460,10 +461,17 @@ def _limited(hook: Hook, limit: Limit) -> Limited:
     return LimitedColumns(hook, limit) if isinstance(hook, ColumnHook) else Limited(hook, limit)
 
 
-def _indices(given: Sequence[int], what: str) -> tuple[int, ...]:
-    found = tuple(given)
-    if not found or any(isinstance(index, bool) or not isinstance(index, int) for index in found):
-        raise ValueError(f"{given!r}: give at least one {what} as a whole number")
+def _bounds(steps: slice) -> tuple[int | None, int | None, int | None]:
+    """The ends and the step of a slice, as Python's ints."""
+    given = (steps.start, steps.stop, steps.step)
+    start, stop, step = (None if end is None else _indices([end], "step")[0] for end in given)
+    return start, stop, step
+
+
+def _indices(given: int | Sequence[int], what: str) -> tuple[int, ...]:
+    found = listed_indices(what, given, f"at_{what}s: ")
+    if not found:
+        raise ValueError(f"at_{what}s: {shown(given)}; give at least one {what} as a whole number")
     return found
 
 

@@ -2,11 +2,17 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import dlm_lens as dl
-from dlm_lens.arguments import check_index, chosen_indices
+from dlm_lens.arguments import check_index, chosen_indices, chosen_steps
+from dlm_lens.hooks import ablate, ablate_features, at_heads, at_layers, at_steps, attach_hooks, capture
+from dlm_lens.recording import FeatureActivations, Recording, rerun
 from dlm_lens.sinks.statistics import Estimate
+from dlm_lens.testing import tiny
+from tests.recording.test_features import autoencoder
 
 
 @pytest.mark.parametrize(
@@ -70,3 +76,73 @@ def test_a_number_in_the_place_of_a_list_is_named() -> None:
     ):
         chosen_indices("step", 3, 8, "patching: ")  # type: ignore[arg-type]
     assert chosen_indices("step", [-1, 3, 3], 8) == (3, 7)
+
+
+RUN = {"steps": 4, "gen_length": 8, "block_length": 4}
+
+
+def test_indices_of_numpy_and_torch_are_stored_as_pythons(tmp_path: Any) -> None:
+    model, ids = tiny("llada"), [5, 9, 11]
+    run = dl.denoise(model, ids, **RUN)
+    rerun(model, run, [dl.ValueNorm()], layers=np.arange(2)).save(tmp_path / "rerun")  # type: ignore[arg-type]
+    dl.record(model, ids, [dl.ValueNorm()], layers=[np.int64(1)], to=tmp_path / "record", **RUN)
+    assert [Recording.load(tmp_path / name).layers for name in ("rerun", "record")] == [(0, 1), (1,)]
+    chosen = chosen_indices("layer", torch.tensor([1, -2]), 2)  # type: ignore[arg-type]
+    assert chosen == (0, 1)
+    assert {type(one) for one in chosen} == {int}
+
+
+@pytest.mark.parametrize("one", [np.int64(1), torch.tensor(1), np.array(1)])
+def test_one_index_of_numpy_or_torch_is_an_index(one: Any) -> None:
+    hook, sae = ablate("z"), autoencoder(tiny("llada"))
+    for limit in (at_layers, at_steps, at_heads):
+        assert limit(hook, one) == limit(hook, [one]) == limit(hook, 1)  # type: ignore[operator]
+    assert at_steps(hook, slice(one, None)) == at_steps(hook, slice(1, None))
+    assert repr(ablate("resid", dims=one)) == repr(ablate("resid", dims=(1,)))
+    assert repr(ablate_features(sae, one)) == repr(ablate_features(sae, [1]))
+    assert FeatureActivations(sae, one).features == FeatureActivations(sae, (1,)).features == (1,)
+    assert chosen_steps(one, 4) == (1,)
+
+
+@pytest.mark.parametrize("wrong", [2.0, "12", [1, "2"], [True], torch.tensor([0.5]), {1: 2}])
+def test_what_is_no_index_is_refused_in_a_sentence(wrong: Any) -> None:
+    model = tiny("llada")
+    sae, tl = autoencoder(model), dl.bridge(model)
+    for name, call in (
+        ("layer", lambda: at_layers(ablate("z"), wrong)),
+        ("step", lambda: at_steps(ablate("z"), wrong)),
+        ("head", lambda: at_heads(ablate("z"), wrong)),
+        ("dim", lambda: ablate("resid", dims=wrong)),
+        ("feature", lambda: ablate_features(sae, wrong)),
+        ("feature", lambda: FeatureActivations(sae, wrong)),
+        ("cache_step", lambda: capture(model, [5, 9, 11], cache_steps=wrong, **RUN)),
+        ("cache_step", lambda: tl.denoise_with_cache([5, 9, 11], cache_steps=wrong, **RUN)),
+    ):
+        with pytest.raises(ValueError, match=f"give at least one {name} as a whole number"):
+            call()
+
+
+def test_none_and_a_slice_are_refused_where_indices_are_listed() -> None:
+    sae = autoencoder(tiny("llada"))
+    for wrong in (None, slice(1, 3)):
+        for name, call in (
+            ("layer", lambda given: at_layers(ablate("z"), given)),
+            ("head", lambda given: at_heads(ablate("z"), given)),
+            ("feature", lambda given: ablate_features(sae, given)),
+            ("feature", lambda given: FeatureActivations(sae, given)),
+        ):
+            with pytest.raises(ValueError, match=f"give at least one {name} as a whole number"):
+                call(wrong)
+
+
+def test_layers_in_an_array_and_an_array_as_a_layer() -> None:
+    model, ids = tiny("llada"), torch.tensor([[5, 9, 11]])
+    with attach_hooks(model, ablate("z"), layers=np.array([1])):  # type: ignore[arg-type]
+        found = model(ids).logits
+    with attach_hooks(model, ablate("z"), layers=[1]):
+        torch.testing.assert_close(found, model(ids).logits)
+    with pytest.raises(ValueError, match="layers is 0; give a list"), attach_hooks(model, layers=0):  # type: ignore[arg-type]
+        pass
+    recording = dl.record(model, [5, 9, 11], [dl.ReceivedAttention()], **RUN)
+    with pytest.raises(ValueError, match=r"layer is a ndarray .*; it must be a whole number"):
+        dl.viz.incoming_attention(recording, layer=np.array([0, 1]), head=0)

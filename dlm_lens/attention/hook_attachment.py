@@ -1,6 +1,6 @@
 """`attach_hooks`: run hooks at their sites in a model, inside a `with` block."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dlm_lens.arguments import chosen_indices
+from dlm_lens.arguments import chosen_indices, plain_number
 from dlm_lens.attention.hook import ColumnHook, Hook, HookLike, as_hook, is_hook
 from dlm_lens.attention.hook_context import PointContext, RunStep
 from dlm_lens.attention.hook_points import HOOK_POINTS, attention_stack, hook_point, listening
@@ -215,7 +215,8 @@ def checked(hooks: Iterable[Any] | None) -> tuple[Hook, ...]:
 
 def _layers(layers: Sequence[int] | None, count: int) -> set[int]:
     """The indices of the chosen layers; an empty list chooses none."""
-    return set() if layers is not None and not layers else set(chosen_indices("layer", layers, count))
+    given = plain_number(layers)
+    return set() if isinstance(given, Sized) and not len(given) else set(chosen_indices("layer", given, count))
 
 
 def _module(hook: Hook, block: Any) -> nn.Module:

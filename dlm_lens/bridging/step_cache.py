@@ -11,7 +11,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from dlm_lens.adapters.memory import free_bytes
-from dlm_lens.arguments import level_of_caller
+from dlm_lens.arguments import chosen_steps, level_of_caller
 from dlm_lens.placement import devices, input_device
 
 
@@ -122,25 +122,6 @@ def chosen_points(bridge: Any, names_filter: NamesFilter) -> dict[str, list[str]
             f"names_filter {names_filter!r} matches no hook point{why}; see bridge.hook_dict for the names"
         )
     return found
-
-
-def chosen_steps(steps: StepSelection, total: int) -> tuple[int, ...]:
-    """Step indices below `total`, in order; negative ones count from the end.
-
-    Raises:
-        ValueError: a step that the run does not have, or none.
-    """
-    if steps is None or isinstance(steps, slice):
-        found = range(total)[steps or slice(None)]
-        indices = list(found)
-    else:
-        indices = [steps] if isinstance(steps, int) else [int(step) for step in steps]
-    for step in indices:
-        if not -total <= step < total:
-            raise ValueError(f"cache_steps has step {step}, but the run has {total}, 0 to {total - 1}")
-    if not indices:
-        raise ValueError(f"cache_steps {steps!r} names no step of the run's {total}; give at least one")
-    return tuple(sorted({step % total for step in indices}))
 
 
 def bytes_per_step(bridge: Any, points: Iterable[str], positions: int, rows: int = 1) -> dict[str, int]:

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import INDICES, meant
-from dlm_lens.printable import is_array
+from dlm_lens.arguments import INDICES, is_whole, meant
+from dlm_lens.printable import is_array, shown
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Level, Received, Trajectories, received_of
 from dlm_lens.sinks.received import AXES
@@ -98,7 +98,7 @@ def some_of(layers: Sequence[int]) -> tuple[int, ...]:
 def row_number(given: Any, row: int) -> int:
     """The number that a row has in the whole recording, of which `given` may be a part; else its place."""
     given = meant(given)
-    known = isinstance(given, Recording) and 0 <= row < len(given.rows)
+    known = isinstance(given, Recording) and is_whole(row) and 0 <= row < len(given.rows)
     return int(given.rows[row]) if known else row
 
 
@@ -136,8 +136,10 @@ def index_of(name: str, index: int, indices: Sequence[int]) -> int:
     """The place of a layer, head or row on its axis.
 
     Raises:
-        ValueError: it is not among the indices of the axis.
+        ValueError: it is no whole number, or not among the indices of the axis.
     """
+    if not is_whole(index):
+        raise ValueError(f"{name} is {shown(index)}; it must be a whole number")
     if index not in indices:
         raise ValueError(f"{name} {index} is not among the {name}s {', '.join(map(str, indices)) or '(none)'}")
     return list(indices).index(index)

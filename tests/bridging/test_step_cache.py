@@ -159,7 +159,7 @@ def test_impossible_requests_are_refused() -> None:
         tl.denoise_with_cache(PROMPT, names_filter="blocks.0.attn.pattern")
     with pytest.raises(KeyError, match="switched off"):
         tl.denoise_with_cache(PROMPT, names_filter="blocks.0.attn.hook_result")
-    with pytest.raises(ValueError, match="step 32, but the run has 32, 0 to 31"):
+    with pytest.raises(ValueError, match="step 32 is not there: the run has 32 steps, 0 to 31"):
         tl.denoise_with_cache(PROMPT, names_filter=patterns, cache_steps=32)
     with pytest.raises(ValueError, match="names no step"):
         tl.denoise_with_cache(PROMPT, names_filter=patterns, cache_steps=[])

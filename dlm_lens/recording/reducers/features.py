@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import chosen_indices, is_whole
+from dlm_lens.arguments import chosen_indices, is_whole, listed_indices
 from dlm_lens.features import SparseAutoencoder, load_sae
 from dlm_lens.recording.reducer_registry import ReducerEntry
 from dlm_lens.recording.reducers.base import LayerStep, Reducer, ReducerGroup
@@ -60,7 +60,8 @@ class FeatureActivations(ReducerGroup):
             )
         if not is_whole(self.top) or self.top < 1:
             raise ValueError(f"FeatureActivations: top is {self.top!r}; it must be a whole number of at least 1")
-        chosen = chosen_indices("feature", self.features, self.sae.features) if len(self.features) else ()
+        given = listed_indices("feature", self.features, "FeatureActivations: ")
+        chosen = chosen_indices("feature", given, self.sae.features) if given else ()
         object.__setattr__(self, "features", chosen)
 
     @property
