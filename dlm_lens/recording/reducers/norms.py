@@ -128,7 +128,7 @@ class QueryNorm(Reducer):
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head query"]:
         """The norm, NaN at padding."""
-        return layer.only_queries(layer.inputs.q.norm(dim=-1, dtype=torch.float32))
+        return layer.only_queries(norm32(layer.inputs.q))
 
 
 @dataclass(frozen=True)
