@@ -3,7 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any, Never, ParamSpec, TypeVar
@@ -311,6 +311,17 @@ def plain_number(value: Any) -> Any:
     if is_numpy_scalar(value):
         return value.item() if value.dtype.kind in "biuf" else value
     return value.item() if is_array(value) and not len(value.shape) else value
+
+
+def store_plain_numbers(settings: Any) -> None:
+    """Store the numbers in the fields of a frozen dataclass, and in tuples there, as Python's (`plain_number`).
+
+    Equal settings are then equal and print alike, in records too.
+    """
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        plain = tuple(map(plain_number, value)) if type(value) is tuple else plain_number(value)
+        object.__setattr__(settings, each.name, plain)
 
 
 def level_of_caller() -> int:

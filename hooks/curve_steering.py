@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.arguments import is_real
+from dlm_lens.arguments import is_real, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, RunStep, run_of
 from dlm_lens.hooks.positions import (
     ActivationSite,
@@ -45,6 +45,7 @@ class SteerAlong(Hook):
     padding_safe, remembers = True, False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         activation_site(self.site, "steer_along")
         object.__setattr__(self, "positions", read_positions(self.positions, "steer_along"))
         object.__setattr__(self, "knots", tuple(map(float, self.knots)))

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dlm_lens.arguments import chosen_indices, listed_indices
+from dlm_lens.arguments import chosen_indices, listed_indices, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, RunStep, Site
 from dlm_lens.features import SparseAutoencoder, load_sae
 from dlm_lens.hooks.positions import GivenPositions, Positions, read_positions, spread, where
@@ -38,6 +38,7 @@ class EditFeatures(Hook):
     remembers = False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         who = self.name
         if isinstance(self.sae, str | Path):
             object.__setattr__(self, "sae", load_sae(self.sae))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dlm_lens.arguments import is_whole, store_plain_numbers
 from dlm_lens.attention import (
     ColumnHook,
     ColumnMask,
@@ -21,6 +22,7 @@ from dlm_lens.hooks.position_masking import mask_positions
 from dlm_lens.hooks.positions import Position
 from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
 from dlm_lens.hooks.sink_sources import grown
+from dlm_lens.printable import shown
 from dlm_lens.sinks import Detector
 
 
@@ -30,6 +32,11 @@ class FreezeSinks(ColumnHook):
 
     sinks: MaskSinks
     step: int
+
+    def __post_init__(self) -> None:
+        store_plain_numbers(self)
+        if not is_whole(self.step):
+            raise ValueError(f"freeze_sinks: step is {shown(self.step)}; it must be a whole number")
 
     def __repr__(self) -> str:
         inside = repr(self.sinks).removeprefix("mask_sinks(").removesuffix(")")

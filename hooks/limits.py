@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.arguments import check_index, listed_indices
+from dlm_lens.arguments import check_index, listed_indices, plain_number
 from dlm_lens.attention import (
     ColumnHook,
     ColumnMask,
@@ -429,7 +429,7 @@ def at_progress(hook: HookLike, progress: tuple[float, float] | Callable[[Float[
     inner = as_hook(hook)
     if callable(progress):
         return _limited(inner, ProgressLimit(chosen=progress))
-    pair = tuple(progress) if isinstance(progress, tuple | list) else ()
+    pair = tuple(map(plain_number, progress)) if isinstance(progress, tuple | list) else ()
     plain = all(isinstance(end, int | float) and not isinstance(end, bool) for end in pair)
     if len(pair) != 2 or not plain or not 0 <= pair[0] < pair[1] <= 1:
         raise ValueError(f"progress is {progress!r}; it must be an interval (low, high) within 0 and 1")

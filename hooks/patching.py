@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, RunStep, run_of
 from dlm_lens.hooks.activation_capture import Activations
 from dlm_lens.hooks.positions import (
@@ -36,6 +37,7 @@ class PatchFrom(Hook):
     remembers = False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         if not isinstance(self.source, Activations):
             raise ValueError(
                 f"patch_from: {type(self.source).__name__} holds no activations; give "

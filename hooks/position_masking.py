@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkToken, Stage, run_of
 from dlm_lens.hooks.base import call_of, check_stage
 from dlm_lens.hooks.positions import Position, check_sinks_known
@@ -36,6 +37,7 @@ class MaskPositions(ColumnHook):
     keep_self: bool = False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         check_stage(self.stage, self.renormalise)
         if not self.positions:
             raise ValueError("mask_positions needs at least one position")
@@ -131,6 +133,7 @@ class MaskTokens(ColumnHook):
     remembers = False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         check_stage(self.stage, self.renormalise)
         if not self.classes:
             raise ValueError(f"mask_tokens needs a class ({', '.join(CLASSES)}) or a token id")

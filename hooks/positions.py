@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from dlm_lens.arguments import plain_number
 from dlm_lens.attention import PointContext, RunStep, SinkToken, run_of
 from dlm_lens.hooks.row_positions import RowPositions
 
@@ -37,12 +38,13 @@ def read_positions(positions: Any, who: str) -> Positions:
     named: dict[Any, Positions] = {name: name for name in get_args(PositionClass)}
     if positions is None or (isinstance(positions, str) and positions in named):
         return None if positions is None else named[positions]
+    positions = plain_number(positions)
     if isinstance(positions, Position):
         positions = (positions,)
     known = ", ".join(map(repr, get_args(PositionClass)))
     if isinstance(positions, str) or not isinstance(positions, Iterable):
         raise ValueError(f"{who}: positions is {positions!r}; give canvas positions, sink(i), or one of {known}")
-    found = tuple(positions)
+    found = tuple(map(plain_number, positions))
     if not found:
         raise ValueError(f"{who}: no position; give at least one, or None for all")
     for position in found:

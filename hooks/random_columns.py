@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.attention import (
     ColumnHook,
     ColumnMask,
@@ -56,6 +57,7 @@ class MaskRandom(ColumnHook):
     classes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         check_stage(self.stage, self.renormalise)
         object.__setattr__(self, "classes", checked_classes(self.classes, ON_CANVAS))
         if (self.k is None) == (self.like is None):

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from dlm_lens.arguments import plain_number, store_plain_numbers
 from dlm_lens.attention import PointContext, RunStep, padding_before, run_of
 
 
@@ -26,11 +27,12 @@ class RowPositions:
     rows: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         given: tuple[Any, ...] = self.rows
         rows = tuple((row,) if isinstance(row, int) else row for row in given)
         if not rows or any(isinstance(row, str) or not isinstance(row, Iterable) for row in rows):
             raise ValueError(f"by_row{given!r:.80}: give a list of positions for each row: by_row([3, 4], [7])")
-        rows = tuple(tuple(row) for row in rows)
+        rows = tuple(tuple(map(plain_number, row)) for row in rows)
         for position in (position for row in rows for position in row):
             if isinstance(position, bool) or not isinstance(position, int):
                 raise ValueError(f"by_row: {position!r:.80} is no position; give whole numbers")

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, Site, Stage
 from dlm_lens.hooks.base import call_of
 from dlm_lens.hooks.positions import (
@@ -37,6 +38,7 @@ class ScaleAttention(Hook):
     remembers = False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         object.__setattr__(self, "positions", read_positions(self.positions, "scale_attention"))
         if not (0 < self.factor < math.inf):
             raise ValueError(f"scale_attention: factor is {self.factor}; it must be above 0 (mask_positions hides)")
@@ -112,6 +114,7 @@ class ZeroValue(Hook):
     remembers = False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         object.__setattr__(self, "positions", read_positions(self.positions, "zero_value"))
         if self.positions is None:
             raise ValueError("zero_value needs positions: canvas positions, sink(i), or a class such as 'masked'")

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, Stage, run_of, top_columns
 from dlm_lens.hooks.base import call_of, check_stage
 from dlm_lens.hooks.sink_sources import (
@@ -46,6 +47,7 @@ class MaskSinks(ColumnHook):
     classes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         check_stage(self.stage, self.renormalise)
         object.__setattr__(self, "classes", checked_classes(self.classes))
         if self.top is not None and (isinstance(self.top, bool) or not isinstance(self.top, int) or self.top < 1):

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.attention import Hook, PointContext
 from dlm_lens.hooks.positions import (
     ActivationSite,
@@ -40,6 +41,7 @@ class Steer(Hook):
     remembers = False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         activation_site(self.site, "steer")
         check_schedule(self.schedule, "steer")
         object.__setattr__(self, "positions", read_positions(self.positions, "steer"))
@@ -125,6 +127,7 @@ class Splice(Hook):
     remembers = False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         activation_site(self.site, "splice")
         object.__setattr__(self, "positions", read_positions(self.positions, "splice"))
         if not callable(self.module):

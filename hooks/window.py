@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.arguments import plain_number, store_plain_numbers
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkLayout, Stage
 from dlm_lens.hooks.base import check_stage
 from dlm_lens.hooks.position_masking import MaskPositions
@@ -32,6 +33,7 @@ class KeepOnly(ColumnHook):
     renormalise: bool = False
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         check_stage(self.stage, self.renormalise)
         for name, value, least in (("window", self.window, 1), ("ahead", self.ahead, 0)):
             wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
@@ -147,6 +149,7 @@ def keep_only(
         ValueError: settings that contradict each other.
     """
     kept: MaskSinks | MaskPositions | None
+    sinks = plain_number(sinks)
     if isinstance(sinks, Sequence):
         if settings:
             raise ValueError(f"{', '.join(settings)}: only for a detector or a number; these sinks are positions")

@@ -8,8 +8,31 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.arguments import check_index, chosen_indices, chosen_steps
-from dlm_lens.hooks import ablate, ablate_features, at_heads, at_layers, at_steps, attach_hooks, capture
+from dlm_lens.hooks import (
+    ablate,
+    ablate_features,
+    at_heads,
+    at_layers,
+    at_progress,
+    at_steps,
+    attach_hooks,
+    by_row,
+    capture,
+    freeze_sinks,
+    hooks_of_run,
+    keep_only,
+    mask_positions,
+    mask_random,
+    mask_sinks,
+    mask_tokens,
+    mask_top_sinks,
+    scale_attention,
+    steer,
+    steer_feature,
+    zero_value,
+)
 from dlm_lens.recording import FeatureActivations, Recording, rerun
+from dlm_lens.sinks import AboveMedian, AboveStd, AttentionShare, LowKeyNorm, SoftSigmoid
 from dlm_lens.sinks.statistics import Estimate
 from dlm_lens.testing import tiny
 from tests.recording.test_features import autoencoder
@@ -146,3 +169,64 @@ def test_layers_in_an_array_and_an_array_as_a_layer() -> None:
     recording = dl.record(model, [5, 9, 11], [dl.ReceivedAttention()], **RUN)
     with pytest.raises(ValueError, match=r"layer is a ndarray .*; it must be a whole number"):
         dl.viz.incoming_attention(recording, layer=np.array([0, 1]), head=0)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, torch.tensor, np.array])
+def test_numbers_of_numpy_and_torch_in_settings_are_pythons(kind: Any) -> None:
+    half = kind(0.5)
+    for make in (
+        dl.AboveMean,
+        AboveStd,
+        SoftSigmoid,
+        AttentionShare,
+        LowKeyNorm,
+        lambda one: AboveMedian(one, one),
+        lambda one: scale_attention(0, one),
+        lambda one: at_progress(mask_positions(0), (one, 1.0)),
+    ):
+        assert make(half) == make(0.5)
+        assert repr(make(half)) == repr(make(0.5))
+    for make in (
+        lambda one: steer(torch.ones(32), one, schedule=(one, 1.0)),
+        lambda one: steer(torch.ones(32), 1.0, schedule=one),
+        lambda one: steer_feature(autoencoder(tiny("llada")), 3, one, schedule=one),
+    ):
+        assert repr(make(half)) == repr(make(0.5))
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor, np.array])
+def test_whole_numbers_of_numpy_and_torch_in_settings_are_pythons(kind: Any) -> None:
+    two = kind(2)
+    for make in (
+        dl.TopK,
+        mask_positions,
+        mask_tokens,
+        mask_top_sinks,
+        mask_random,
+        lambda one: mask_random(1, seed=one),
+        lambda one: mask_sinks(dl.AboveMean(one), top=one),
+        lambda one: keep_only(one, one, ahead=one),
+        lambda one: freeze_sinks(dl.TopK(1), step=one),
+        lambda one: scale_attention([one], 0.5),
+        lambda one: zero_value(one),
+        lambda one: by_row([one], [3, one]),
+    ):
+        assert make(two) == make(2)
+        assert repr(make(two)) == repr(make(2))
+
+
+def test_a_run_whose_hook_has_a_number_of_numpy_can_be_repeated(tmp_path: Any) -> None:
+    model = tiny("llada")
+    hooks = [mask_sinks(dl.AboveMean(np.linspace(1, 3, 2)[0])), at_progress(ablate("z"), (np.float64(0.5), 1.0))]
+    recording = dl.record(model, [5, 9], [dl.ValueNorm()], hooks=hooks, to=tmp_path / "run", **RUN)
+    assert [repr(one) for one in hooks_of_run(recording.run)] == [repr(one) for one in hooks]
+    hooks = [mask_sinks(dl.AboveMean(1.0)), at_progress(ablate("z"), (0.5, 1.0))]
+    again = dl.record(model, [5, 9], [dl.ValueNorm()], hooks=hooks, to=tmp_path / "run", **RUN)
+    assert again.value_norm.equal(recording.value_norm)
+
+
+@pytest.mark.parametrize("wrong", [np.float64("nan"), np.bool_(True), torch.ones(2), np.int64(-1), "3"])
+def test_what_is_no_setting_of_a_detector_is_refused(wrong: Any) -> None:
+    for kind in (dl.AboveMean, dl.TopK):
+        with pytest.raises(ValueError, match=r": (eps|k) must be"):
+            kind(wrong)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.sinks.detector_registry import DetectorEntry
 from dlm_lens.sinks.detectors.base import Detector, Quantity, settings_as_floats
 
@@ -45,6 +46,7 @@ class AboveMean(Detector):
     leaves_one: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         ENTRY.check(self.eps)
         settings_as_floats(self)
 

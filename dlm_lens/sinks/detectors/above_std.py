@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.sinks.detector_registry import DetectorEntry, check_setting
 from dlm_lens.sinks.detectors.base import Detector, mean_and_std, settings_as_floats
 
@@ -53,6 +54,7 @@ class AboveStd(Detector):
     leaves_one: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         ABOVE_STD.check(self.k)
         settings_as_floats(self)
 
@@ -82,6 +84,7 @@ class SoftSigmoid(Detector):
     hysteresis_setting: ClassVar[str | None] = "k"
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         SOFT_SIGMOID.check(self.alpha)
         check_setting("SoftSigmoid", "k", self.k, "not negative")
         check_setting("SoftSigmoid", "above", self.above, "fraction")

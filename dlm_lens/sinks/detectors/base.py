@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.printable import shown
 from dlm_lens.sinks.detector_registry import check_setting, parse_detector
 
@@ -108,6 +109,7 @@ class ConstantThreshold(Detector):
     hysteresis_setting: ClassVar[str | None] = "threshold"
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         check_setting(type(self).__name__, "threshold", self.threshold, "fraction")
         settings_as_floats(self)
 

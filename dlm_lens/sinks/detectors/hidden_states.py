@@ -6,6 +6,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.sinks.detector_registry import DetectorEntry, check_setting
 from dlm_lens.sinks.detectors.base import MedianDetector, Quantity, settings_as_floats
 
@@ -43,6 +44,7 @@ class AboveMedian(MedianDetector):
     at_least: float = 100.0
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         ABOVE_MEDIAN.check(self.times)
         check_setting("AboveMedian", "at_least", self.at_least, "not negative")
         settings_as_floats(self)
@@ -73,6 +75,7 @@ class LowKeyNorm(MedianDetector):
     low_is_sink: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         LOW_KEY_NORM.check(self.below)
         settings_as_floats(self)
 

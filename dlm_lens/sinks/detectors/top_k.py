@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.attention import top_columns
 from dlm_lens.sinks.detector_registry import DetectorEntry
 from dlm_lens.sinks.detectors.base import Detector
@@ -32,6 +33,7 @@ class TopK(Detector):
     k: int
 
     def __post_init__(self) -> None:
+        store_plain_numbers(self)
         ENTRY.check(self.k)
 
     @property
