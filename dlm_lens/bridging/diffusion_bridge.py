@@ -189,7 +189,11 @@ class DiffusionBridge(TransformerBridge):
         return found, collector.result()
 
     def bytes_per_step(self, names_filter: NamesFilter, positions: int, rows: int = 1) -> dict[str, int]:
-        """Bytes of each matching activation per step, for `rows` canvases of `positions` (guidance: twice)."""
+        """Bytes of each matching activation per step, for `rows` canvases of `positions` (guidance: twice).
+
+        Raises:
+            ValueError: fewer than one position or row.
+        """
         return bytes_per_step(self, chosen_points(self, names_filter), positions, rows)
 
     def diffusion_generate(self, *args: Any, **options: Any) -> NoReturn:

@@ -11,7 +11,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from dlm_lens.adapters.memory import free_bytes
-from dlm_lens.arguments import chosen_steps, level_of_caller
+from dlm_lens.arguments import chosen_steps, level_of_caller, whole
 from dlm_lens.placement import devices, input_device
 
 
@@ -128,7 +128,12 @@ def bytes_per_step(bridge: Any, points: Iterable[str], positions: int, rows: int
     """Bytes of every hook point's activation in one forward pass over `positions` canvas positions.
 
     Measured in three passes over 1, 2 and 3 positions: an activation is at most quadratic in their number.
+
+    Raises:
+        ValueError: fewer than one position or row.
     """
+    for number, value in (("positions", positions), ("rows", rows)):
+        whole(least=1).check(number, value)
     sizes: dict[str, list[int]] = {name: [] for name in points}
 
     def measure(tensor: Any, hook: Any) -> None:

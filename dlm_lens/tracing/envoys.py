@@ -227,7 +227,7 @@ class SamplerEnvoy(Envoy):
     @confidence.transform  # type: ignore[no-redef]
     def confidence(self, view: Any, raw: Any) -> Any:
         """Combine an edited confidence with the tokens."""
-        return type(raw)(raw[0], view)
+        return type(raw)(raw[0], _assigned("confidence", view, raw[1]))
 
     @eproperty(key="select.output", description="positions unmasked at this step [batch, position]")
     def unmasked(self, value: Tensor) -> Bool[Tensor, "batch position"]:
@@ -240,7 +240,7 @@ class SamplerEnvoy(Envoy):
 
     @unmasked.postprocess  # type: ignore[no-redef]
     def unmasked(self, value: Any) -> Tensor:
-        """Convert numbers 0 and 1 to bool."""
+        """Check assigned truth values."""
         return _assigned("unmasked", value, Mediator.value(f"{self.path}.select.output"))
 
     @eproperty(key="revise.output", description="decided positions rewritten at this step [batch, position]")
@@ -250,7 +250,7 @@ class SamplerEnvoy(Envoy):
 
     @revised.postprocess  # type: ignore[no-redef]
     def revised(self, value: Any) -> Tensor:
-        """Convert numbers 0 and 1 to bool."""
+        """Check assigned truth values."""
         return _assigned("revised", value, Mediator.value(f"{self.path}.revise.output"))
 
     @property
@@ -273,7 +273,8 @@ def _assigned(name: str, value: Any, own: Tensor) -> Tensor:
     """A value that was assigned to one of the sampler's, in the shape and dtype of the value it replaces.
 
     Raises:
-        ValueError: something that has no such shape, or fractions where token ids belong.
+        ValueError: something that has no such shape, fractions where token ids belong, positions where truth values
+            belong, or a confidence that cannot be ranked.
     """
     try:
         given = torch.as_tensor(value, device=own.device)
@@ -283,7 +284,15 @@ def _assigned(name: str, value: Any, own: Tensor) -> Tensor:
         raise ValueError(
             f"lm.sampler.{name} was assigned {of}; assign [batch, position], of shape {list(own.shape)} here"
         ) from None
-    if given.is_floating_point() and not own.is_floating_point() and own.dtype != torch.bool:
+    if own.dtype == torch.bool and given.dtype != torch.bool:
+        # Numbers may be positions: broadcast to truth values, [10] would stand for every position.
+        raise ValueError(
+            f"lm.sampler.{name} was assigned {shown(value)}; assign truth values [batch, position], such as "
+            "step.masked & (torch.arange(step.masked.shape[1]) == 10)"
+        )
+    if own.is_floating_point() and bool((fitting.isnan() & ~own.isnan()).any()):
+        raise ValueError(f"lm.sampler.{name} was assigned NaN; assign numbers, or -inf where none is to be chosen")
+    if given.is_floating_point() and not own.is_floating_point():
         raise ValueError(f"lm.sampler.{name} was assigned a tensor of {given.dtype}; it must hold token ids")
     return fitting.to(own.dtype)
 

@@ -165,6 +165,12 @@ def test_impossible_requests_are_refused() -> None:
         tl.denoise_with_cache(PROMPT, names_filter=patterns, cache_steps=[])
 
 
+@pytest.mark.parametrize(("positions", "rows"), [(-3, 1), (0, 1), (2.5, 1), (4, 0)])
+def test_the_size_of_no_positions_is_refused(positions: Any, rows: int) -> None:
+    with pytest.raises(ValueError, match="it must be a whole number of at least 1"):
+        dl.bridge("toy").bytes_per_step(None, positions, rows)
+
+
 def test_steps_of_an_ar_run_do_not_stack() -> None:
     _, cache = dl.bridge("toy-ar").denoise_with_cache(PROMPT, gen_length=3, names_filter=patterns)
     assert [cache["blocks.0.attn.hook_pattern", step].shape[-1] for step in cache.steps] == [7, 8, 9]

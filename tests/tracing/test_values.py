@@ -269,6 +269,12 @@ def test_what_a_step_says_of_the_run(lm: Any) -> None:
         ("confidence", torch.zeros(1, 3), r"confidence was assigned a tensor of shape \[1, 3\]"),
         ("proposal", torch.zeros(2, 12, dtype=torch.long), r"proposal was assigned a tensor of shape \[2, 12\]"),
         ("proposal", torch.full((1, 12), 3.7), r"proposal was assigned a tensor of torch.float32; it must hold"),
+        ("unmasked", torch.tensor([10]), r"unmasked was assigned a Tensor int64 \[1\]; assign truth values"),
+        ("unmasked", 10, "unmasked was assigned 10; assign truth values"),
+        ("unmasked", [[10]], r"unmasked was assigned \[\[10\]\]; assign truth values"),
+        ("unmasked", torch.ones(1, 12), r"unmasked was assigned a Tensor float32 \[1, 12\]; assign truth values"),
+        ("revised", torch.tensor([10]), r"revised was assigned a Tensor int64 \[1\]; assign truth values"),
+        ("confidence", float("nan"), "confidence was assigned NaN; assign numbers, or -inf where none is"),
         ("canvas", "abc", r"lm.canvas was assigned 'abc'; assign token ids \[batch, position\]"),
         ("canvas", None, r"lm.canvas was assigned None"),
     ],
@@ -279,6 +285,21 @@ def test_an_assigned_value_that_does_not_fit_is_named(lm: Any, name: str, value:
         for _step in tracer.steps[2]:
             setattr(lm if name == "canvas" else lm.sampler, name, value)
     same_run(dl.denoise(lm._module, IDS, **RUN), run64(lm._module, IDS, **RUN)[0])
+
+
+def test_a_confidence_that_is_edited_to_nan_is_refused(lm: Any) -> None:
+    with pytest.raises(ValueError, match="confidence was assigned NaN"), lm.generate(IDS, **RUN) as tracer:
+        for _step in tracer.steps[2]:
+            lm.sampler.confidence[:] = float("nan")
+
+
+def test_truth_values_are_broadcast(lm: Any) -> None:
+    last = [False] * 11 + [True]
+    with lm.generate(IDS, **RUN) as tracer:
+        for _step in tracer.steps[0]:
+            lm.sampler.unmasked = last
+        run = tracer.result.save()
+    assert run.unmasked[0].tolist() == [last]
 
 
 def test_an_assigned_value_takes_the_dtype_of_the_sampler_s(lm: Any) -> None:
