@@ -91,12 +91,12 @@ class Preview:
 class ShowsItself:
     """A result with a headline (its repr) and a preview, in a notebook and in a terminal.
 
-    `_preview` is the first lines of `table()` where a class has no other.
+    `_preview` is the first lines of `table()` where a class has no other, and nothing where it has no table.
     """
 
     def _preview(self) -> Preview:
-        table: DataFrame = self.table()  # type: ignore[attr-defined]  # classes without a table have a preview
-        return Preview(table=table, note="all: .table()")
+        table = getattr(self, "table", None)
+        return Preview() if table is None else Preview(table=table(), note="all: .table()")
 
     def _repr_html_(self) -> str:
         """HTML for a notebook, without scripts; all text is escaped."""

@@ -21,6 +21,7 @@ from dlm_lens.attention import (
     head_width,
     run_of,
 )
+from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun, StepObserver, StepPlan, denoise
 from dlm_lens.sampling.stored_run import StoredRun
 
@@ -31,7 +32,7 @@ Key = tuple[Site, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Activations:
+class Activations(ShowsItself):
     """Activations of a run; `activations[site, layer, step]` is one, [batch, position, ...].
 
     With guidance the rows are the conditional ones and then the unconditional ones; in a sink model positions count

@@ -21,6 +21,7 @@ from dlm_lens.attention import (
     head_width,
     run_of,
 )
+from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
@@ -33,7 +34,7 @@ BINS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class MeanActivations:
+class MeanActivations(ShowsItself):
     """Means of one activation; measure them with `mean_activations`.
 
     `a + b` are the means over both measurements.

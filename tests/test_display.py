@@ -29,15 +29,20 @@ def run() -> dl.DenoisingRun:
 
 
 @pytest.fixture(scope="module")
-def results(run: dl.DenoisingRun) -> list[Any]:
+def results(run: dl.DenoisingRun, tmp_path_factory: Any) -> list[Any]:
     model = dl.load("toy")
     recording = dl.record(model, [PROBLEM] * 2, [dl.ReceivedAttention(), dl.ValueNorm()], **RUN)
     sinks = dl.find_sinks(recording, AboveMean(3.0))
+    stored = tmp_path_factory.mktemp("recorded") / "run"
+    dl.record(model, PROBLEM, [dl.ValueNorm()], to=stored, **RUN)
     return [
         run, recording, sinks, dl.trajectories(recording, AboveMean(3.0)), dl.value_norms(recording, sinks),
         dl.compare(model, PROBLEM, hooks=[mask_top_sinks(3)], **RUN), dl.logit_lens(model, recording.run, sinks),
         dl.replay(model, run, hooks=[mask_top_sinks(1)]), Evaluation((), {}),
-        dl.log_likelihood(model, [PROBLEM], [" answer 9"], samples=8),
+        dl.log_likelihood(model, [PROBLEM], [" answer 9"], samples=8), dl.received_of(recording),
+        dl.probes.commitment(model, run), dl.probes.serial_depth(model, positions=8),
+        dl.probes.sink_anatomy(model, run, AboveMean(1.0)), dl.hooks.capture(model, run, "resid", cache_steps=0),
+        dl.hooks.mean_activations(model, PROBLEM, "z", **RUN), dl.recording.RecordingSet(stored),
     ]  # fmt: skip
 
 

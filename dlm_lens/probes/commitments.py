@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, flag
 from dlm_lens.attention import HookLike, exclusive
+from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions, result_of
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -21,7 +22,7 @@ from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 
 
 @dataclass(frozen=True, eq=False)
-class Commitment:
+class Commitment(ShowsItself):
     """What each step predicts at the open positions of a run, and from when on it is the final token.
 
     A position is *committed* at step t if from t on until it is decided every step's most likely token is its final

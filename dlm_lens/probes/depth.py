@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.attention import attention_blocks, decoder_of, exclusive
+from dlm_lens.display import ShowsItself
 
 _MOVES = """
 _local_scalar_dense _unsafe_view alias as_strided broadcast_in_dim cat clone constant_pad_nd copy detach diagonal
@@ -51,7 +52,7 @@ CONDITIONING = "self_conditioning_logits"
 
 
 @dataclass(frozen=True)
-class SerialDepth:
+class SerialDepth(ShowsItself):
     """Depth of the circuit of one pass, in operations (2603.09786, section 3; its counting rules below).
 
     Inputs and weights have depth 0, an operation one more than its deepest operand: an operation on each number

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, flag, whole
 from dlm_lens.attention import MIN_VIEWERS, attach_hooks, attention_stacks, exclusive
+from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.probes.score_parts import PARTS, SHARES, ScoreParts, rotation_readers
 from dlm_lens.recording import KeyNorm, QueryClass, QueryNorm, ReceivedAttention, Recording, rerun
 from dlm_lens.sampling import DenoisingRun
@@ -26,7 +27,7 @@ CAUSES = ("norms", "angles", "either", "together")
 
 
 @dataclass(frozen=True, eq=False)
-class SinkAnatomy:
+class SinkAnatomy(ShowsItself):
     """The sinks of a run, and which of them remain in patterns without a part of the scores.
 
     The patterns are `PARTS`, explained in `ScoreParts`. A sink *survives* in a pattern if the same key is a sink
@@ -68,6 +69,9 @@ class SinkAnatomy:
         causes = self.causes()
         shares = ", ".join(f"{name} {share:.0%}" for name, share in zip(CAUSES, causes["share"], strict=True))
         return f"SinkAnatomy({self.sinks} sinks by {self.detector}: {shares})"
+
+    def _preview(self) -> Preview:
+        return Preview(table=self.causes(), note="more: .survival(), .by_layer(), .geometry(), .variance()")
 
     @property
     def sinks(self) -> int:

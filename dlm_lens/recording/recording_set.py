@@ -4,13 +4,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.display import ShowsItself
 from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.shards import ShardDirectory
 from dlm_lens.recording.storage import load_part, missing_parts
 
 
-class RecordingSet(Sequence[Recording]):
+class RecordingSet(ShowsItself, Sequence[Recording]):
     """The finished recordings in a directory, as `record(..., to=)` and `dlm-lens record` write them.
 
     A sequence in the order of rows. Each access reads the recording again, and an array on its first use; nothing

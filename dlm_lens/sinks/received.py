@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import instance, level_of_caller
 from dlm_lens.attention import padding_before
+from dlm_lens.display import ShowsItself
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.detectors.base import Quantity
 
@@ -50,7 +51,7 @@ def in_model(at: Mapping[str, Any], layers: Sequence[int], heads: Sequence[int])
 
 
 @dataclass(frozen=True, eq=False)
-class Received:
+class Received(ShowsItself):
     """Received attention r_j = sum_i A_ij of every key, at every step, in every layer and head.
 
     The A-bar of 2510.15731, section 4.1, is r_j divided by the number of queries; docs/sinks.md explains the

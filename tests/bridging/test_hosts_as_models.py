@@ -59,3 +59,15 @@ def test_a_diffusion_lm_can_be_bridged() -> None:
     model = tiny("llada")
     ids = torch.tensor(PROMPT)
     assert torch.equal(dl.bridge(dl.DiffusionLM(model))(ids), dl.bridge(model)(ids))
+
+
+@torch.no_grad()
+def test_tokens_attend_to_padding_without_a_mask_and_texts_do_not() -> None:
+    model, prompts = dl.load("toy"), ["tom has 5 apples . how many apples ? :", "sort 4 2 :"]
+    tl = dl.bridge(model)
+    given = model.tokenizer(prompts, return_tensors="pt", padding=True)
+    content, tokens = given["attention_mask"].bool(), tl.to_tokens(prompts)
+    plain = model(**given).logits[content]
+    torch.testing.assert_close(tl(prompts)[content], plain, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(tl(tokens, attention_mask=content.long())[content], plain, rtol=1e-3, atol=1e-4)
+    assert float((tl(tokens)[content] - plain).abs().max()) > 1.0
