@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_lens.arguments import chosen_indices, chosen_steps
+from dlm_lens.arguments import chosen_indices, chosen_steps, plain_number
 from dlm_lens.attention import (
     SITES,
     Hook,
@@ -22,6 +22,7 @@ from dlm_lens.attention import (
     run_of,
 )
 from dlm_lens.display import ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, StepObserver, StepPlan, denoise
 from dlm_lens.sampling.stored_run import StoredRun
 
@@ -70,7 +71,9 @@ class Activations(ShowsItself):
         )
 
     def __getitem__(self, key: Key) -> Tensor:
-        site, layer, step = key
+        if not isinstance(key, tuple) or len(key) != 3:
+            raise KeyError(f"{shown(key)} names no activation; give activations[site, layer, step]")
+        site, layer, step = key[0], plain_number(key[1]), plain_number(key[2])
         count = max(self.layers) + 1
         found = self.values.get((site, layer % count if layer < 0 else layer, step))
         if found is None:

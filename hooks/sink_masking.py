@@ -22,6 +22,7 @@ from dlm_lens.hooks.sink_sources import (
 from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
+from dlm_lens.sinks.detectors.base import of_every_key
 from dlm_lens.sinks.received import MERGED
 
 When = Literal["current", "previous", "clean"]
@@ -129,7 +130,7 @@ class MaskSinks(ColumnHook):
             return None
         assert self.detector is not None
         scores = scores_of(given, self.per, self.detector.quantity, self.relative)
-        found = self.detector.detect(scores)
+        found = of_every_key(self.detector, "detect", self.detector.detect(scores), scores)
         if self.top is not None:
             found = top_columns(scores.masked_fill(~found, torch.nan), self.top)
         return grown(found, keys)

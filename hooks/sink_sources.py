@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.attention import MIN_VIEWERS, ColumnStats, PointContext, RunStep, run_of, top_columns
 from dlm_lens.sinks import Detector, Level, Quantity, Received, Sinks
 from dlm_lens.sinks.detection import check_all_heads
+from dlm_lens.sinks.detectors.base import of_every_key
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, with_all_axes
 
 
@@ -126,7 +127,7 @@ def measured_columns(
             received = received.part(layers=slice(index, index + 1))
         received = received.on_scale(RELATIVE if relative else COLUMN_SUM).at_level(per)
         scores = received.read(detector.quantity)[0][0, :, 0]
-        found = detector.detect(scores)
+        found = of_every_key(detector, "detect", detector.detect(scores), scores)
     if top is not None:
         found = top_columns(scores.float().masked_fill(~found, torch.nan), top)
     if "head" in source.dims and (isinstance(source, Sinks) or per == "head"):

@@ -230,3 +230,55 @@ def test_what_is_no_setting_of_a_detector_is_refused(wrong: Any) -> None:
     for kind in (dl.AboveMean, dl.TopK):
         with pytest.raises(ValueError, match=r": (eps|k) must be"):
             kind(wrong)
+
+
+def test_what_names_no_activation_no_recording_and_no_model_is_refused() -> None:
+    found = capture(tiny("llada"), [5, 9, 11], cache_steps=0, **RUN)
+    assert found["resid", 1, torch.tensor(0)].equal(found["resid", np.int64(1), 0])  # type: ignore[index]
+    for key in ("resid", ("resid", 1)):
+        with pytest.raises(KeyError, match=r"give activations\[site, layer, step\]"):
+            found[key]  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"Recording\.load: None is no directory"):
+        Recording.load(None)  # type: ignore[arg-type]
+    for wrong in (None, "gpt2"):
+        with pytest.raises(ValueError, match=f"add_hook_points: {wrong!r} is no model"):
+            dl.add_hook_points(wrong)  # type: ignore[type-var]
+
+
+def test_a_diffusion_lm_of_a_diffusion_lm_is_of_its_model() -> None:
+    lm = dl.DiffusionLM("toy")
+    assert dl.DiffusionLM(lm).generate("sort 4 2 :", **RUN).tokens.equal(lm.generate("sort 4 2 :", **RUN).tokens)
+
+
+def test_a_recorder_of_another_model_or_given_twice_is_named() -> None:
+    model, other = tiny("llada"), tiny("llada")
+    for recorders in ([dl.Recorder(other, [dl.ValueNorm()])], [dl.Recorder(model, [dl.ValueNorm()])] * 2):
+        with pytest.raises(ValueError, match="it is of another model, was given twice, or other code replaced"):
+            dl.denoise(model, [5, 9, 11], observers=recorders, **RUN)
+
+
+@pytest.mark.parametrize(
+    ("method", "value"),
+    [("thresholds", 3.0), ("thresholds", torch.zeros(3)), ("detect", torch.ones(())), ("detect", None)],
+)
+def test_a_detector_that_returns_no_value_for_every_key_is_named(method: str, value: Any) -> None:
+    detector = type("Mine", (dl.sinks.Detector,), {method: lambda self, scores: value})()
+    model = tiny("llada")
+    recording = dl.record(model, [5, 9, 11], [dl.ReceivedAttention()], **RUN)
+    whole = type("Mine", (dl.sinks.Detector,), {method: lambda self, scores: scores * 0 + 9 > 10})()
+    sentence = rf"Mine.*\.{method} returned .*; return (truth values|numbers) in a tensor of the scores' shape"
+    if method == "detect":
+        with pytest.raises(ValueError, match=sentence):
+            dl.denoise(model, [5, 9, 11], hooks=[mask_sinks(detector)], **RUN)
+        assert not dl.find_sinks(recording, whole).is_sink.any()
+    else:
+        detector.detect = lambda scores: scores > 1  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=sentence):
+        dl.find_sinks(recording, detector)
+
+
+@pytest.mark.parametrize("value", [None, np.zeros(3)])
+def test_a_reducer_that_returns_no_tensor_is_named(value: Any) -> None:
+    reducer = type("Mine", (dl.recording.Reducer,), {"reduce": lambda self, layer: value})()
+    with pytest.raises(ValueError, match=r"returned .*; return a tensor \[batch"):
+        dl.record(tiny("llada"), [5, 9, 11], [reducer], **RUN)

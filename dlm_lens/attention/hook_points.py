@@ -24,6 +24,7 @@ from dlm_lens.attention.forward_code import computes_attention, forward_code, ro
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.model_access import ModelLock, eagerly, guard_hooks, held, lock_of
 from dlm_lens.attention.visibility import AttentionPass
+from dlm_lens.printable import shown
 from dlm_lens.requirements import warn_of_version
 
 HOOK_POINTS = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
@@ -138,8 +139,10 @@ def add_hook_points(model: Model) -> Model:
 
     Raises:
         ValueError: the model has no such module, or one whose quantities cannot be hooked exactly: it computes
-            attention itself, or does something else depending on the name of the implementation.
+            attention itself, or does something else depending on the name of the implementation; or it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"add_hook_points: {shown(model)} is no model; give a loaded model of transformers")
     if has_hook_points(model):
         for stack in attention_stacks(model):
             for index, attention in enumerate(hooked_attentions(model, stack)):

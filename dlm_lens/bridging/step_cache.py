@@ -1,7 +1,7 @@
 """`StepCache`: activations of chosen steps of a run, by name and step; its collector and its size in advance."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,8 +11,9 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from dlm_lens.adapters.memory import free_bytes
-from dlm_lens.arguments import chosen_steps, level_of_caller, whole
+from dlm_lens.arguments import chosen_steps, level_of_caller, plain_number, whole
 from dlm_lens.placement import devices, input_device
+from dlm_lens.printable import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,8 @@ class StepCache:
             ValueError: the steps are of unequal length (an AR run), so that they do not stack.
         """
         if isinstance(key, tuple):
+            if len(key) != 2:
+                raise KeyError(f"{shown(key)} names no activation; give cache[name, step] or cache[name]")
             return self._one(*key)
         found = [self._one(key, step) for step in self.steps]
         if len({value.shape for value in found}) > 1:
@@ -56,9 +59,21 @@ class StepCache:
 
     def __contains__(self, key: object) -> bool:
         name, steps = (key[0], key[1:]) if isinstance(key, tuple) else (key, self.steps[:1])
-        return all((self.aliases.get(str(name)), step) in self.values for step in steps) and bool(steps)
+        own = self.aliases.get(str(name))
+        return all((own, plain_number(step)) in self.values for step in steps) and bool(steps)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the bridge, which cannot be pickled; what `at` of a copy returns has no model."""
+        return {**self.__dict__, "bridge": None}
 
     def _one(self, name: str, step: int) -> Tensor:
+        step = plain_number(step)
         if step not in self.steps:
             raise KeyError(f"step {step} was not kept; there are {_listed(self.steps)}")
         value = self.values.get((self.aliases.get(name, name), step))
@@ -77,6 +92,7 @@ class StepCache:
         Raises:
             KeyError: a step that was not kept.
         """
+        step = plain_number(step)
         if step not in self.steps:
             raise KeyError(f"step {step} was not kept; there are {_listed(self.steps)}")
         found = {name: self.values.get((own, step)) for name, own in self.aliases.items()}

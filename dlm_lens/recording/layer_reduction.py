@@ -19,6 +19,7 @@ from dlm_lens.attention import (
     pattern_stats,
     pattern_tiles,
 )
+from dlm_lens.printable import shown
 from dlm_lens.recording.query_classes import QueryClass, checked_class
 from dlm_lens.recording.reducers.base import AnyReducer, LayerStep, PatternReducer
 
@@ -132,11 +133,26 @@ def reduce_layer(
     sums = {} if stats.sums is None else dict(zip(classes, stats.sums.unbind(1), strict=True))
     layer = replace(layer, sums=sums, per_query=stats.per_query)
     return {
-        reducer.name: reducer.finish(states[reducer.name], layer)
-        if isinstance(reducer, PatternReducer)
-        else reducer.reduce(layer)
+        reducer.name: _statistic(
+            reducer,
+            reducer.finish(states[reducer.name], layer)
+            if isinstance(reducer, PatternReducer)
+            else reducer.reduce(layer),
+        )
         for reducer in reducers
     }
+
+
+def _statistic(reducer: AnyReducer, value: Any) -> Tensor:
+    """What a reducer returned.
+
+    Raises:
+        ValueError: no tensor.
+    """
+    if not isinstance(value, Tensor):
+        axes = ", ".join(name for name in reducer.dims if name not in ("step", "layer"))
+        raise ValueError(f"{reducer!r} returned {shown(value)}; return a tensor [{axes}]")
+    return value
 
 
 def _stats(

@@ -136,8 +136,9 @@ class Recorder(StepObserver):
         missing = [layer for layer in self.tap.layers if layer not in self._found]
         if missing:
             raise ValueError(
-                f"the hooked attention of layers {missing} did not run: other code replaced it (a TransformerLens "
-                "bridge?); record on the model as dlm_lens.load returned it"
+                f"the hooked attention of layers {missing} did not run for this recorder: it is of another model, "
+                "was given twice, or other code replaced the attention (a TransformerLens bridge); give a run one "
+                "recorder of its own model, as dlm_lens.load returned it"
             )
         found, self._found = self._found, {}
         return self.arrays.of_layers([found[layer] for layer in self.tap.layers])

@@ -263,6 +263,8 @@ class Recording(ShowsItself, RecordingFields):
             FileNotFoundError: the directory holds no recording.
             ValueError: the recording is not finished (a prompt or a step is missing) or damaged; names the file.
         """
+        if not isinstance(directory, str | Path):
+            raise ValueError(f"Recording.load: {shown(directory)} is no directory; give the path of a recording")
         return cls.of(load_recording(Path(directory), verify=verify))
 
     @classmethod

@@ -14,7 +14,7 @@ from dlm_lens.display import ROWS, Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.sinks.detectors.base import Detector, MedianDetector, as_detector
+from dlm_lens.sinks.detectors.base import Detector, MedianDetector, as_detector, of_every_key
 from dlm_lens.sinks.from_patterns import received_from_pattern
 from dlm_lens.sinks.from_recording import scores_for
 from dlm_lens.sinks.key_statistics import KeyStatistic
@@ -255,6 +255,8 @@ def _detected(given: Received | KeyStatistic, detector: Detector) -> Sinks:
         is_sink, threshold = detector.detect(scores, given.median), detector.thresholds(scores, given.median)
     else:
         is_sink, threshold = detector.detect(scores), detector.thresholds(scores)
+    is_sink = of_every_key(detector, "detect", is_sink, scores)
+    threshold = of_every_key(detector, "thresholds", threshold, scores)
     return Sinks(
         is_sink=_squeeze(is_sink, given, AXES),
         scores=_squeeze(scores, given, AXES),

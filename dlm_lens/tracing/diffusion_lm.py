@@ -69,6 +69,7 @@ class DiffusionLM(HuggingFaceModel):
             model = load(model, **options)
         elif options:
             raise ValueError(f"{', '.join(options)}: options are for loading; this model is loaded already")
+        model = model._module if isinstance(model, DiffusionLM) else model
         if not hasattr(model, "sampler_defaults"):
             raise ValueError(f"{type(model).__name__} was not loaded by dlm_lens.load; load it, then wrap it")
         model = without_wrappers(model)

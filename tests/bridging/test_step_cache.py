@@ -1,5 +1,6 @@
 """`denoise_with_cache`: the right values at the right step, nothing else, and no more memory than there is."""
 
+import pickle
 import re
 import warnings
 from typing import Any
@@ -215,3 +216,15 @@ def test_steps_that_a_run_did_not_reach_are_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tl.denoise_with_cache(IDS, cache_steps=slice(2, None), **given)[1].steps == whole.steps[2:]
+
+
+def test_a_cache_is_read_by_numbers_of_torch_iterated_and_pickled() -> None:
+    name = "blocks.0.hook_resid_post"
+    _, cache = dl.bridge("toy").denoise_with_cache(PROMPT, names_filter=name, cache_steps=[0, 1])
+    assert cache[name, torch.tensor(1)].equal(cache[name, 1])  # type: ignore[index]
+    assert (name, torch.tensor(1)) in cache
+    assert list(cache) == [name]
+    assert len(cache) == 1
+    assert pickle.loads(pickle.dumps(cache))[name].equal(cache[name])  # noqa: S301 - its own bytes
+    with pytest.raises(KeyError, match=r"give cache\[name, step\]"):
+        cache[name, 0, 1]  # type: ignore[index]

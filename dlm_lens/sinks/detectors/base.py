@@ -154,6 +154,25 @@ def mean_and_std(scores: Float[Tensor, "*axes key"]) -> tuple[Float[Tensor, "*ax
     return mean, (off.square_().sum(-1, keepdim=True) / count).sqrt()
 
 
+def of_every_key(detector: Detector, method: str, value: Any, scores: Tensor) -> Tensor:
+    """What a method of a detector returned for these scores: truth values of `detect`, numbers of `thresholds`.
+
+    Raises:
+        ValueError: no tensor, another shape or another kind.
+    """
+    kind = "truth values" if method == "detect" else "numbers"
+    if (
+        not isinstance(value, Tensor)
+        or value.shape != scores.shape
+        or (value.dtype == torch.bool) != (method == "detect")
+    ):
+        raise ValueError(
+            f"{detector}.{method} returned {shown(value)}; return {kind} in a tensor of the scores' shape, "
+            f"{list(scores.shape)}"
+        )
+    return value
+
+
 def as_detector(detector: Detector | str | Any) -> Detector:
     """A detector as it is, or the one that a text names, such as "above-std:3".
 
