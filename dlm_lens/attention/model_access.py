@@ -163,7 +163,7 @@ def in_use(model: Any, *, training: bool = False) -> Iterator[None]:
         if lock is None:
             yield
             return
-        # In evaluation mode at no cost: one forward pass of a bridge takes less time than a look at every module.
+        # No look at every module in evaluation mode: it costs as much as a short pass of a bridge.
         if model.training and not lock.calls and not training:
             _warn_of_dropout(model)
         lock.calls += 1
