@@ -163,14 +163,24 @@ def in_use(model: Any, *, training: bool = False) -> Iterator[None]:
         if lock is None:
             yield
             return
-        # No look at every module in evaluation mode: it costs as much as a short pass of a bridge.
-        if model.training and not lock.calls and not training:
+        if not lock.calls and not training and _is_training(model):
             _warn_of_dropout(model)
         lock.calls += 1
         try:
             yield
         finally:
             lock.calls -= 1
+
+
+def _is_training(model: nn.Module) -> bool:
+    """Whether a model or a part of it is in training mode; `Module.modules` would take several times as long."""
+    parts: list[nn.Module | None] = [model]
+    for part in parts:
+        if part is not None:
+            if part.training:
+                return True
+            parts += part._modules.values()
+    return False
 
 
 def _warn_of_dropout(model: Any) -> None:

@@ -101,7 +101,7 @@ def test_a_resumed_run_caches_the_steps_that_it_runs() -> None:
     assert cache.steps == (2, 3)
     every = bridge.denoise_with_cache(PROMPT, names_filter=point, **SETTINGS)[1]
     assert torch.equal(cache[point, 3], every[point, 3])
-    with pytest.raises(ValueError, match="cache_steps has step 9, but the run has 4"):
+    with pytest.raises(ValueError, match="cache_steps: step 9 is not there: the run has 4 steps, 0 to 3"):
         bridge.denoise_with_cache(PROMPT, names_filter=point, cache_steps=9, resume=kept.after(2), **SETTINGS)
 
 
