@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -178,16 +178,18 @@ class _Mean(Hook):
 
     site: Site
     layers: tuple[int, ...]
-    running: Bool[Tensor, "step batch"] = field(kw_only=True)
+    run: DenoisingRun = field(kw_only=True)
     sums: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     remembers = False
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Keep the sum over the content positions of the step, which may run more than once."""
-        step, here = run_of(hook, self).step, where(None, tensor, hook, self)
+        # A hook sees a step's number in the whole run, of which this run may be a part.
+        step = self.run.step_numbers.index(run_of(hook, self).step)
+        here = where(None, tensor, hook, self)
         here &= ~hook.sinks.is_sink(here.shape[1], here.device)  # learned sink tokens are no content of the canvas
-        running = self.running[step].to(here.device)
+        running = self.run.running[step].to(here.device)
         content = tensor[here & running.repeat(len(here) // len(running))[:, None]]  # guidance sees rows twice
         self.sums[step] = content.double().sum(0).cpu(), len(content)
         return tensor
@@ -293,7 +295,7 @@ def _means(
     stored: StoredRun, saes: Sequence[SparseAutoencoder], steps: Sequence[int]
 ) -> list[Float[Tensor, "d_model"]]:
     """The mean activation of every autoencoder's layer over the content of the canvases."""
-    readers = [_Mean(sae.site, (int(sae.layer or 0),), running=stored.run.running) for sae in saes]
+    readers = [_Mean(sae.site, (int(sae.layer or 0),), run=stored.run) for sae in saes]
     # A pass of its own keys: with a cache those of the compared passes stay as they are.
     again = StoredRun(stored.model, stored.run, hooks=readers, carried="keys", warn=False)
     for step in steps:

@@ -125,6 +125,23 @@ def test_a_perfect_autoencoder_costs_nothing_and_recovers_everything(family):
     assert float(null.max()) > 1e-3
 
 
+@pytest.mark.parametrize("steps", [[1, 2], [1, 3], [0, 2]])
+def test_losses_of_a_part_are_those_of_the_whole_run_at_its_steps(steps):
+    model = tiny("llada")
+    recording = dl.record(model, PROMPTS, layers=[1], **RUN)
+    part = recording.select(step=steps).run
+    found = insertion_loss(model, part, autoencoder(model), nulls=[], places=["all", "open"])
+    whole = insertion_loss(model, recording.run, autoencoder(model), nulls=[], places=["all", "open"], steps=steps)
+    assert found.steps == (0, 1)
+    assert found.positions.equal(whole.positions)
+    for name in ("plain", "loss", "kl"):
+        torch.testing.assert_close(getattr(found, name), getattr(whole, name), rtol=1e-5, atol=1e-5)
+    mean = found.insertions.index("mean")
+    assert bool((found.loss[:, mean] != found.loss[:, found.insertions.index("zero")]).any())
+    (drawn,) = dl.viz.insertion_by_step(found, insertions=["mean"], place="open").axes[0].get_lines()[:1]
+    assert list(drawn.get_xdata()) == steps
+
+
 def test_an_ar_run_and_a_reference():
     model = dl.load("toy-ar")
     run = dl.denoise(model, ["tom has 5 apples . tom buys 4 more . how many apples ? :"], steps=3, gen_length=3)

@@ -85,13 +85,13 @@ def insertion_by_step(
     layer, place = loss.layers[0] if layer is None else layer, place or loss.places[0]
     figure = NotebookFigure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.add_subplot()
+    numbers = [loss.run.step_numbers[step] for step in loss.steps]
     for name in insertions or loss.insertions:
         found = [loss.added(layer, name, place, [step]) for step in loss.steps]
-        axes.plot(
-            loss.steps, [one.value for one in found], color=COLOURS[name], label=NAMES[name], gid=name, marker="."
-        )
+        values = [one.value for one in found]
+        axes.plot(numbers, values, color=COLOURS[name], label=NAMES[name], gid=name, marker=".")
         low, high = [one.low for one in found], [one.high for one in found]
-        axes.fill_between(loss.steps, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
+        axes.fill_between(numbers, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
     axes.axhline(0.0, color="0.6", linewidth=0.8, linestyle="--")
     axes.set_xlabel("step", fontsize=8)
     whole_ticks(axes.xaxis)
