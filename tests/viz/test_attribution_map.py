@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import dlm_lens as dl
-from dlm_lens.probes import attribution_patching
+from dlm_lens.probes import LogProbability, attribution_patching
 from dlm_lens.testing import tiny
+from dlm_lens.viz.figures.labels import token_labels
 
 
 def test_cells_are_the_effects_of_the_row() -> None:
@@ -25,3 +26,19 @@ def test_cells_are_the_effects_of_the_row() -> None:
         dl.viz.attribution_map(found, row=2)
     with pytest.raises(TypeError, match="give NodeEffects"):
         dl.viz.attribution_map(run)
+
+
+def test_labels_are_the_tokens_that_a_step_wrote_also_where_they_were_replaced_later() -> None:
+    model = tiny("open_dcoder")
+    run = dl.denoise(model, [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11], [12, 13]], steps=8, gen_length=8)
+    found = attribution_patching(model, run, "mean", target=LogProbability())
+    replaced = 0
+    for row in range(3):
+        labels = [one.get_text() for one in dl.viz.attribution_map(found, row=row).axes[0].get_xticklabels()]
+        for step, label in enumerate(labels):
+            where = run.unmasked[step, row]
+            wrote, final = run.canvases[step + 1, row, where].tolist(), run.tokens[row, where].tolist()
+            replaced += wrote[:2] != final[:2]
+            tokens = " ".join(token_labels(wrote[:2], run.tokenizer))
+            assert label == f"{step}  {tokens}{' …' if len(wrote) > 2 else ''}"
+    assert replaced

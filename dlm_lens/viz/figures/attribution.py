@@ -55,7 +55,8 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
         axes.set_yticks([node + 0.5 for node in nodes], numbers, minor=True, fontsize=5)
     labels = []
     for step in found.steps:
-        decided = run.tokens[row, run.unmasked[step, row]].tolist()
+        # A sampler may open or rewrite the position later: what the step wrote is not always the final token.
+        decided = run.proposals[step, row, run.unmasked[step, row]].tolist()
         more = " …" if len(decided) > MOST_TOKENS else ""
         tokens = " ".join(token_labels(decided[:MOST_TOKENS], run.tokenizer))
         labels.append(f"{run.step_numbers[step]}  {tokens}{more}")
