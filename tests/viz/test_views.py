@@ -76,6 +76,17 @@ def test_a_view_of_weak_values_keeps_their_digits():
     torch.testing.assert_close(torch.tensor(weighted["attention"]), wanted, rtol=0, atol=float(wanted.max()) * 6e-4)
 
 
+def test_only_a_crop_of_attention_says_what_its_rows_sum_to(model, run):
+    place = {"step": 1, "layer": 0, "head": 3, "positions": range(4, 12)}
+    plain = dl.viz.attention_pattern(run, model, **place).sentences[-1]
+    weighted = dl.viz.value_weighted_pattern(run, model, **place).sentences[-1]
+    shown = "Shown are 8 of 17 positions, 4 to 11"
+    assert plain == (
+        f"{shown}; rows sum to less than 1 by the keys that are left out. Give canvas positions= to show others."
+    )
+    assert weighted == f"{shown}. Give canvas positions= to show others."
+
+
 def test_a_crop_is_around_the_block_of_the_row(monkeypatch):
     network = tiny("llada2")
     batch = denoise(network, [[*range(5, 45)], [9, 8, 7]], gen_length=8)

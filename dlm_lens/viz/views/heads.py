@@ -99,7 +99,7 @@ def value_weighted_pattern(
     """
     shot = snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks)
     weighted, unit = shot.pattern * shot.value_norms[:, None], "A_ij ||v_j||, in the units of the values"
-    return _one_head(shot, run, head, positions, weighted, "Value-weighted attention", unit)
+    return _one_head(shot, run, head, positions, weighted, "Value-weighted attention", unit, sums=False)
 
 
 @plot(
@@ -161,10 +161,12 @@ def _one_head(
     values: Float[Tensor, "head query key"],
     name: str,
     unit: str,
+    *,
+    sums: bool = True,
 ) -> View:
-    """The view of one head's values per query and key."""
+    """The view of one head's values per query and key; `sums` as for `_cropped`."""
     place = index_of("head", head, range(len(values)))
-    kept, cropped = _cropped(shot, run, positions, 1)
+    kept, cropped = _cropped(shot, run, positions, 1, sums=sums)
     props = _props(shot, values[place], kept) | {"showAxisLabels": True}
     about = (_where(shot, f"level: head (head {head})"), _scale(unit, props), *cropped)
     title = f"{name} of layer {shot.layer}, head {head} at step {shot.step}"
@@ -187,9 +189,9 @@ def _props(shot: Snapshot, values: Float[Tensor, "*head query key"], kept: Tenso
 
 
 def _cropped(
-    shot: Snapshot, run: DenoisingRun, positions: Sequence[int] | None, patterns: int
+    shot: Snapshot, run: DenoisingRun, positions: Sequence[int] | None, patterns: int, *, sums: bool = True
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """The keys to show, and a sentence if they are not all."""
+    """The keys to show, and a sentence if they are not all; `sums`: it says what is missing in sums of rows."""
     count, sinks = len(shot.positions), torch.arange(len(shot.positions), len(shot.tokens))
     if positions is not None:
         wanted = [int(position) for position in positions]
@@ -211,9 +213,10 @@ def _cropped(
     shown = [shot.positions[i] for i in kept.tolist()]
     first, last = min(shown), max(shown)
     canvas = f" ({first} to {last} on the canvas)" if shot.padding else ""
+    left_out = "; rows sum to less than 1 by the keys that are left out" if sums else ""
     sentence = (
-        f"Shown are {len(shown)} of {count} positions, {first - shot.padding} to {last - shot.padding}{canvas}; "
-        "rows sum to less than 1 by the keys that are left out. Give canvas positions= to show others."
+        f"Shown are {len(shown)} of {count} positions, {first - shot.padding} to {last - shot.padding}{canvas}"
+        f"{left_out}. Give canvas positions= to show others."
     )
     return torch.cat([kept, sinks]), (sentence,)
 
