@@ -162,7 +162,7 @@ class CanvasFacts:
         return self.present & chosen[name]
 
     def _expected(self, name: QueryClass) -> Float[Tensor, "*run key"]:
-        queries, seen = self.queries(name).float(), self._visible
+        queries, seen = self.queries(name).float(), self.visible
         if self.observed_first:
             # As in a causal model, in the order of attention.
             order = observed_order(self.masked & seen)
@@ -187,7 +187,7 @@ class CanvasFacts:
         return even.masked_fill(~seen | (self.viewers(name) == 0), 0.0).float()
 
     def _viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
-        queries, seen = self.queries(name).float(), self._visible
+        queries, seen = self.queries(name).float(), self.visible
         if self.observed_first:
             order = observed_order(self.masked & seen)
             each = queries.gather(-1, order).flip(-1).cumsum(-1).flip(-1)
@@ -204,7 +204,7 @@ class CanvasFacts:
         """Which attending query sees which canvas key; as large as a pattern, for a single step and layer."""
         where = torch.arange(self.valid.shape[-1], device=self.valid.device)
         distance = where[:, None] - where
-        seen = self.attending[..., :, None] & self._visible[..., None, :]
+        seen = self.attending[..., :, None] & self.visible[..., None, :]
         if self.causal:
             seen = seen & (distance >= 0)
         if self.window is not None and self.blocks is None:  # with blocks `_visible` has the window
@@ -213,7 +213,7 @@ class CanvasFacts:
             start = self.block_bounds()[0]
             seen = seen & (start[..., None, :] <= start[..., :, None])
         if self.observed_first:
-            seen = seen & sees_observed_first(self.masked & self._visible)
+            seen = seen & sees_observed_first(self.masked & self.visible)
         return seen
 
     @property
@@ -230,7 +230,11 @@ class CanvasFacts:
         return sums[..., after:] - earlier
 
     @property
-    def _visible(self) -> Bool[Tensor, "*run position"]:
+    def visible(self) -> Bool[Tensor, "*run position"]:
+        """Canvas positions that are keys of the computed queries: what is present, and padding that is no padding.
+
+        With `unpadded` the network attends to padding too, which has no score but a share in e_j.
+        """
         if self.window is not None and self.blocks is not None:
             assert self.computed is not None
             start = self.computed.int().argmax(-1, keepdim=True)

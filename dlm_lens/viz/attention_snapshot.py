@@ -1,7 +1,7 @@
 """`snapshot`: one layer's attention at one step of a run, from one forward pass."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ def rows_sum(*shots: "Snapshot") -> str:
 class Snapshot:
     """Attention of one layer over the content of one sequence at one step.
 
-    Padding is left out, and in an AR baseline positions that are not written yet. Learned sink tokens come after
+    Padding is left out, also where the network attends to it, and in an AR baseline positions that are not written
+    yet. Learned sink tokens come after
     the canvas positions, as queries and as keys.
 
     Args:
-        pattern: A, the rows of which sum to 1, but for off-by-one softmax, sink logits, and hooks after the
-            softmax; 0 for queries that a step with a cache does not compute.
+        pattern: A, the rows of which sum to 1, but for off-by-one softmax, sink logits, hooks after the softmax,
+            and attention to padding; 0 for queries that a step with a cache does not compute.
         value_norms: ||v_j||_2 of every query head's value.
         tokens: ids; learned sink i is -1 - i.
         masked: which positions are open (masked, or holding a random token).
@@ -47,6 +48,8 @@ class Snapshot:
         layer, step, row: indices in the model and in the run, of a part of a run in the whole one.
         tokenizer: decodes ids.
         hooks: under which the pattern was computed.
+        padding_keys: how many padding positions every query attends to (a reference's quirk), which are no keys
+            here but have a share in the attention that is expected of a key.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -67,6 +70,7 @@ class Snapshot:
     tokenizer: Any = field(default=None, repr=False)
     uniform_noise: bool = False
     hooks: tuple[str, ...] = ()
+    padding_keys: int = 0
 
     def __post_init__(self) -> None:
         check_shapes(self, key=len(self.tokens), query=len(self.tokens))
@@ -79,7 +83,15 @@ class Snapshot:
         """Received attention of every head, relative to uniform; the learned sinks' own rows do not count."""
         visible = self.visible[: len(self.positions)]
         pattern, computed = self.pattern[:, : len(self.positions)], visible.any(-1)
-        return received_from_pattern(pattern, dims=("head",), visible=visible, queries=computed, check_rows=False)
+        # Attention to padding counts in e_j; its keys have no score.
+        there = (..., slice(len(self.tokens)))
+        visible = torch.cat([visible, computed[:, None].expand(-1, self.padding_keys)], 1)
+        pattern = torch.nn.functional.pad(pattern, (0, self.padding_keys))
+        found = received_from_pattern(pattern, dims=("head",), visible=visible, queries=computed, check_rows=False)
+        assert found.viewers is not None
+        return replace(
+            found, values=found.values[there], expected=found.expected[there], viewers=found.viewers[there]
+        )
 
     @property
     def row_sums(self) -> tuple[float, float]:
@@ -127,7 +139,7 @@ def snapshot(
     # Learned sinks are seen by every query, and see themselves alone.
     seen = torch.nn.functional.pad(recording.facts.pairs()[0, 0], (0, recording.sinks), value=True)
     visible = torch.cat([seen[positions], own_rows[0].bool()])[:, keys]
-    norms = recording.value_norm[0, 0, 0]
+    facts, norms = recording.facts, recording.value_norm[0, 0, 0]
     return Snapshot(
         pattern=pattern,
         value_norms=norms.repeat_interleave(len(pattern) // len(norms), 0)[:, keys],
@@ -144,4 +156,5 @@ def snapshot(
         padding=int(run.padding[row]),
         tokenizer=recording.run.tokenizer,
         hooks=recording.hooks or (),
+        padding_keys=int((facts.visible & ~facts.valid)[0, 0].sum()),
     )

@@ -284,6 +284,47 @@ def test_even_attention_has_even_region_mass(model, recording):
             np.testing.assert_allclose(line(axes, "all"), line(axes, "even"), atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def with_padding_keys():
+    """Rows of unequal prompts whose network takes padding for content: MMaDA's code with guidance."""
+    network = tiny("mmada")
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    settings = {"steps": 4, "gen_length": 8, "cfg_scale": 1.0, "reference_quirks": True}
+    reducers = [ReceivedAttention(min_viewers=1), RegionMass(), dl.recording.AttentionPattern()]
+    return network, record(network, prompts, reducers, **settings)
+
+
+def test_uniform_attention_is_over_padding_too_where_it_is_a_key(with_padding_keys):
+    _, found = with_padding_keys
+    assert found.unpadded
+    assert float(found.pattern[0, 2, 0, 0, 5:, :5].min()) > 0
+    figure = dl.viz.region_mass(found)
+    for region, share in (("self", 1 / 15), ("prompt", (7 + 4 + 2) / 3 / 15), ("masked", 8 / 15)):
+        assert line(figure.axes[KEY_REGIONS.index(region)], "even")[0, 1] == pytest.approx(share)
+    # Planted truth: where every pattern is even, the grey line is the black one.
+    flat = tiny("mmada", initializer_range=1e-9)
+    settings = {key: found.run.settings[key] for key in ("steps", "gen_length", "cfg_scale")}
+    figure = dl.viz.region_mass(
+        record(flat, [[1, 2, 3, 4], [5]], [RegionMass()], reference_quirks=True, **settings), queries=("all",)
+    )
+    for axes, region in zip(figure.axes, KEY_REGIONS, strict=False):
+        if region not in ("past", "future"):
+            np.testing.assert_allclose(line(axes, "all"), line(axes, "even"), atol=1e-6)
+
+
+def test_scores_of_a_snapshot_are_the_recorded_ones_where_padding_is_a_key(with_padding_keys):
+    network, found = with_padding_keys
+    for row, step, layer in ((2, 0, 1), (1, 2, 0), (0, 3, 1)):
+        shot = snapshot(network, found.run, step=step, layer=layer, row=row)
+        assert shot.padding_keys == shot.padding == (0, 3, 5)[row]
+        received = shot.received()
+        recorded = found.received[step, row, layer][:, shot.positions]
+        torch.testing.assert_close(received.values[0, 0, 0], recorded, rtol=1e-4, atol=1e-5)
+        assert received.expected.shape[-1] == received.viewers.shape[-1] == len(shot.tokens)
+        sums = found.pattern[step, row, layer][:, shot.positions][..., shot.positions].sum(-1)
+        assert shot.row_sums == pytest.approx((float(sums.min()), float(sums.max())))
+
+
 def test_region_mass_of_what_has_none(recording):
     with pytest.raises(ValueError, match="no region_mass; record with RegionMass"):
         dl.viz.region_mass(record(tiny("llada"), TEXTS[:1], [ValueNorm()], **SETTINGS))

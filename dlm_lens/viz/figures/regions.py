@@ -219,7 +219,7 @@ def _even(recording: Recording) -> dict[str, NDArray[np.float64]]:
     if recording.causal or recording.windows or facts.blocks is not None or facts.observed_first:
         return {}
     valid = facts.valid
-    keys = (valid.sum(-1) + recording.sinks).clamp(min=1)
+    keys = (facts.visible.sum(-1) + recording.sinks).clamp(min=1)  # padding too, where the network attends to it
     regions = {
         "prompt": facts.prompt,
         "masked": facts.masked & valid,
