@@ -420,6 +420,26 @@ def test_bad_input_is_one_sentence_before_any_work(monkeypatch):
         dl.viz.explore(torch.nn.Linear(2, 2), "w1")
 
 
+@pytest.mark.parametrize("steps", [slice(0, 3), [1, 4, 5]], ids=["first", "others"])
+@pytest.mark.parametrize(
+    "of",
+    [lambda part: part, lambda part: (received_of(part), part.run), lambda part: part.run],
+    ids=["recording", "scores and run", "run"],
+)
+def test_a_part_of_the_steps_is_refused_before_any_work(monkeypatch, of, steps):
+    model = tiny("llada")
+    whole = dl.record(model, [[1, 2, 3], [4, 5]], [dl.ReceivedAttention()], gen_length=8, steps=8)
+    monkeypatch.setattr("dlm_lens.viz.exploring.sides.denoise", None)
+    part = whole.select(step=steps, batch=[0])
+    numbers = ", ".join(map(str, part.steps))
+    wanted = rf"recording of every step; this one has a part of them \(steps {numbers}\): give the whole"
+    with pytest.raises(ValueError, match=wanted):
+        dl.viz.explore(model, of(part))
+    # All steps of some rows are whole runs.
+    monkeypatch.undo()
+    assert dl.viz.explore(model, of(whole.select(batch=[0]))).run.steps == 8
+
+
 def test_without_anywidget_there_is_a_sentence(monkeypatch):
     found = builtins.__import__
 

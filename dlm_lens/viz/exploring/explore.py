@@ -53,7 +53,7 @@ def explore(
     Raises:
         ImportError: anywidget is not installed.
         ValueError: a model without a sampler, a prompt, setting, hook or row that cannot be, a rule that reads
-            hidden states, or a run that its prompt, seed and settings do not repeat.
+            hidden states, a part of the steps of a run, or a run that its prompt, seed and settings do not repeat.
     """
     from dlm_lens.viz.exploring.exploration import Exploration
     from dlm_lens.viz.exploring.widget import Explorer  # needs anywidget

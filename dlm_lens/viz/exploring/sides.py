@@ -188,20 +188,34 @@ def given_source(given: Any) -> tuple[DenoisingRun, Any] | None:
     """The run of a source, and the source itself if it has scores; None for a prompt.
 
     Raises:
-        ValueError: a recording of a part of the steps, or without received attention of all queries.
+        ValueError: a part of the steps of a run, or a recording without received attention of all queries.
     """
     given = meant(given)
     if isinstance(given, DenoisingRun):
+        _check_whole(given)
         return given, None
     if isinstance(given, Recording):
-        if given.steps != tuple(range(len(given.steps))):
-            raise ValueError("explore needs a recording of every step from 0 on; this one has a part of them")
+        _check_whole(given.run)
         Subject.of(given, 0)
         return given.run, given
     if isinstance(given, tuple) and [type(part) for part in given] == [Received, DenoisingRun]:
+        _check_whole(given[1])
         Subject.of(given, 0)
         return given[1], given
     return None
+
+
+def _check_whole(run: DenoisingRun) -> None:
+    """Raise unless a run has all its steps: a twin has them, and is compared with it step by step.
+
+    Raises:
+        ValueError: a part of the steps, which may be the first ones.
+    """
+    if run.part is not None:
+        raise ValueError(
+            "explore needs a run or a recording of every step; this one has a part of them "
+            f"(steps {', '.join(map(str, run.step_numbers))}): give the whole run or recording, or the prompt"
+        )
 
 
 def has_all_scores(source: Any, model: Any) -> bool:
