@@ -222,6 +222,53 @@ def test_the_map_shows_what_each_prediction_became() -> None:
         dl.viz.commitment_map(found.run)
 
 
+def drawn(found: Commitment, row: int) -> tuple[torch.Tensor, list[str]]:
+    """The cells of a map at the positions that it shows, [position, step], and its legend."""
+    axes = dl.viz.commitment_map(found, row=row).axes[0]
+    legend = axes.get_legend()
+    assert legend is not None
+    cells = torch.as_tensor(axes.collections[0].get_array()).reshape(-1, found.run.steps)
+    return cells, [text.get_text() for text in legend.get_texts()]
+
+
+NOT_KNOWN = "predicts the final token, not known if for good"
+
+
+def test_the_map_of_a_part_does_not_say_what_a_missing_decision_made_of_a_prediction() -> None:
+    whole = dl.record(tiny("llada"), [[5, 9, 11, 3, 17], [4, 8, 2], [1]], steps=8, gen_length=8, block_length=4)
+    steps, counts = [1, 3, 4], {3: 0, 4: 0}
+    found, part = proposed_commitment(whole), proposed_commitment(whole.select(step=steps))
+    for row in range(3):
+        (all_cells, all_names), (cells, names) = drawn(found, row), drawn(part, row)
+        assert NOT_KNOWN not in all_names
+        shown = [one.predicted[:, row].any(0).nonzero().flatten().tolist() for one in (found, part)]
+        for down, place in enumerate(shown[1]):
+            decided_here = int(whole.run.step_of[row, place]) in steps
+            for column, step in enumerate(steps):
+                known, cell = int(all_cells[shown[0].index(place), step]), int(cells[down, column])
+                counts[cell] = counts.get(cell, 0) + 1
+                assert cell == known if decided_here or known < 2 else cell == 4
+        assert (NOT_KNOWN in names) == bool((cells == 4).any())
+    assert counts[3] > 0
+    assert counts[4] > 0
+
+
+def test_the_map_of_an_editing_run_does_not_say_what_a_rewrite_that_was_not_read_made() -> None:
+    model = tiny("llada2", model_type="llada21_moe", seed=2)
+    settings: dict[str, Any] = {"block_length": 8, "editing_threshold": 0.02, "temperature": 1.0}
+    found = commitment(model, denoise(model, PROMPTS, gen_length=16, **settings))
+    unknown = 0
+    for row in range(len(PROMPTS)):
+        cells, names = drawn(found, row)
+        where = found.predicted[:, row].any(0)
+        right = (found.token[:, row] == found.run.tokens[row])[:, where].T
+        grey = right & found.unknown[row, where][:, None]
+        assert (cells == 4).equal(grey)
+        assert (NOT_KNOWN in names) == bool(grey.any())
+        unknown += int(grey.sum())
+    assert unknown
+
+
 @pytest.mark.parametrize("family", ["duo", "uniform_qwen", "llada2"])
 def test_where_steps_rewrite_the_last_one_decides(family: str) -> None:
     if family == "llada2":

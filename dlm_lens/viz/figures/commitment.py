@@ -21,8 +21,11 @@ STATES = {
     "predicts another token": "#f4a582",
     "predicts the final token, not for good yet": "#d1e5f0",
     "committed: predicts it to the end": "#4393c3",
+    "predicts the final token, not known if for good": "#bdbdbd",
 }
-"""What a cell says -> its colour."""
+"""What a cell says -> its colour. The last, of positions whose decision was not read, is in the legend of these."""
+
+UNKNOWN = len(STATES) - 1
 
 MOST_LABELS = 60
 
@@ -31,7 +34,9 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
     """Every open position of the answer at every step: does the model predict its final token, and for good?
 
     Left: positions of the answer down, labelled with their final tokens, steps across; a dot marks the step that
-    decided a position. Right: confidence and accuracy of the predictions of all rows by step, where known.
+    decided a position. Where that step was not read (it is not in a part of a run, or it rewrote the position and
+    `Commitment.unknown` says so), a cell does not say whether it is for good. Right: confidence and accuracy of the
+    predictions of all rows by step, where known.
 
     Args:
         found: from `probes.commitment` or `probes.proposed_commitment`.
@@ -65,7 +70,8 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
     )  # fmt: skip
     left.set_xlabel("step", fontsize=8)
     left.set_ylabel("position, by its final token", fontsize=8)
-    handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in STATES.items()]
+    named = list(STATES.items())[: None if bool((cells == UNKNOWN).any()) else UNKNOWN]
+    handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in named]
     below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
     left.legend(handles=handles, fontsize=6, frameon=False, **below)
     step_ticks(left, run.step_numbers)
@@ -86,7 +92,7 @@ def _states(found: Commitment, row: int) -> torch.Tensor:
     same = found.token[:, row] == found.run.tokens[row]
     committed = found.committed_at[row]
     for_good = same & (committed >= 0) & (steps >= committed)
-    states = 1 + same.long() + for_good.long()
+    states = (1 + same.long() + for_good.long()).masked_fill(same & (committed < 0), UNKNOWN)
     return states.masked_fill(~found.predicted[:, row], 0)
 
 
