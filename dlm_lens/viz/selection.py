@@ -24,8 +24,8 @@ class Selection:
         layer: index of the layer; None for the mean over layers.
         head: index of the head; None for the mean over heads.
         row: number of the sequence in its recording, also where that is a part of another one.
-        layers: the layers that a mean is over, where they are not all of the model's; empty for all.
-        heads: likewise.
+        layers: the layers that a mean is over; empty where they are not known.
+        heads: the heads that a mean is over, where they are not all of the model's; empty for all.
     """
 
     received: Received
@@ -87,12 +87,7 @@ def choose(received: Any, layer: int | None, head: int | None, row: int) -> Sele
     heads = slice(0, 1) if head is None else _slice("head", head, received.head_numbers)
     rows = _slice("row", row, range(received.values.shape[1]))
     part = received.part(rows, layers, heads)
-    return Selection(part, layer, head, number, some_of(given.layers), given.heads)
-
-
-def some_of(layers: Sequence[int]) -> tuple[int, ...]:
-    """The layers if they are not those of a whole model, 0, 1, ...; else none."""
-    return () if list(layers) == list(range(len(layers))) else tuple(layers)
+    return Selection(part, layer, head, number, given.layers, given.heads)
 
 
 def row_number(given: Any, row: int) -> int:

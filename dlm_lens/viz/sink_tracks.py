@@ -13,7 +13,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
-from dlm_lens.viz.selection import as_received, choose, index_of, level_of, some_of
+from dlm_lens.viz.selection import as_received, choose, index_of, level_of
 
 Source = Received | Recording | Sinks | Trajectories
 
@@ -41,8 +41,8 @@ class Track:
         low: whether the rule's sinks have low scores.
         steps: the number of each step in its run; empty for 0, 1, ....
         row: number of the sequence in its recording.
-        layers: the layers that a mean is over, where they are known not to be all of the model's; else empty.
-        heads: likewise.
+        layers: the layers that a mean is over; empty where they are not known.
+        heads: the heads that a mean is over, where they are known not to be all of the model's; else empty.
     """
 
     largest: list[int]
@@ -226,7 +226,7 @@ def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, r
         sinks=paths.sinks,
         running=_until_last(paths.defined[:, row, layers, heads]),
         row=row,
-        layers=some_of(paths.layers),
+        layers=paths.layers,
         uniform_noise=holds_random_tokens(paths.tokens, paths.masked),
         steps=paths.steps,
     ).from_first_token(0 if paths.padding is None else int(paths.padding[row]))

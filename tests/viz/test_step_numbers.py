@@ -150,6 +150,37 @@ def test_captions_name_the_heads_layers_and_row_of_a_part(tmp_path: Path) -> Non
     assert (about["row"], about["some_rows"], about["some_layers"], about["some_heads"]) == (1, True, [1], [1, 3])
 
 
+def sentences(text: str) -> list[str]:
+    return re.split(r" · |\n", text)
+
+
+def test_captions_say_all_layers_and_heads_of_no_part() -> None:
+    reducers = [dl.recording.ReceivedAttention(min_viewers=1), dl.RegionMass()]
+    model, prompts = tiny("llada", num_hidden_layers=4), [[1, 2, 3], [4, 5]]
+    first, middle = (
+        dl.record(model, prompts, reducers, gen_length=4, layers=layers) for layers in ([0, 1], [1, 2, 3])
+    )
+    for given, layers in ((first, "layers 0, 1"), (middle, "layers 1 to 3"), (first.select(layer=[1]), "layer 1")):
+        for part, heads in ((given, ""), (given.select(head=[1, 3]), "heads 1, 3")):
+            assert f"mean over {heads or 'the heads'} of {layers}" in sentences(
+                viz.region_mass(part).get_suptitle()
+            )
+            caption = viz.score_distribution(part).axes[0].get_title(loc="left")
+            assert f"level: head, {heads or 'all heads'} of {layers}" in sentences(caption)
+            model_mean = f"level: model (mean over {layers} and {heads or 'heads'})"
+            for draw in (viz.incoming_attention, viz.sink_positions):
+                assert model_mean in titled(draw(part, layer=None, head=None))
+            paths = dl.trajectories(dl.find_sinks(part, RULE))
+            assert (paths.layers, paths.heads) == (part.layers, part.heads or ())
+    figure = viz.region_mass(middle.select(head=[1, 3]), layer=2)
+    assert "mean over heads 1, 3 of layer 2" in sentences(figure.get_suptitle())
+    about = canvas_content(Subject.of(first, 0))
+    assert (about["some_layers"], about["some_heads"]) == ([0, 1], [])
+    # Scores of a mean do not know the layers and heads that they are of.
+    mean = dl.received_of(first).at_level("model")
+    assert "level: model" in sentences(viz.score_distribution(mean).axes[0].get_title(loc="left"))
+
+
 def test_a_step_without_scores_is_no_end_of_a_row() -> None:
     # The first canvas of a causal run has fewer queries than a score needs.
     whole = dl.record(tiny("causal"), [[5, 9, 13, 2, 7, 21, 30, 31], [3, 8]], seed=1, gen_length=6)

@@ -15,7 +15,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Detector, Received
 from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
-from dlm_lens.viz.figures.labels import PLAIN, caption, level_label
+from dlm_lens.viz.figures.labels import PLAIN, caption, level_label, numbered
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -73,12 +73,11 @@ def score_distribution(
         axes.axvline(counts.threshold, color="0.45", linewidth=1.0, label=f"threshold of {rule}", gid="threshold")
     _name_axes(axes, counts.scale)
     shape = received.values.shape
-    where = "all heads of all layers" if layer is None else f"all heads of layer {layer}"
     sentences = [
         *([title] if title else []),
         "Scores of all keys",
         f"scale: {counts.scale}",
-        level_label("head", layer, head) if head is not None else f"level: {received.level}, {where}",
+        level_label("head", layer, head) if head is not None else _level(received),
         f"queries: {received.queries}",
         f"n = {int(counts.defined[..., 0].sum())} keys in {counted(shape[0], 'step')} of "
         f"{counted(shape[1], 'sequence')}",
@@ -107,6 +106,14 @@ def _part(received: Received, layer: int | None, head: int | None) -> Received:
         place = index_of("head", head, received.head_numbers)
         received = received.part(heads=slice(place, place + 1))
     return received
+
+
+def _level(received: Received) -> str:
+    """The level, with the layers and heads whose scores these are as far as they are known."""
+    heads = numbered("head", received.heads) if received.heads else "all heads"
+    named = [heads] if received.level == "head" else []
+    named += [numbered("layer", received.layers)] if received.layers else []
+    return ", ".join([f"level: {received.level}", *([" of ".join(named)] if named else [])])
 
 
 def _name_axes(axes: Axes, scale: str) -> None:

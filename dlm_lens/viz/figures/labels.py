@@ -70,6 +70,17 @@ def counted_keys(keys: int, sinks: int) -> str:
     return f"{counted(keys - sinks, 'position')}{learned}"
 
 
+def numbered(name: Literal["layer", "head"], numbers: Sequence[int]) -> str:
+    """Some layers or heads by their numbers, "layers 0 to 3" or "heads 1, 3"; "layers" where they are not known.
+
+    No caption says that layers are all of the model's: a recording does not hold how many the model has.
+    """
+    first, last = (numbers[0], numbers[-1]) if numbers else (0, 0)
+    several = len(numbers) > 2 and list(numbers) == list(range(first, last + 1))
+    listed = f"{first} to {last}" if several else ", ".join(map(str, numbers))
+    return f"{name}{'' if len(numbers) == 1 else 's'} {listed}".rstrip()
+
+
 def level_label(
     level: Level, layer: int | None, head: int | None, layers: Sequence[int] = (), heads: Sequence[int] = ()
 ) -> str:
@@ -79,13 +90,10 @@ def level_label(
         level: whose pattern it is.
         layer: index of the layer; None for a mean.
         head: index of the head; None for a mean.
-        layers: the layers that a mean is over, where they are not all of the model's; empty for all.
-        heads: likewise.
+        layers: the layers that a mean is over; empty where they are not known.
+        heads: the heads that a mean is over, where they are not all of the model's; empty for all.
     """
-    some_layers, some_heads = (
-        f"{name[: -1 if len(numbers) == 1 else None]} {', '.join(map(str, numbers))}" if numbers else name
-        for name, numbers in (("layers", layers), ("heads", heads))
-    )
+    some_layers, some_heads = numbered("layer", layers), numbered("head", heads)
     return {
         "head": f"level: head (layer {layer}, head {head})",
         "layer": f"level: layer ({f'mean of {some_heads}' if heads else 'head mean'} of layer {layer})",

@@ -17,7 +17,7 @@ from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
-from dlm_lens.viz.figures.labels import PLAIN, caption, note, region_words, whole_ticks
+from dlm_lens.viz.figures.labels import PLAIN, caption, note, numbered, region_words, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -48,10 +48,10 @@ def region_mass(
 
     One panel per region of keys. Prompt, masked, unmasked and block are sets of positions that may overlap; sink is
     the set that `RegionMass(sinks=...)` defines; self, past and future are relative to the query. Lines are means
-    over layers, heads and sequences, bands 95% intervals (bootstrap over sequences; none for one). The thin grey
-    line is the share under uniform attention, for regions where it does not depend on the pattern. A line breaks
-    where a sequence ends (dotted lines) or has no queries of the class left, since the mean is over other sequences
-    from there on. A panel without attention has a note.
+    over the recorded layers and heads, and over sequences, bands 95% intervals (bootstrap over sequences; none for
+    one). The thin grey line is the share under uniform attention, for regions where it does not depend on the
+    pattern. A line breaks where a sequence ends (dotted lines) or has no queries of the class left, since the mean
+    is over other sequences from there on. A panel without attention has a note.
 
     Args:
         recording: with `RegionMass`.
@@ -126,7 +126,8 @@ def _sentences(
     words: Mapping[str, str],
 ) -> list[str]:
     """The caption: scale, level, rule, n, and the classes that have no queries."""
-    where = "all layers" if layer is None else f"layer {layer}"
+    where = numbered("layer", recording.layers if layer is None else [layer])
+    heads = numbered("head", recording.heads) if recording.heads else "the heads"
     rows, left = len(recording.rows), int((recording.run.row_steps == len(recording.steps)).sum())
     absent = [
         words.get(name, name)
@@ -137,7 +138,7 @@ def _sentences(
     return [
         "Attention by region of keys",
         "scale: share of a query's attention",
-        f"level: head (layer {layer}, head {head})" if head is not None else f"mean over the heads of {where}",
+        f"level: head (layer {layer}, head {head})" if head is not None else f"mean over {heads} of {where}",
         f"sinks: {'learned sink tokens alone' if _learned_alone(recording) else spec.reducer}",
         *([f"there are no {' and no '.join(absent)} queries"] if absent else []),
         f"n = {counted(rows, 'sequence')}{f' ({left} to the end)' if _ends(recording) else ''}, "

@@ -19,7 +19,7 @@ from dlm_lens.sinks import AboveMean, Detector, Level, Received, received_of
 from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 from dlm_lens.viz.reporting.rules import kinds_of, stored_rules
 from dlm_lens.viz.reporting.score_precision import PRECISIONS, Precision, Scores
-from dlm_lens.viz.selection import row_number, some_of
+from dlm_lens.viz.selection import row_number
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +172,8 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "steps": list(subject.steps),
         "layers": list(received.layers),
         "heads": list(subject.heads),
-        # The layers and heads that a mean is over, where they are not all of the model's.
-        "some_layers": list(some_of(received.layers)),
+        # The layers that a mean is over, and the heads where they are not all of the model's.
+        "some_layers": list(received.layers),
         "some_heads": list(received.heads),
         "learned": received.sinks,
         "scale": received.scale,

@@ -96,13 +96,20 @@ function paintGridAxes(pen, pane, { layers, heads, width, height }) {
   }
 }
 
+function numbered(name, numbers) {
+  const [first, last] = [numbers[0], numbers[numbers.length - 1]];
+  const several = numbers.length > 2 && numbers.every((number, place) => number === first + place);
+  return `${name}${numbers.length > 1 ? "s" : ""} ${several ? `${first} to ${last}` : numbers.join(", ")}`;
+}
+
 function patternText(pane) {
   const { about } = pane.recorded;
   const [layer, head] = pane.chosen;
-  const [layers, heads] = [about.some_layers, about.some_heads].map((some) => some.join(", "));
+  const heads = about.some_heads.join(", ");
   if (pane.level === "model") {
-    if (!layers && !heads) return "mean of all heads";
-    return `mean of ${heads ? `heads ${heads}` : "all heads"} of ${layers ? `layers ${layers}` : "all layers"}`;
+    // The recording does not hold how many layers the model has, so that these may be some of them.
+    const layers = about.some_layers.length ? ` of ${numbered("layer", about.some_layers)}` : "";
+    return `mean of ${heads ? `heads ${heads}` : "all heads"}${layers}`;
   }
   const where = `layer ${about.layers[layer] ?? layer}`;
   return pane.level === "layer" ? `${where}, mean of ${heads ? `heads ${heads}` : "its heads"}` : `${where}, head ${about.heads[head]}`;
