@@ -45,7 +45,9 @@ class Snapshot:
         uniform_noise: whether open positions hold random tokens.
         causal: whether a query sees only itself and earlier positions.
         visible: which query sees which key; of a step with a cache the queries that it does not compute see none.
-        layer, step, row: indices in the model and in the run, of a part of a run in the whole one.
+        layer: index in the model.
+        step: number in the whole run, of which the given run may be a part.
+        row: index in the given run, which does not hold the numbers that its rows have in a recording.
         tokenizer: decodes ids.
         hooks: under which the pattern was computed.
         padding_keys: how many padding positions every query attends to (a reference's quirk), which are no keys
@@ -114,8 +116,8 @@ def snapshot(
 ) -> Snapshot:
     """Run the model on the canvas that a step saw, and keep one layer's pattern and value norms.
 
-    `step` is its number in the whole run, also where `run` is a part of it. Under `hooks` the pattern is the one
-    that they leave, with the steps before run first as in `rerun`.
+    `step` is its number in the whole run, also where `run` is a part of it; `row` is its index in `run`. Under
+    `hooks` the pattern is the one that they leave, with the steps before run first as in `rerun`.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
