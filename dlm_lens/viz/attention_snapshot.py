@@ -30,8 +30,7 @@ class Snapshot:
     """Attention of one layer over the content of one sequence at one step.
 
     Padding is left out, also where the network attends to it, and in an AR baseline positions that are not written
-    yet. Learned sink tokens come after
-    the canvas positions, as queries and as keys.
+    yet. Learned sink tokens come after the canvas positions, as queries and as keys.
 
     Args:
         pattern: A, the rows of which sum to 1, but for off-by-one softmax, sink logits, hooks after the softmax,
