@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import chosen_indices
-from dlm_lens.attention import HookLike, attention_blocks, checked
+from dlm_lens.attention import HookLike, attention_blocks, checked, padding_before
 from dlm_lens.recording.record_runs import Batches
 from dlm_lens.recording.recorder import Recorder
 from dlm_lens.recording.reducers.base import LayerStep, Reducer
@@ -59,7 +59,7 @@ class ActivationBatch:
         """The vectors of several, one after the other."""
         return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
-    def part(self, where: slice) -> "ActivationBatch":
+    def part(self, where: slice | Bool[Tensor, "vector"]) -> "ActivationBatch":
         """Some of the vectors."""
         return ActivationBatch(**{name: value[where] for name, value in vars(self).items()})
 
@@ -112,7 +112,8 @@ class _Collect(Reducer):
         row, place = chosen.nonzero(as_tuple=True)
         device = layer.resid_out.device
         vectors = layer.resid_out[row.to(device), place.to(device)].to(self.dtype).cpu()
-        padding = (~layer.run.valid).sum(-1).cpu()
+        # Masks after a window of them are not seen either, and are no padding.
+        padding = padding_before(layer.run.valid).cpu()
         self.kept.append(
             ActivationBatch(
                 vectors,

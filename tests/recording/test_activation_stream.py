@@ -38,6 +38,20 @@ def test_vectors_are_the_captured_ones_with_their_places():
     assert torch.stack(columns, 1).tolist() == [list(place) for place in places]
 
 
+@pytest.mark.parametrize(("family", "settings"), [("sdlm", {}), ("wedlm", {"window_length": 4})])
+def test_positions_count_from_the_first_token_where_masks_after_a_window_are_not_seen(family, settings):
+    model, given = tiny(family), {"gen_length": 8, **settings}
+    found = _all(activations(model, PROMPTS, 1, batch_size=2, **given))
+    assert found.position[found.step == 0].min() == 0
+    for row, prompt in enumerate(PROMPTS):
+        first = found.part((found.prompt == row) & (found.step == 0))
+        assert first.position.tolist() == list(range(len(first)))
+        assert first.position[first.position_class == POSITION_CLASSES.index("prompt")].tolist() == list(
+            range(len(prompt))
+        )
+        assert int(found.position[found.prompt == row].max()) < len(prompt) + 8
+
+
 def test_classes_and_a_share_of_the_positions():
     model = tiny("llada")
     everything = _all(activations(model, PROMPTS, 1, **RUN))
