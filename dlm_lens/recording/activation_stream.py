@@ -15,7 +15,7 @@ from dlm_lens.recording.record_runs import Batches
 from dlm_lens.recording.recorder import Recorder
 from dlm_lens.recording.reducers.base import LayerStep, Reducer
 from dlm_lens.recording.reducers.features import POSITION_CLASSES, position_classes
-from dlm_lens.sampling import denoise
+from dlm_lens.sampling import DenoisingRun, denoise
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.shapes import check_shapes
 
@@ -125,6 +125,20 @@ class _Collect(Reducer):
         )
         return chosen.sum(-1)
 
+    def of_rows_that_run(self, run: DenoisingRun) -> list[ActivationBatch]:
+        """The kept steps of a finished run, each without the rows that were over; `kept` is emptied.
+
+        When a row is over is known only after the run.
+        """
+        first, found = self.prompts[0], []
+        self.kept.reverse()
+        while self.kept:  # so that no step is in memory twice
+            part = self.kept.pop()
+            running = run.running[part.step, part.prompt - first]
+            part = part if bool(running.all()) else part.part(running)
+            found += [part] if len(part) else []
+        return found
+
     def _drawn(self, layer: LayerStep, chosen: Bool[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
         """A random share, the same for a prompt whatever batch it is in."""
         drawn = torch.zeros_like(chosen)
@@ -153,8 +167,9 @@ def activations(
 ) -> Iterator[ActivationBatch]:
     """Denoise prompts batch by batch, and yield the residual stream after a layer, one step at a time.
 
-    The memory holds the chosen vectors of one batch of prompts, steps x positions x share of them for each: a large
-    model needs a small share or batch. The order is fixed (batch, step, prompt, position); a trainer shuffles.
+    A row that is over has no more vectors, whatever runs beside it. The memory holds the chosen vectors of one
+    batch of prompts, steps x positions x share of them for each: a large model needs a small share or batch. The
+    order is fixed (batch, step, prompt, position); a trainer shuffles.
 
     Args:
         model: from `dlm_lens.load`.
@@ -220,5 +235,6 @@ def run_batches(
         rows = parts[number]
         collect.prompts[:], collect.kept[:] = list(rows), []
         seeds = None if batches.seeds is None else [batches.seeds[row] for row in rows]
-        denoise(model, [batches.ids[row] for row in rows], hooks=hooks, observers=recorder, seed=seeds, **settings)
-        yield number, [part for part in collect.kept if len(part)]
+        ids = [batches.ids[row] for row in rows]
+        run = denoise(model, ids, hooks=hooks, observers=recorder, seed=seeds, **settings)
+        yield number, collect.of_rows_that_run(run)

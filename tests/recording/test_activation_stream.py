@@ -9,6 +9,7 @@ from dlm_lens.hooks import capture
 from dlm_lens.recording import POSITION_CLASSES, ActivationShards, activations, write_activations
 from dlm_lens.recording.activation_stream import ActivationBatch
 from dlm_lens.testing import tiny
+from tests.recording.test_rows_that_end import ENDS, model_and_settings
 
 PROMPTS = [[5, 9, 11, 3, 17], [4, 8, 2], [7, 7, 1, 2]]
 RUN = {"steps": 4, "gen_length": 8, "block_length": 4}
@@ -68,6 +69,30 @@ def test_classes_and_a_share_of_the_positions():
 
     assert places(some) == places(alone)
     assert places(some) != places(_all(activations(model, PROMPTS, 1, share=0.5, seed=1, **RUN)))
+
+
+@pytest.mark.parametrize(("family", "end"), ENDS)
+def test_a_row_that_is_over_has_no_more_vectors(family, end, tmp_path):
+    model, settings, prompts = model_and_settings(family, end)
+
+    def keyed(stream):
+        found = _all(stream)
+        columns = (found.prompt, found.step, found.position, found.position_class)
+        places = zip(*(column.tolist() for column in columns), strict=True)
+        return dict(zip(places, found.activations, strict=True))
+
+    for share in (1.0, 0.5):
+        one, two = (keyed(activations(model, prompts, 1, share=share, batch_size=b, **settings)) for b in (1, 2))
+        assert set(one) == set(two)
+        torch.testing.assert_close(
+            torch.stack([two[key] for key in one]), torch.stack([*one.values()]), rtol=1e-4, atol=1e-5
+        )
+    steps = dl.denoise(model, prompts, seed=[0, 0], **settings).row_steps.tolist()
+    assert [len({key[1] for key in one if key[0] == row}) for row in (0, 1)] == steps
+    assert steps[0] < steps[1]
+    shards = write_activations(model, prompts, 1, tmp_path / "two", batch_size=2, shard_size=30, **settings)
+    in_memory = _all(activations(model, prompts, 1, batch_size=2, **settings))
+    assert all(value.equal(in_memory.tensors()[name]) for name, value in _all(shards).tensors().items())
 
 
 @pytest.mark.parametrize("shard_size", [1000, 25, pytest.param(14, marks=pytest.mark.long)])
