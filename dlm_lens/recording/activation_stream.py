@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import HookLike, attention_blocks, checked, padding_before
+from dlm_lens.recording.arrays import as_stored
 from dlm_lens.recording.record_runs import Batches
 from dlm_lens.recording.recorder import Recorder
 from dlm_lens.recording.reducers.base import LayerStep, Reducer
@@ -111,7 +112,9 @@ class _Collect(Reducer):
             chosen &= self._drawn(layer, chosen)
         row, place = chosen.nonzero(as_tuple=True)
         device = layer.resid_out.device
-        vectors = layer.resid_out[row.to(device), place.to(device)].to(self.dtype).cpu()
+        vectors = layer.resid_out[row.to(device), place.to(device)]
+        remedy = "take float32 or bfloat16 as dtype"
+        vectors = as_stored(f"the stream of layer {layer.index}", vectors, self.dtype, remedy).cpu()
         # Masks after a window of them are not seen either, and are no padding.
         padding = padding_before(layer.run.valid).cpu()
         self.kept.append(
@@ -186,7 +189,7 @@ def activations(
 
     Raises:
         ValueError: an unusable prompt or setting, a layer that does not exist, an unknown class, or a share out of
-            range; before the first pass.
+            range; before the first pass. An activation that is too large for float16.
     """
     _, batches, collect, recorder = prepared_stream(
         model, prompts, layer, classes, share, batch_size, dtype, seed, settings

@@ -110,7 +110,10 @@ class StepArrays:
             # Layers may live on several devices; on one, a single copy.
             parts = parts if len({part.device for part in parts}) == 1 else [part.cpu() for part in parts]
             parts = _with_as_many_heads(parts, spec)
-            found[spec.name] = _stored(spec, torch.stack(parts, 1).cpu(), self.dtype)
+            values = torch.stack(parts, 1).cpu()
+            if values.is_floating_point():
+                values = as_stored(spec.name, values, self.dtype, "record with dtype='float32'")
+            found[spec.name] = values
         return found
 
     def add(self, arrays: Mapping[str, Tensor], *, total: int, positions: int, queries: int) -> None:
@@ -144,15 +147,17 @@ def _of_step(spec: ArraySpec) -> tuple[str, ...]:
     return spec.dims[1:]
 
 
-def _stored(spec: ArraySpec, values: Tensor, dtype: torch.dtype) -> Tensor:
-    if not values.is_floating_point():
-        return values
+def as_stored(name: str, values: Tensor, dtype: torch.dtype, remedy: str) -> Tensor:
+    """Numbers in the dtype of storage.
+
+    Raises:
+        ValueError: one is too large for float16.
+    """
     stored = values.to(dtype)
     if dtype == torch.float16 and bool((stored.isinf() & values.isfinite()).any()):
-        raise ValueError(
-            f"{spec.name} reaches {float(values.nan_to_num().abs().max()):.3g}, and float16 ends at 65,504; record "
-            "with dtype='float32'"
-        )
+        # The largest finite one: another may be infinite before it is stored.
+        largest = float(values.masked_fill(~values.isfinite(), 0.0).abs().max())
+        raise ValueError(f"{name} reaches {largest:.3g}, and float16 ends at 65,504; {remedy}")
     return stored
 
 

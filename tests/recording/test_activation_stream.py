@@ -174,6 +174,19 @@ def test_other_arguments_and_damage_are_refused(tmp_path):
         list(ActivationShards(tmp_path / "shards"))
 
 
+def test_activations_that_float16_cannot_hold_are_refused(tmp_path):
+    model = tiny("llada")
+    model.get_input_embeddings().weight.data.mul_(1e6)
+    why = r"the stream of layer 0 reaches .*e\+0\d, and float16 ends at 65,504; take float32 or bfloat16 as dtype"
+    with pytest.raises(ValueError, match=why):
+        next(activations(model, PROMPTS, 0, dtype=torch.float16, **RUN))
+    with pytest.raises(ValueError, match=why):
+        write_activations(model, PROMPTS, 0, tmp_path / "half", dtype="float16", **RUN)
+    for dtype in ("float32", "bfloat16"):
+        stored = _all(write_activations(model, PROMPTS, 0, tmp_path / dtype, dtype=dtype, **RUN))
+        assert bool(stored.activations.isfinite().all())
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
