@@ -32,6 +32,7 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         for name in ("specs", "layers", "heads", "sinks", "causal", "unpadded", "windows", "model", "hooks"):
             if _compared(name, other) != _compared(name, first):
                 raise ValueError(f"recordings differ in {name}: {getattr(first, name)} and {getattr(other, name)}")
+    recordings = _all_name_what_they_computed(recordings)
     before = max(r.run.prompt_length for r in recordings)
     after = max(r.run.tokens.shape[1] - r.run.prompt_length for r in recordings)
     longest = max(recordings, key=lambda r: len(r.steps))
@@ -86,6 +87,18 @@ def _compared(name: str, recording: RecordingFields) -> Any:
     """A field of a recording; hooks without the addresses that those of a user may have in their text."""
     value = getattr(recording, name)
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if name == "hooks" else value
+
+
+def _all_name_what_they_computed(recordings: Sequence[Fields]) -> Sequence[Fields]:
+    """Where one cached run has spans, those that never used their cache say that every step computed all."""
+    if not any(recording.run.computed for recording in recordings):
+        return recordings
+    return [
+        recording
+        if recording.run.computed
+        else replace(recording, run=replace(recording.run, computed=(None,) * recording.run.steps))
+        for recording in recordings
+    ]
 
 
 def _by_step(

@@ -8,7 +8,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.probes import pattern_stability
-from dlm_lens.recording import ReceivedAttention, Recording, record
+from dlm_lens.recording import ReceivedAttention, Recording, record, rerun
 from dlm_lens.sinks import AboveMean, find_sinks, received_of, trajectories
 from dlm_lens.sinks.analysis.enrichment import position_enrichment
 from dlm_lens.sinks.analysis.frontiers import frontier_alignment
@@ -67,3 +67,23 @@ def test_pairs_of_steps_end_with_the_row() -> None:
     pd.testing.assert_frame_equal(one.table(), other.table(), rtol=1e-4)
     pairs = len(alone.steps) - 1
     assert int(sum(kind.sum() for kind in one.changes.values())) == pairs * one.cosine[0, 0].numel()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_batch_that_never_used_its_cache_joins_one_that_did(order: tuple[int, int], tmp_path: Any) -> None:
+    model = tiny("llada")
+    model.get_output_embeddings().weight.data.mul_(8.0)
+    given = ([54, 24, 48, 56, 26, 2], [34, 45, 51, 38, 57, 9])
+    prompts, settings = [given[row] for row in order], {"gen_length": 4, "block_length": 4, "steps": 4}
+    cached: dict[str, Any] = {**settings, "cache": "dual", "threshold": 0.4}
+    alone = [dl.denoise(model, prompt, **cached).computed for prompt in given]
+    assert alone == [(), (None, (6, 10))]
+    both = record(model, prompts, REDUCERS, **cached)
+    apart = record(model, prompts, REDUCERS, batch_size=1, to=tmp_path / "apart", **cached)
+    for joined in (apart, Recording.load(tmp_path / "apart")):
+        assert joined.run.computed == both.run.computed == (None, (6, 10))
+        assert joined.run.row_steps.equal(both.run.row_steps)
+        assert joined.run.canvases.equal(both.run.canvases)
+        torch.testing.assert_close(joined.received, both.received, rtol=1e-4, atol=1e-5, equal_nan=True)
+        again = rerun(model, joined.run, REDUCERS)
+        torch.testing.assert_close(again.received, both.received, rtol=1e-4, atol=1e-5, equal_nan=True)
