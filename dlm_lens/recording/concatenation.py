@@ -1,13 +1,13 @@
 """Join several recordings: the rows of all of them in one."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from dlm_lens.attention.hook_identity import ADDRESS
 from dlm_lens.recording.arrays import ArraySpec, widened
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.sampling import DenoisingRun
@@ -15,9 +15,15 @@ from dlm_lens.sampling.token_text import merged
 
 Fields = TypeVar("Fields", bound=RecordingFields)
 
+OF_BATCHES = ("seeds", "steps", "hooks", "columns_hidden", "mass_hidden")
+"""What a run's settings hold that may differ between batches: seeds, steps (where prompts are filled in, as many as
+masks), and what hooks (compared apart) did in one."""
+
 
 def joined(recordings: Sequence[Fields]) -> Fields:
     """One recording with the rows of several that have the same reducers, layers and settings.
+
+    Seeds and the numbers of steps may differ.
 
     Shorter prompts are padded on the left, which changes their positions. Runs that ended earlier keep their last
     canvas, and their statistics are NaN after it.
@@ -29,9 +35,7 @@ def joined(recordings: Sequence[Fields]) -> Fields:
     if len(recordings) == 1:
         return first
     for other in recordings[1:]:
-        for name in ("specs", "layers", "heads", "sinks", "causal", "unpadded", "windows", "model", "hooks"):
-            if _compared(name, other) != _compared(name, first):
-                raise ValueError(f"recordings differ in {name}: {getattr(first, name)} and {getattr(other, name)}")
+        _check_alike(first, other)
     recordings = _all_name_what_they_computed(recordings)
     before = max(r.run.prompt_length for r in recordings)
     after = max(r.run.tokens.shape[1] - r.run.prompt_length for r in recordings)
@@ -83,10 +87,33 @@ def joined(recordings: Sequence[Fields]) -> Fields:
     )
 
 
-def _compared(name: str, recording: RecordingFields) -> Any:
-    """A field of a recording; hooks without the addresses that those of a user may have in their text."""
-    value = getattr(recording, name)
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value)) if name == "hooks" else value
+def _check_alike(first: RecordingFields, other: RecordingFields) -> None:
+    """Raise unless two recordings have the same reducers, layers, settings and, if they are parts, steps.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    names = ("specs", "layers", "heads", "sinks", "causal", "unpadded", "windows", "model", "hooks", "run_hooks")
+    pairs = {name: (getattr(first, name), getattr(other, name)) for name in names}
+    settings = first.run.settings, other.run.settings
+    for name in {**settings[0], **settings[1]}:
+        if name not in OF_BATCHES:
+            pairs[f"the setting {name}"] = (settings[0].get(name), settings[1].get(name))
+    pairs["steps"] = (_places(first.run), _places(other.run))
+    for name, (one, two) in pairs.items():
+        # Hooks of a user, and functions among the settings, may have addresses in their text.
+        if one != two and ADDRESS.sub("", repr(one)) != ADDRESS.sub("", repr(two)):
+            raise ValueError(
+                f"recordings differ in {name}: {one} and {two}; join those that have the same, and read a "
+                "directory of others one by one with dlm_lens.RecordingSet"
+            )
+
+
+def _places(run: DenoisingRun) -> str:
+    """Which steps of the whole run these are."""
+    if run.part is None:
+        return "all of the run"
+    return f"{run.part.numbers} of the run, {run.part.block_numbers} of their blocks"
 
 
 def _all_name_what_they_computed(recordings: Sequence[Fields]) -> Sequence[Fields]:

@@ -87,3 +87,55 @@ def test_a_batch_that_never_used_its_cache_joins_one_that_did(order: tuple[int, 
         torch.testing.assert_close(joined.received, both.received, rtol=1e-4, atol=1e-5, equal_nan=True)
         again = rerun(model, joined.run, REDUCERS)
         torch.testing.assert_close(again.received, both.received, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "first", "second", "why"),
+    [
+        ("wedlm", {"window_length": 4}, {"window_length": 8}, "the setting window_length: 4 and 8"),
+        ("llada", {"cfg_scale": 0.0}, {"cfg_scale": 2.0, "seed": 5}, "the setting cfg_scale: 0.0 and 2.0"),
+        ("llada", {}, {"temperature": 0.7}, "the setting temperature: 0.0 and 0.7"),
+        (
+            "llada",
+            {"gen_length": 4, "steps": 4},
+            {"steps": 4, "block_length": 4},
+            "the setting gen_length: 4 and 8",
+        ),
+    ],
+)
+def test_recordings_of_other_settings_are_not_joined(
+    family: str, first: dict[str, Any], second: dict[str, Any], why: str, tmp_path: Any
+) -> None:
+    model = tiny(family)
+    for name, given in (("a", first), ("b", second)):
+        record(model, [IDS[name == "b"]], REDUCERS, **{"gen_length": 8, **given}).save(tmp_path / name)
+    with pytest.raises(ValueError, match=f"recordings differ in {why}; .* dlm_lens.RecordingSet"):
+        Recording.load(tmp_path)
+    assert [len(one.rows) for one in dl.RecordingSet(tmp_path)] == [1, 1]
+
+
+def test_recordings_that_differ_in_seeds_alone_are_joined(tmp_path: Any) -> None:
+    model = tiny("llada")
+    for seed in (3, 5):
+        record(model, IDS[:1], REDUCERS, gen_length=8, temperature=0.7, seed=seed).save(tmp_path / str(seed))
+    assert Recording.load(tmp_path).settings["seeds"] == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        (([0, 1], [5, 6]), r"\(0, 1\) of the run, .* and \(5, 6\) of the run"),
+        (([0, 1], None), r"\(0, 1\) of the run, .* and all of the run"),
+    ],
+)
+def test_parts_of_other_steps_are_not_joined(steps: tuple[Any, Any], why: str, tmp_path: Any) -> None:
+    whole = record(tiny("llada"), IDS[:2], REDUCERS, gen_length=8)
+    for row, chosen in enumerate(steps):
+        whole.select(step=chosen, batch=[row]).save(tmp_path / str(row))
+    with pytest.raises(ValueError, match=f"recordings differ in steps: {why}"):
+        Recording.load(tmp_path)
+    for row in (0, 1):
+        whole.select(step=[5, 6], batch=[row]).save(tmp_path / "same" / str(row))
+    joined = Recording.load(tmp_path / "same")
+    assert joined.run.step_numbers == (5, 6)
+    assert joined.received.nan_to_num().equal(whole.select(step=[5, 6]).received.nan_to_num())
