@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,14 +63,13 @@ def joined(recordings: Sequence[Fields]) -> Fields:
         # Of the longest run: the others lack the last steps.
         blocks=runs[at].blocks,
         computed=runs[at].computed,
-        planned=longest.run.planned,
+        **_plans(recordings),
         part=first.run.part
         and replace(
             first.run.part,
             answer=torch.cat([part.answer for part in parts]),
             rows_ran=tuple(torch.cat([run.steps_in_all for run in runs]).tolist()),
         ),
-        settings={**runs[0].settings, "seeds": _seeds(recordings)},
         tokenizer=merged([run.tokenizer for run in runs]),
     )
     arrays = {
@@ -151,6 +150,23 @@ def _check_steps(run: DenoisingRun, longest: DenoisingRun) -> None:
                 "them computes what the other's cache keeps: the number of steps of a block depends on the tokens "
                 "there; record these prompts in one batch (batch_size=None)"
             )
+
+
+def _plans(recordings: Sequence[RecordingFields]) -> dict[str, Any]:
+    """The settings and the planned steps of all runs; for each row where they are not the same."""
+    runs = [recording.run for recording in recordings]
+    settings = {**runs[0].settings, "seeds": _seeds(recordings)}
+    own = [run.settings.get("steps") for run in runs]
+    if len(set(own)) == 1 and all(run.rows_planned is None for run in runs):
+        return {"settings": settings, "planned": max(runs, key=lambda run: run.steps).planned}
+    steps: list[int | None] = []
+    planned: list[int] = []
+    for run, given in zip(runs, own, strict=True):
+        rows = len(run.tokens)
+        steps += given if isinstance(given, tuple) else (given,) * rows
+        planned += run.rows_planned or (run.planned or run.steps,) * rows
+    settings["steps"] = tuple(steps)
+    return {"settings": settings, "planned": max(planned), "rows_planned": tuple(planned)}
 
 
 def _seeds(recordings: Sequence[RecordingFields]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from dlm_lens.recording.concatenation import fitted, joined
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredCanvases, part_of_run
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.run_parts import on_own_canvas
 
 
@@ -58,7 +59,11 @@ def rerun(
         ValueError: a run with tokens that the model does not embed, a step, layer or row that does not exist, or
             what `Recorder` and the hooks refuse.
     """
-    stored = StoredCanvases(model, run, hooks=hooks)
+    check_run(run)
+    one_plan = run.rows_planned is None
+    first = run if one_plan else part_of_run(run, None, _alike(run, range(len(run.tokens)), False)[0])
+    stored = StoredCanvases(model, first, hooks=hooks)
+    run = replace(run, tokenizer=stored.run.tokenizer)
     chosen = chosen_indices("step", steps, run.steps)
     recorder = Recorder(model, reducers, layers=layers, dtype=dtype)
     places = chosen_indices("row", rows, len(run.tokens))
@@ -69,13 +74,16 @@ def rerun(
     if len(parts) > 1:
         refuse_row_lists(stored.hooks, f"rows_per_pass makes {len(parts)} passes; leave it out")
     apart = run.joined_at is not None and any(hook.shifts_with_padding for hook in stored.hooks)
-    if apart:
-        parts = [part for whole in parts for part in _of_one_beginning(run, whole)]
-    if apart and len(parts) > 1:
+    if apart or not one_plan:
+        parts = [part for whole in parts for part in _alike(run, whole, apart)]
+    if (apart or not one_plan) and len(parts) > 1:
         refuse_row_lists(
             stored.hooks,
             f"another hook names canvas positions, which count on {len(parts)} canvases of the joined rows; count "
-            "these by by_row too",
+            "these by by_row too"
+            if one_plan
+            else f"the joined rows have plans of other numbers of steps, and run in {len(parts)} passes; take rows "
+            "of one plan (recording.select(batch=...))",
         )
     found = []
     with tqdm(total=len(chosen) * len(parts), desc="rerun", unit="pass", disable=not progress) as bar:
@@ -83,14 +91,14 @@ def rerun(
             own = part_of_run(run, None, part)
             canvases = (
                 stored
-                if len(part) == len(run.tokens) and not apart
+                if len(part) == len(run.tokens) and not apart and one_plan
                 else StoredCanvases(model, on_own_canvas(own) if apart else own, hooks=stored.hooks, warn=False)
             )
             recorded = _record(recorder, canvases, chosen, bar)
             if apart and own.joined_at is not None:
                 recorded = fitted(recorded, own.joined_at[0], run.tokens.shape[1], recorded)
             found.append(recorded)
-    own = part_of_run(stored.run, chosen, seen)
+    own = part_of_run(run, chosen, seen)
     order = [row for part in parts for row in part]
     recording = joined(found)
     if order != list(seen):
@@ -106,10 +114,12 @@ def rerun(
     return recording if seen == places else recording.select(batch=places)
 
 
-def _of_one_beginning(run: DenoisingRun, rows: Sequence[int]) -> list[tuple[int, ...]]:
-    """Rows of a joined run by the position at which their own canvas begins."""
-    starts = run.joined_at or (0,) * len(run.tokens)
-    return [tuple(row for row in rows if starts[row] == start) for start in sorted({starts[row] for row in rows})]
+def _alike(run: DenoisingRun, rows: Sequence[int], apart: bool) -> list[tuple[int, ...]]:
+    """Rows of a joined run by their planned steps and, if `apart`, by where their own canvas begins."""
+    same = (0,) * len(run.tokens)
+    plans = [same, same] if run.rows_planned is None else [run.rows_planned, run.settings["steps"]]
+    kinds = list(zip((run.joined_at or same) if apart else same, *plans, strict=True))
+    return [tuple(row for row in rows if kinds[row] == kind) for kind in dict.fromkeys(kinds[row] for row in rows)]
 
 
 def _record(recorder: Recorder, stored: StoredCanvases, steps: Sequence[int], bar: Any) -> Recording:

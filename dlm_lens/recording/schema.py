@@ -140,6 +140,7 @@ class RunFacts(Document):
     decoding: DecodingDescription | None = None
     rows_ran: list[Count] | None = None
     joined_at: list[Count] | None = None
+    rows_planned: list[Count] | None = None
     computed: list[Span | None] = Field(default_factory=list)
     hooks: list[str] | None = None
     steps_planned: Count | None = None

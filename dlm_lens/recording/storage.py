@@ -280,6 +280,10 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
     starts = facts.joined_at
     if starts is not None and (len(starts) != rows or max(starts, default=0) > facts.prompt_length):
         raise _ContradictionError(f"joined_at {starts} for {rows} rows and a prompt of {facts.prompt_length}")
+    if (planned := facts.rows_planned) is not None:
+        own = facts.settings.get("steps")
+        if len(planned) != rows or not isinstance(own, list) or len(own) != rows:
+            raise _ContradictionError(f"rows_planned {planned} and the setting steps {own} for {rows} rows")
     counts = {name: len(getattr(facts, name)) for name in ("steps", "spans", "blocks")}
     counts |= {name: len(found) for name in ("computed", "block_numbers") if (found := getattr(facts, name))}
     for name, count in counts.items():
@@ -306,6 +310,7 @@ def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Deno
         tokenizer=_tokenizer(facts) if tokenizer is None else tokenizer,
         rows_ran=None if facts.rows_ran is None else tuple(facts.rows_ran),
         joined_at=None if facts.joined_at is None else tuple(facts.joined_at),
+        rows_planned=None if facts.rows_planned is None else tuple(facts.rows_planned),
         computed=tuple(None if span is None else (span[0], span[1]) for span in facts.computed),
         model=facts.model,
         planned=facts.steps_planned,
@@ -348,6 +353,7 @@ def write_end(
         "decoding": _decoding(recording),
         "rows_ran": run.rows_ran,
         **({} if run.joined_at is None else {"joined_at": run.joined_at}),
+        **({} if run.rows_planned is None else {"rows_planned": run.rows_planned}),
         **({} if run.planned is None else {"steps_planned": run.planned}),
         **({} if run.part is None else {"block_numbers": run.part.block_numbers}),
         **({} if run.part is None else {"rows_ran_in_all": run.part.rows_ran}),

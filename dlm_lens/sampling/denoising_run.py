@@ -98,6 +98,7 @@ class DenoisingRun(ShowsItself):
         planned: steps that were planned, which may be more than ran (`StepPlan.total`); None if that is not known.
         joined_at: in joined runs, the position at which each row's own canvas begins, after what shorter prompts
             were padded with when they were joined; None: every row's canvas is this one.
+        rows_planned: `planned` of each row, where joined rows differ in it; then `settings["steps"]` is so too.
         part: of a part of a run (`Recording.select(step=)`), its place in the whole run; None: these are all steps.
 
     Raises:
@@ -122,6 +123,7 @@ class DenoisingRun(ShowsItself):
     model: str = ""
     planned: int | None = None
     joined_at: tuple[int, ...] | None = None
+    rows_planned: tuple[int, ...] | None = None
     part: RunPart | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -141,10 +143,9 @@ class DenoisingRun(ShowsItself):
         for name, shape in expected.items():
             if tuple(getattr(self, name).shape) != shape:
                 raise ValueError(f"DenoisingRun.{name} has shape {tuple(getattr(self, name).shape)}, not {shape}")
-        if self.rows_ran is not None and len(self.rows_ran) != batch:
-            raise ValueError(f"DenoisingRun.rows_ran has {len(self.rows_ran)} entries for {batch} rows")
-        if self.joined_at is not None and len(self.joined_at) != batch:
-            raise ValueError(f"DenoisingRun.joined_at has {len(self.joined_at)} entries for {batch} rows")
+        for name in ("rows_ran", "joined_at", "rows_planned"):
+            if (of_rows := getattr(self, name)) is not None and len(of_rows) != batch:
+                raise ValueError(f"DenoisingRun.{name} has {len(of_rows)} entries for {batch} rows")
         if self.computed and len(self.computed) != steps:
             raise ValueError(f"DenoisingRun.computed has {len(self.computed)} entries for {steps} steps")
         if not len(self.spans) == len(self.blocks) == steps:

@@ -65,6 +65,11 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
             )
     if seeds is not None and len(seeds) == len(run.tokens):
         settings["seeds"] = tuple(seeds[row] for row in rows)
+    planned, rows_planned = run.planned, run.rows_planned and tuple(run.rows_planned[row] for row in rows)
+    if rows_planned is not None and rows:
+        settings["steps"] = tuple(settings["steps"][row] for row in rows)
+        if len({*zip(rows_planned, settings["steps"], strict=True)}) == 1:  # one plan again
+            planned, rows_planned, settings["steps"] = rows_planned[0], None, settings["steps"][0]
     return replace(
         run,
         canvases=run.canvases[[*chosen, run.steps]][:, rows],
@@ -82,9 +87,34 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
         blocks=tuple(run.blocks[i] for i in chosen),
         computed=tuple(run.computed[i] for i in chosen) if run.computed else (),
         settings=settings,
-        planned=run.steps if run.planned is None and not whole else run.planned,
+        planned=run.steps if planned is None and not whole else planned,
+        rows_planned=rows_planned,
         part=None if whole else _place(run, chosen, rows),
     )
+
+
+def with_one_plan(run: "DenoisingRun") -> "DenoisingRun":
+    """The run, whose rows were planned with one number of steps.
+
+    Raises:
+        ValueError: rows of a joined run that have several, naming them.
+    """
+    if run.rows_planned is not None:
+        raise ValueError(
+            f"the rows of this run were planned with {sorted(set(run.rows_planned))} steps in the batches that "
+            "were joined, and a pass has one plan; take rows of one plan (recording.select(batch=...))"
+        )
+    return run
+
+
+def place_in_plan(run: "DenoisingRun", step: int) -> tuple[int, int]:
+    """The number of a step in the whole run, and how many were planned.
+
+    Rows of a joined run may have had fewer steps planned than other rows ran. After those nothing of them is
+    defined, and the last number stands for all.
+    """
+    planned = run.steps if run.planned is None else run.planned
+    return min(run.step_numbers[step], planned - 1), planned
 
 
 def on_own_canvas(run: "DenoisingRun") -> "DenoisingRun":

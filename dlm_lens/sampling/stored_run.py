@@ -23,6 +23,7 @@ from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, check_run
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
+from dlm_lens.sampling.run_parts import place_in_plan, with_one_plan
 from dlm_lens.sampling.samplers.base import FirstCanvas, rerun_sampler
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import tokenizer_of
@@ -51,7 +52,7 @@ class StoredCanvases:
     Raises:
         TypeError: the run is not a `DenoisingRun`.
         ValueError: a model without token embeddings, a run with token ids that the model does not embed, or an
-            object that is no hook or acts in an encoder that the model lacks.
+            object that is no hook or acts in an encoder that the model lacks; rows of several plans.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class StoredCanvases:
         self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
         self.device = input_device(model)
         self.content = run.attention_mask.to(self.device)
-        self.sampler = rerun_sampler(run.settings)
+        self.sampler = rerun_sampler(with_one_plan(run).settings)
         blocks = run.attention_blocks
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
         self.sampler.in_own_blocks = run.in_own_blocks.to(self.device)
@@ -157,14 +158,13 @@ class StoredCanvases:
         """The plan that the run had for a step; in a part of a run steps count from 0, as in its canvases."""
         run = self.run
         seen = self.length(step) if self.autoregressive or self.sampler.grows else None
-        total = run.steps if run.planned is None else run.planned
-        return StepPlan(
-            step, total, run.blocks[step], run.spans[step], run.steps - step, seen, self._computed(step)
-        )
+        total, left = max(run.steps, run.planned or 0), run.steps - step
+        return StepPlan(step, total, run.blocks[step], run.spans[step], left, seen, self._computed(step))
 
     def _plan_in_run(self, step: int) -> StepPlan:
         """The plan of a step, which a part of a run counts as the whole run: for the network and for hooks."""
-        plan = replace(self.plan(step), index=self.run.step_numbers[step])
+        index, total = place_in_plan(self.run, step)
+        plan = replace(self.plan(step), index=index, total=total)
         return self.sampler.planned_again(plan, self.run.block_numbers[step])
 
     def _computed(self, step: int) -> tuple[int, int] | None:

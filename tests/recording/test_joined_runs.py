@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.hooks import at_steps, hooks_of_run, mask_top_sinks
 from dlm_lens.probes import pattern_stability
-from dlm_lens.recording import ReceivedAttention, Recording, record, rerun
+from dlm_lens.recording import ReceivedAttention, Recording, ValueNorm, record, rerun
+from dlm_lens.sampling import StoredRun
 from dlm_lens.sinks import AboveMean, find_sinks, received_of, trajectories
 from dlm_lens.sinks.analysis.enrichment import position_enrichment
 from dlm_lens.sinks.analysis.frontiers import frontier_alignment
@@ -67,6 +69,50 @@ def test_pairs_of_steps_end_with_the_row() -> None:
     pd.testing.assert_frame_equal(one.table(), other.table(), rtol=1e-4)
     pairs = len(alone.steps) - 1
     assert int(sum(kind.sum() for kind in one.changes.values())) == pairs * one.cosine[0, 0].numel()
+
+
+HOLES = [
+    "w1 w2 [MASK] w4 w5 [MASK] w7 [MASK] w3 [MASK]",
+    "w7 [MASK] w9 w2",
+    "w5 w5 w20 [MASK] w1 [MASK] w3 w3",
+    "w6 [MASK] w9 w2 w2",
+]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("family", ["sedd", "mdlm, given the noise", "llada"])
+def test_prompts_with_other_numbers_of_masks_keep_their_plans(family: str, order: int, tmp_path: Any) -> None:
+    name, _, conditioned = family.partition(", ")
+    model = tiny(name, time_conditioning=True) if conditioned else tiny(name)
+    prompts, reducers = HOLES[::order], [*REDUCERS, ValueNorm()]
+    given: dict[str, Any] = {"gen_length": 0, "seed": [7, 8, 9, 10]}
+    for hooks in ([], [at_steps(mask_top_sinks(1), [-1])]):
+        path = tmp_path / str(len(hooks))
+        record(model, prompts, reducers, hooks=hooks, batch_size=1, to=path, **given)
+        joined = Recording.load(path)
+        assert joined.settings["steps"] == tuple([4, 1, 2, 1][::order])
+        assert joined.run.planned == max(joined.run.rows_planned)
+        again = rerun(model, joined.run, reducers, hooks=hooks_of_run(joined.run))
+        some = rerun(model, joined.run, reducers, hooks=hooks, rows=[1, 2], steps=[0])
+        for array in joined.specs:
+            for found, wanted in ((again, joined), (some, joined.select(batch=[1, 2], step=[0]))):
+                torch.testing.assert_close(
+                    getattr(found, array), getattr(wanted, array), rtol=1e-4, atol=1e-5, equal_nan=True
+                )
+        assert again.run.rows_planned == joined.run.rows_planned
+        for row, prompt in enumerate(prompts):
+            alone = record(model, [prompt], reducers, hooks=hooks, **{**given, "seed": 7 + row})
+            steps, pad = alone.run.steps, int(joined.run.padding[row])
+            own = joined.received[:steps, row, ..., pad:]
+            torch.testing.assert_close(own, alone.received[:, 0], rtol=1e-4, atol=1e-5, equal_nan=True)
+            part = joined.select(batch=[row]).run
+            assert (part.planned, part.settings["steps"]) == (alone.run.planned, alone.settings["steps"])
+            assert part.rows_planned is None
+        whole = Recording.load(joined.save(tmp_path / f"whole-{len(hooks)}"))
+        assert whole.run.rows_planned == joined.run.rows_planned
+        with pytest.raises(ValueError, match=r"planned with \[.*\] steps .*; take rows of one plan"):
+            StoredRun(model, whole.run)
+        StoredRun(model, whole.select(batch=[1]).run)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -111,11 +111,18 @@ def repeated(run: DenoisingRun, times: int) -> DenoisingRun:
     parts: dict[str, Any] = {name: getattr(run, name).repeat(1, times, 1) for name in names}
     ran = None if run.rows_ran is None else run.rows_ran * times
     starts = None if run.joined_at is None else run.joined_at * times
+    planned = None if run.rows_planned is None else run.rows_planned * times
     place = run.part and replace(
         run.part, answer=run.part.answer.repeat(times, 1), rows_ran=run.part.rows_ran and run.part.rows_ran * times
     )
     return replace(
-        run, attention_mask=run.attention_mask.repeat(times, 1), rows_ran=ran, joined_at=starts, part=place, **parts
+        run,
+        attention_mask=run.attention_mask.repeat(times, 1),
+        rows_ran=ran,
+        joined_at=starts,
+        rows_planned=planned,
+        part=place,
+        **parts,
     )
 
 
