@@ -283,7 +283,8 @@ def _given(
     if not recording.sinks:
         raise ValueError(f"{recording.model} has no learned sink tokens; give the Sinks of find_sinks")
     learned = torch.arange(shape[-1]) >= shape[-1] - recording.sinks
-    return norms, learned.expand(shape), torch.zeros(1, dtype=torch.bool).expand(shape)
+    over = ~recording.run.running[..., None, None, None]
+    return norms, learned & ~over.expand(shape), over.expand(shape)
 
 
 def _norms(recording: Recording, heads: tuple[int, ...] | None) -> _Norms:

@@ -143,6 +143,19 @@ def test_the_learned_sink_tokens_are_sinks_too() -> None:
         value_norms(recorded()[1], "learned")
 
 
+def test_learned_sink_tokens_of_a_row_that_is_over_are_none() -> None:
+    model = tiny("sink_qwen", num_sinks=2)
+    model.get_output_embeddings().weight.data.mul_(2.5)
+    prompts = ["w1 w2 w3 w4 w5 w6", "w7 w8 w9 w4 w1 w1", "w3 w3"]
+    reducers = [dl.ReceivedAttention(min_viewers=1), dl.ValueNorm("both")]
+    rec = dl.record(model, prompts, reducers, gen_length=12, steps=12, threshold=0.3)
+    steps = rec.run.row_steps
+    assert int(steps.min()) < rec.run.steps
+    found = value_norms(rec, "learned")
+    assert found.found == len(found.sink) == int(steps.sum()) * 2 * 4 * rec.sinks
+    assert found.unmatched == 0
+
+
 @pytest.mark.parametrize("level", ["head", "layer"])
 def test_the_share_of_the_sinks_is_of_all_attention_in_an_ar_model(level: Any) -> None:
     """The last keys of a causal pass are seen by too few queries for a score, and receive attention too."""
