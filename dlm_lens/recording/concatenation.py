@@ -148,7 +148,9 @@ def _check_steps(run: DenoisingRun, longest: DenoisingRun) -> None:
             raise ValueError(
                 f"at step {step} one batch decodes block {facts[0][0]} and another block {facts[1][0]}, or one of "
                 "them computes what the other's cache keeps: the number of steps of a block depends on the tokens "
-                "there; record these prompts in one batch (batch_size=None)"
+                "there; record these prompts in one batch (batch_size=None; under a hook that names positions, "
+                "prompts of other lengths never share one), or with to= and read the batches with "
+                "dlm_lens.RecordingSet"
             )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.hooks import at_steps, hooks_of_run, mask_top_sinks
+from dlm_lens.hooks import at_steps, hooks_of_run, mask_positions, mask_top_sinks
 from dlm_lens.probes import pattern_stability
 from dlm_lens.recording import ReceivedAttention, Recording, ValueNorm, record, rerun
 from dlm_lens.sampling import StoredRun
@@ -69,6 +69,17 @@ def test_pairs_of_steps_end_with_the_row() -> None:
     pd.testing.assert_frame_equal(one.table(), other.table(), rtol=1e-4)
     pairs = len(alone.steps) - 1
     assert int(sum(kind.sum() for kind in one.changes.values())) == pairs * one.cosine[0, 0].numel()
+
+
+def test_batches_that_a_hook_has_split_are_read_apart_where_they_do_not_join(tmp_path: Any) -> None:
+    model = tiny("sdar")
+    given: dict[str, Any] = {"hooks": [mask_positions(1)], "gen_length": 8, "to": tmp_path / "apart"}
+    why = (
+        r"under a hook that names positions, prompts of other lengths never share one\), or with to= and read .*Set"
+    )
+    with pytest.raises(ValueError, match=f"batch_size=None; {why}"):
+        record(model, IDS, REDUCERS, **given)
+    assert [one.rows for one in dl.RecordingSet(tmp_path / "apart")] == [(0,), (1,), (2,)]
 
 
 HOLES = [
