@@ -25,6 +25,8 @@ class CanvasFacts:
         causal: an AR run, in which positions that are not written yet are neither queries nor keys.
         sinks: number of learned sink tokens: keys after the canvas positions; as queries they are not counted.
         unpadded: the network takes padding for content (a quirk of a reference), so that padding is a key.
+        own_canvas: the positions of each row's own canvas: what joined rows were padded with later is no key. None:
+            all.
         window: the sliding window w of the layer: query i sees the keys i - w + 1, ..., i in an AR run, else those
             from i - w to i + w; with blocks (DiffusionGemma) all that are `computed`, and the last w - 1 positions
             before them. None if the layer has none.
@@ -50,6 +52,7 @@ class CanvasFacts:
     blocks: BlockLayout | None = None
     computed: Bool[Tensor, "*#run position"] | None = None
     observed_first: bool = False
+    own_canvas: Bool[Tensor, "*#run position"] | None = None
     _computed: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -240,7 +243,9 @@ class CanvasFacts:
             start = self.computed.int().argmax(-1, keepdim=True)
             where = torch.arange(self.valid.shape[-1], device=self.valid.device)
             return self.present & (where >= start - (self.window - 1))
-        return torch.ones_like(self.valid) if self.unpadded else self.present
+        if not self.unpadded:
+            return self.present
+        return torch.ones_like(self.valid) if self.own_canvas is None else self.own_canvas.expand(self.valid.shape)
 
     def _beside_sinks(self, canvas: Bool[Tensor, "*run position"]) -> Bool[Tensor, "*run key"]:
         if not self.sinks:

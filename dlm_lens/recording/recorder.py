@@ -267,6 +267,7 @@ class Recorder(StepObserver):
                 blocks=None if layout is None else layout.to(device),
                 computed=None if run.queries is None else (where >= run.queries[0]) & (where < run.queries[1]),
                 observed_first=attends_observed_first(self.model.config),
+                own_canvas=None if self.sampler.own_canvas is None else self.sampler.own_canvas.to(device),
             )
         return self._facts[device, window]
 

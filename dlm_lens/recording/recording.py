@@ -26,6 +26,7 @@ from dlm_lens.recording.storage import ShardArrays, load_recording, save_recordi
 from dlm_lens.sampling import part_of_run
 from dlm_lens.sampling.emerging_text import preview
 from dlm_lens.sampling.prompts import is_id
+from dlm_lens.sampling.run_parts import own_canvas
 
 Index = int | slice | Sequence[int]
 
@@ -160,6 +161,7 @@ class Recording(ShowsItself, RecordingFields):
             blocks=self.run.counted_blocks,
             computed=self.run.in_span,
             observed_first=self.run.observed_first,
+            own_canvas=own_canvas(self.run),
         )
 
     def expected(self, queries: QueryClass = "all", *, layer: int | None = None) -> Float[Tensor, "step batch key"]:

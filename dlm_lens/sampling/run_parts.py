@@ -117,6 +117,12 @@ def place_in_plan(run: "DenoisingRun", step: int) -> tuple[int, int]:
     return min(run.step_numbers[step], planned - 1), planned
 
 
+def own_canvas(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
+    """The positions of each row's own canvas: all but those that joining padded it with."""
+    starts = torch.tensor(run.joined_at or (0,) * len(run.tokens))
+    return torch.arange(run.tokens.shape[1]) >= starts[:, None]
+
+
 def on_own_canvas(run: "DenoisingRun") -> "DenoisingRun":
     """A part of a joined run, whose rows began at one position, on the canvas that they ran on.
 

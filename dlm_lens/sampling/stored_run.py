@@ -23,7 +23,7 @@ from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, check_run
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
-from dlm_lens.sampling.run_parts import place_in_plan, with_one_plan
+from dlm_lens.sampling.run_parts import own_canvas, place_in_plan, with_one_plan
 from dlm_lens.sampling.samplers.base import FirstCanvas, rerun_sampler
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import tokenizer_of
@@ -91,6 +91,7 @@ class StoredCanvases:
         blocks = run.attention_blocks
         self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
         self.sampler.in_own_blocks = run.in_own_blocks.to(self.device)
+        self.sampler.own_canvas = own_canvas(run).to(self.device)
         if self.sampler.mask_window is None:  # of forward passes and likelihoods, which no sampler made
             self.sampler.mask_window = run.mask_window
         plans = [self._plan_in_run(step) for step in range(run.steps)]
@@ -98,7 +99,7 @@ class StoredCanvases:
         self._canvas = computed_span(model, run.canvases.shape[-1]) is not None
         self._network: Network | None = self._own
         if self._own is None and run.computed and not self._canvas:
-            self._network = CachedLogits(model, self._network_content)
+            self._network = CachedLogits(model, self.sampler.network_content(self.content))
         self._at: int | None = None
         """The step that was entered."""
         self._attached = False
@@ -192,17 +193,12 @@ class StoredCanvases:
         return run_forward(self._network, canvas) if plain else self._network.forward(canvas)
 
     def _decode(self, canvas: Int[Tensor, "batch seen"]) -> Any:
-        content = self._network_content[:, : canvas.shape[1]]
+        content = self.sampler.network_content(self.content)[:, : canvas.shape[1]]
         inputs = self.sampler.inputs(self.model, content, canvas, self.run.prompt_length)
         if self._canvas:  # a forward pass of a model with an encoder (`record_forward`)
             assert self._at is not None
             inputs = {**inputs, "canvas_start": self.first(self._at)}
         return decoder_of(self.model)(input_ids=canvas, **inputs)
-
-    @property
-    def _network_content(self) -> Bool[Tensor, "batch position"]:
-        """What the network takes for content: a reference's quirk includes the padding."""
-        return torch.ones_like(self.content) if self.sampler.unpadded else self.content
 
     def start(self, observer: RunObserver) -> None:
         """Begin the run for an observer."""

@@ -82,6 +82,29 @@ def test_batches_that_a_hook_has_split_are_read_apart_where_they_do_not_join(tmp
     assert [one.rows for one in dl.RecordingSet(tmp_path / "apart")] == [(0,), (1,), (2,)]
 
 
+def test_padding_that_joining_adds_is_seen_by_no_network_that_sees_padding(tmp_path: Any) -> None:
+    """MMaDA's quirk is about the padding of a batch, which these rows had none of."""
+    model, reducers = tiny("mmada"), [ReceivedAttention(("all", "masked"), min_viewers=1), ValueNorm()]
+    given: dict[str, Any] = {"gen_length": 8, "block_length": 4, "cfg_scale": 1.5, "reference_quirks": True}
+    record(model, IDS, reducers, batch_size=1, to=tmp_path / "joined", seed=3, **given)
+    joined = Recording.load(tmp_path / "joined")
+    assert joined.unpadded
+    again = rerun(model, joined.run, reducers)
+    for row, prompt in enumerate(IDS):
+        alone, pad = record(model, [prompt], reducers, seed=3, **given), len(IDS[0]) - len(prompt)
+        part = rerun(model, joined.run, reducers, rows=[row])
+        stored = StoredRun(model, joined.run), StoredRun(model, alone.run)
+        states = [each.states(0) for each in stored]
+        width = states[1].shape[1]
+        torch.testing.assert_close(states[0][:, row * width : (row + 1) * width], states[1], rtol=1e-4, atol=1e-5)
+        for found, place in ((joined, row), (again, row), (part, 0), (joined.select(batch=[row]), 0)):
+            pairs = [(getattr(found, name)[:, place], getattr(alone, name)[:, 0]) for name in alone.specs]
+            pairs += [(found.expected(name)[:, place], alone.expected(name)[:, 0]) for name in ("all", "masked")]
+            pairs.append((found.received_sums()[:, place], alone.received_sums()[:, 0]))
+            for one, other in pairs:
+                torch.testing.assert_close(one[..., pad:], other, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 HOLES = [
     "w1 w2 [MASK] w4 w5 [MASK] w7 [MASK] w3 [MASK]",
     "w7 [MASK] w9 w2",

@@ -143,6 +143,8 @@ class Sampler(nn.Module):
         cfg_scale: classifier-free guidance of the run; 0 for none.
         guidance_keeps: tokens that guidance leaves visible in its second half.
         unpadded: the network sees padding as content (a quirk of MMaDA's code).
+        own_canvas: in passes over joined runs, the positions of each row's own canvas: what joining padded it with,
+            no network has seen. None for all.
         block_length: of the blocks of block causal attention, in samplers that grow.
         block_layout: where these blocks are in the rows of the run; None before the run has a network.
         in_own_blocks: the positions up to the end of each row's own last block, with `own_ends`; None for all.
@@ -182,6 +184,7 @@ class Sampler(nn.Module):
     cfg_scale: float = 0.0
     guidance_keeps: tuple[int, ...] = ()
     unpadded: bool = False
+    own_canvas: Bool[Tensor, "batch position"] | None = None
     cache: str | None = None
     use_cache: bool = False
     block_length: int = 0
@@ -271,8 +274,13 @@ class Sampler(nn.Module):
             model: from `dlm_lens.load`.
             first: what the run begins with.
         """
-        seen = torch.ones_like(first.content) if self.unpadded else first.content
-        return CanvasLogits(model, seen, **self.guidance(model, first))
+        return CanvasLogits(model, self.network_content(first.content), **self.guidance(model, first))
+
+    def network_content(self, content: Bool[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
+        """What the network takes for content: a reference's quirk includes the padding."""
+        if not self.unpadded:
+            return content
+        return torch.ones_like(content) if self.own_canvas is None else self.own_canvas
 
     def guidance(self, model: Any, first: FirstCanvas) -> dict[str, Any]:
         """The arguments of `CanvasLogits` for guidance: its second half masks what the first canvas has decided."""

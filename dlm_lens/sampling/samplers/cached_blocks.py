@@ -203,7 +203,7 @@ class CachedSampler(Sampler):
                 f"cache={self.cache!r} and mask tokens in the prompt: they lie before the block, where the cache "
                 "computes nothing; leave cache out to fill them in"
             )
-        seen = torch.ones_like(content) if self.unpadded else content
+        seen = self.network_content(content)
         alone = self.reference_quirks and self.shift
         return CachedLogits(model, seen, alone=alone, **self.guidance(model, first))
 
