@@ -314,6 +314,8 @@ def _with_layers(config: Any, count: int) -> Any:
     small.num_hidden_layers = count
     if "layer_types" in vars(small) and small.layer_types is not None:  # a property of it follows by itself
         small.layer_types = small.layer_types[:count]
+    if getattr(small, "num_kv_shared_layers", None):  # they use the keys of earlier layers, which are cut away
+        small.num_kv_shared_layers = 0
     return small
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -104,14 +104,14 @@ def _attempts(model_type: str) -> Iterator[dict[str, Any]]:
     for layers in (2, 4, 8):
         for left_out in ((), ("head_dim",), ("rotary_dim",)):
             for absent in (False, True):
-                sizes = {**SIZES, **dict.fromkeys(DEPTHS, layers)}
-                yield _values(model_type, {k: v for k, v in sizes.items() if k not in left_out}, absent)
+                yield values_of(model_type, layers, left_out, absent)
 
 
-def _values(model_type: str, sizes: Mapping[str, Any], absent: bool) -> dict[str, Any]:
-    """The sizes that a config has; also those that are None in it, if `absent`."""
+def values_of(model_type: str, layers: int, left_out: Collection[str] = (), absent: bool = False) -> dict[str, Any]:
+    """The small sizes of a model type's config, without those left out; also those that are None, if `absent`."""
+    sizes = {**SIZES, **dict.fromkeys(DEPTHS, layers)}
     config = AutoConfig.for_model(model_type)
-    return _of_all_parts(config, sizes, absent)
+    return _of_all_parts(config, {k: v for k, v in sizes.items() if k not in left_out}, absent)
 
 
 def _of_all_parts(config: Any, sizes: Mapping[str, Any], absent: bool) -> dict[str, Any]:

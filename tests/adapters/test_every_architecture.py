@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import dlm_lens as dl
 from dlm_lens.adapters.head import final_norm, head_logits
 from dlm_lens.attention import attention_blocks, check_hook_points, decoder_of
 from dlm_lens.hooks import ablate
 from dlm_lens.recording.reducers.norms import ResidualNorm
-from tests.adapters.small_architectures import IDS, MASKED_TYPES, MODEL_TYPES, small_model
+from tests.adapters.small_architectures import IDS, MASKED_TYPES, MODEL_TYPES, small_model, values_of
 
 REASONS = {
     "has no attention: there is nothing to add": "falcon_mamba mamba rwkv",
@@ -267,3 +267,22 @@ def test_the_pages_name_these_numbers() -> None:
     assert f"of {built}\n  that are built" in (root / "CHANGELOG.md").read_text(encoding="utf-8")
     types = total + counts["AutoModelForMaskedLM"][0]
     assert f"{types} model types of transformers" in (root / "docs/verification.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "own"),
+    [
+        ("gemma3n_text", {"intermediate_size": 96, "activation_sparsity_pattern": None}),
+        ("gemma4_text", {}),
+    ],
+)
+def test_layers_that_share_keys_and_values_are_loaded(model_type: str, own: dict[str, Any], tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    values = values_of(model_type, layers=6) | layers | {"num_kv_shared_layers": 2} | own
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ours = dl.load(tmp_path)
+    assert ours.config.num_kv_shared_layers == 2
+    with torch.no_grad():
+        assert torch.equal(ours(IDS, use_cache=False).logits, theirs(IDS, use_cache=False).logits)
