@@ -1,7 +1,8 @@
 """`MaskedDiffusionMixin`: a causal LM of transformers as a masked DLM, and the default settings of samplers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, Unpack, cast
+from typing import Any, ClassVar, NoReturn, Self, Unpack, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -138,6 +139,15 @@ class Float32RotaryEmbedding(LlamaRotaryEmbedding):
     ) -> tuple[Float[Tensor, "#batch position d_head"], Float[Tensor, "#batch position d_head"]]:
         """Return cos and sin in float32; of `x` only the device matters."""
         return super().forward(torch.empty(0, device=x.device, dtype=torch.float32), position_ids)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the frequencies without another dtype: `model.to(torch.bfloat16)` would round them."""
+
+        def moved(frequencies: Tensor) -> Tensor:
+            found = fn(frequencies)
+            return found if found.dtype == frequencies.dtype else frequencies.to(found.device)
+
+        return super()._apply(moved, recurse)
 
 
 class MaskedDiffusionMixin(nn.Module):

@@ -1,6 +1,7 @@
 """`labels=` of every family against a float64 network: the loss reads the outputs that `denoise` reads."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +176,24 @@ def test_dreams_loss_is_shifted() -> None:
     shifted, unshifted = -(likely[1, 7] + likely[3, 8]) / 2, -(likely[2, 7] + likely[4, 8]) / 2
     assert float(got.loss) == pytest.approx(float(shifted), rel=1e-5)
     assert abs(float(shifted - unshifted)) > 0.01
+
+
+@pytest.mark.parametrize("family", ["llada", "mmada", "smdm"])
+def test_a_cast_leaves_rotary_tables_in_float32(family: str, tmp_path: Path) -> None:
+    saved: Any = tiny(family, max_position_embeddings=2048)
+    saved.save_pretrained(tmp_path)
+    saved.tokenizer.save_pretrained(tmp_path)
+    loaded: Any = dl.load(tmp_path, dtype="bfloat16")
+    positions = torch.arange(2048)[None]
+    expected = loaded.model.rotary_emb(torch.empty(0), positions)
+    for cast in (dl.load(tmp_path).to(torch.bfloat16), dl.load(tmp_path).half(), dl.load(tmp_path).double()):
+        rotary: Any = cast.get_submodule("model.rotary_emb")
+        assert {value.dtype for value in rotary.buffers()} == {torch.float32}
+        assert all(map(torch.equal, rotary(torch.empty(0), positions), expected))
+    cast = dl.load(tmp_path).to(torch.bfloat16)
+    assert cast.dtype == torch.bfloat16
+    ids = torch.arange(40).repeat(2)[None]
+    with torch.no_grad():
+        assert torch.equal(cast(input_ids=ids).logits, loaded(input_ids=ids).logits)
+    moved: Any = dl.load(tmp_path).to("meta", torch.bfloat16)
+    assert moved.model.rotary_emb.inv_freq.is_meta
