@@ -82,7 +82,9 @@ def convert(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
-    model = model.to(source.dtype)
+    # Parameters alone: rotary frequencies stay in float32, as in a loaded model.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(source.dtype)
     _copy(source, model, mask)
     return finish_model(model.to(source.device), family, tokenizer)
 

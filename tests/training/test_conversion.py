@@ -136,6 +136,27 @@ def test_a_checkpoint_directory_is_converted(tmp_path: Path) -> None:
     assert torch.equal(dlm.model.norm.weight, ar.model.norm.weight.float())
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("layout", ["qwen2", "llama"])
+@torch.no_grad()
+def test_in_bfloat16_it_equals_the_model_that_is_loaded_again(
+    layout: str, dtype: str | None, tied: bool, tmp_path: Path
+) -> None:
+    ar = source(layout, max_position_embeddings=2048, tie_word_embeddings=tied).to(torch.bfloat16)
+    ar.save_pretrained(tmp_path / "ar")
+    ar.tokenizer.save_pretrained(tmp_path / "ar")
+    dlm: Any = convert(tmp_path / "ar", dtype=dtype)
+    assert {value.dtype for value in dlm.parameters()} == {dlm.dtype} == {torch.bfloat16}
+    assert (dlm.get_output_embeddings().weight is dlm.get_input_embeddings().weight) == tied
+    dlm.save_pretrained(tmp_path / "dlm")
+    dlm.tokenizer.save_pretrained(tmp_path / "dlm")
+    loaded: Any = dlm_lens.load(tmp_path / "dlm")
+    assert loaded.model.rotary_emb.inv_freq.equal(dlm.model.rotary_emb.inv_freq)
+    ids = torch.randint(64, (1, 1024), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(input_ids=ids).logits, dlm(input_ids=ids).logits)
+
+
 def test_without_a_tokenizer_the_mask_is_a_row_behind() -> None:
     dlm = convert(source(words=None), mask_token_id=None)
     assert (dlm.config.mask_token_id, dlm.config.vocab_size) == (64, 65)
