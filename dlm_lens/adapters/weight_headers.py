@@ -420,9 +420,10 @@ def _splitting(family: Family) -> list[WeightConverter]:
 
 
 def _missing(whole: Mapping[str, Any], stored: Mapping[str, str], expected: _Expected) -> list[str]:
-    """Parameters that no file holds, themselves or under the name that they are tied to."""
+    """Parameters that no file holds, themselves, in a fused tensor, or under the name that they are tied to."""
     tied = dict(expected.tied) | {source: target for target, source in expected.tied.items()}
-    return [name for name in sorted(whole) if name not in stored and tied.get(name) not in stored]
+    held = stored.keys() | (expected.shapes.keys() - whole.keys())  # what a fused tensor holds is not in `whole`
+    return [name for name in sorted(whole) if name not in held and tied.get(name) not in held]
 
 
 def _missing_experts(experts: Mapping[tuple[str, str], set[int]]) -> list[str]:

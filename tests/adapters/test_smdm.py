@@ -367,3 +367,27 @@ def test_lit_gpt_s_fields_map_to_llama() -> None:
     assert (config.num_hidden_layers, config.intermediate_size, config.max_position_embeddings) == (3, 96, 77)
     assert (config.head_dim, config.rms_norm_eps) == (16, 1e-4)
     assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_sinks": 1}], ids=["plain", "sink"])
+@torch.no_grad()
+def test_a_tied_head_round_trips(settings: dict[str, Any], tmp_path: Path) -> None:
+    model: Any = tiny("smdm", tie_word_embeddings=True, **settings)
+    model.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded: Any = dlm_lens.load(tmp_path)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    ids = torch.arange(12).view(2, 6)
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_without_its_embedding_a_tied_head_is_missing_too(tmp_path: Path) -> None:
+    model: Any = tiny("smdm", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["transformer.wte.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing keys lm_head\.weight, model\.embed_tokens\.weight"):
+        dlm_lens.load(tmp_path)
