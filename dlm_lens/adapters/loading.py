@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,9 @@ SAMPLER_CONFIGS = ("EntropyBoundSamplerConfig",)
 """Classes of transformers that a generation_config.json may name for its sampler."""
 
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+
+_LOADING = threading.RLock()
+"""Held while a model is built and checked: transformers sets torch's default dtype, which all threads share."""
 
 logger = logging.getLogger(__name__)
 
@@ -123,29 +127,30 @@ def load(
     width = check_quantisation(str(source), owner, own, quantization_config, device_map)
     _check_weights(weights, config, kept, device_map, own, width, options)
     headers = read_headers(_fetched(weights, options))
-    read_as, renames = (model_class, {}) if text is None else text_class(weights, model_class, config, headers)
-    check_shapes(weights, what, headers, owner, read_as, config, values, renames, packed=own is not None)
-    model = _load_weights(
-        read_as,
-        weights,
-        key_mapping=renames,
-        config=config,
-        dtype="auto" if kept is None else kept,
-        device_map=device_map,
-        attn_implementation=_supported(attn_implementation, model_class),
-        **quantised,
-        **options,
-    )
-    if text is not None:
-        extras: Any = model
-        extras.__class__, extras._weight_conversions = model_class, None  # saved as a text network is
-    if eos_token_id is not None:
-        model.generation_config.eos_token_id = eos_token_id
-    finish_model(model, owner, tokenizer)
-    if quantised or own:
-        check_quantised(model, source)
-    if check:
-        check_model(model)
+    with _LOADING:
+        read_as, renames = (model_class, {}) if text is None else text_class(weights, model_class, config, headers)
+        check_shapes(weights, what, headers, owner, read_as, config, values, renames, packed=own is not None)
+        model = _load_weights(
+            read_as,
+            weights,
+            key_mapping=renames,
+            config=config,
+            dtype="auto" if kept is None else kept,
+            device_map=device_map,
+            attn_implementation=_supported(attn_implementation, model_class),
+            **quantised,
+            **options,
+        )
+        if text is not None:
+            extras: Any = model
+            extras.__class__, extras._weight_conversions = model_class, None  # saved as a text network is
+        if eos_token_id is not None:
+            model.generation_config.eos_token_id = eos_token_id
+        finish_model(model, owner, tokenizer)
+        if quantised or own:
+            check_quantised(model, source)
+        if check:
+            check_model(model)
     return model
 
 

@@ -2,6 +2,7 @@ import json
 import logging
 import pickle
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,24 @@ def test_the_settings_of_a_checkpoint_are_those_of_its_own_sampler() -> None:
     assert other.sampler_defaults == family_of("sink_qwen").samplers["dream"]
     assert dlm_lens.denoise(other, "sort 4 2 9 1 :", steps=2, gen_length=4).steps == 2
     assert dlm_lens.load("toy", sampler="llada").sampler_defaults == dlm_lens.load("toy").sampler_defaults
+
+
+def test_threads_load_at_once_in_their_own_dtypes(tmp_path: Path) -> None:
+    dtypes = {"causal": torch.float32, "llada": torch.bfloat16, "sink_qwen": torch.float32}
+    for family in dtypes:
+        model: Any = tiny(family)
+        model.save_pretrained(tmp_path / family)
+        model.tokenizer.save_pretrained(tmp_path / family)
+
+    def loaded(family: str) -> Any:
+        return dlm_lens.load(tmp_path / family, dtype=dtypes[family])
+
+    before = torch.get_default_dtype()
+    try:
+        with ThreadPoolExecutor(len(dtypes)) as threads:
+            for _ in range(6):
+                for model, dtype in zip(threads.map(loaded, dtypes), dtypes.values(), strict=True):
+                    assert {value.dtype for value in model.parameters()} == {dtype}
+                assert torch.get_default_dtype() == before
+    finally:
+        torch.set_default_dtype(before)
