@@ -12,7 +12,7 @@ from dlm_lens.attention import AttentionInputs, SinkLayout, Site
 from dlm_lens.bridging.step_hooks import point_of
 from dlm_lens.placement import is_quantised, resident
 from dlm_lens.recording import Recorder
-from dlm_lens.recording.layer_taps import LayerInputs
+from dlm_lens.recording.layer_taps import LayerInputs, common_scale
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.sampling import Sampler
 
@@ -37,9 +37,12 @@ class BridgeTap:
         self._open = ExitStack()
 
     @property
-    def scale(self) -> float:
-        """The factor that attention scores are multiplied by."""
-        return float(self.bridge.blocks[self.layers[0]].attn.original_component.scaling)
+    def scale(self) -> float | None:
+        """The factor that attention scores are multiplied by; None where layers differ."""
+        return common_scale(self._scale_of(layer) for layer in self.layers)
+
+    def _scale_of(self, layer: int) -> float:
+        return float(self.bridge.blocks[layer].attn.original_component.scaling)
 
     def open(self) -> None:
         """Add the hooks."""
@@ -88,7 +91,7 @@ class BridgeTap:
                 q.transpose(1, 2)[:, :, canvas],
                 k.transpose(1, 2),
                 v.transpose(1, 2),
-                self.scale,
+                self._scale_of(layer),
                 own_start=canvas.start,
                 pattern=pattern[:, :, canvas],
                 z=z[:, canvas],
