@@ -9,6 +9,9 @@ from torch import nn
 PROJECTIONS = ("q_proj", "query", "query_key_value", "qkv", "qkv_proj")
 """Endings of the names of projections by which an attention module is recognised that calls no interface."""
 
+LETTERS = frozenset({"q", "k", "v"})
+"""Whole names of projections by which one is recognised too (LongT5)."""
+
 
 def forward_code(kind: type) -> list[CodeType]:
     """Code of the forward that runs, and of those that it calls as super().forward."""
@@ -38,7 +41,7 @@ def computes_attention(module: nn.Module) -> bool:
     """Whether this looks like an attention module: by its class's name, with projections as direct children."""
     if not any(parent.__name__.endswith("Attention") for parent in type(module).__mro__):
         return False
-    return any(child.endswith(PROJECTIONS) for child in module._modules)
+    return module._modules.keys() >= LETTERS or any(child.endswith(PROJECTIONS) for child in module._modules)
 
 
 def rotates_before(kind: type, norm: str) -> bool:

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, BloomConfig, BloomForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BloomConfig,
+    BloomForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import dlm_lens
@@ -220,6 +227,36 @@ def test_an_attention_that_bypasses_the_interface_is_refused_by_name() -> None:
         ValueError, match=r"BloomAttention \(transformer.h.0.self_attention\) computes attention without"
     ):
         add_hook_points(model)
+
+
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 1,
+    "num_decoder_layers": 1,
+    "num_heads": 4,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "kind"), [("local", "LongT5LocalAttention"), ("transient-global", "LongT5TransientGlobalAttention")]
+)
+def test_projections_named_by_letters_are_seen_in_an_attention_that_bypasses_the_interface(
+    encoder: str, kind: str
+) -> None:
+    config = AutoConfig.for_model("longt5", **T5, local_radius=4, encoder_attention_type=encoder)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(ValueError, match=rf"{kind} \(encoder\.block\.0.*\) computes attention without"):
+        add_hook_points(model)
+    assert not hooked_attentions(model)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "switch_transformers"])
+def test_projections_named_by_letters_are_hooked_where_the_interface_is_called(kind: str) -> None:
+    model = add_hook_points(AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **T5)))
+    assert len(hooked_attentions(model)) == 3
 
 
 class OwnForward(LlamaAttention):
