@@ -20,7 +20,7 @@ from dlm_lens.attention import (
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview, prompts_and_answers
-from dlm_lens.sampling.run_parts import RunPart, in_own_blocks
+from dlm_lens.sampling.run_parts import RunPart, in_own_blocks, sampler_class, steps_of_rows
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,12 @@ class DenoisingRun(ShowsItself):
     @property
     def autoregressive(self) -> bool:
         """Whether this is AR decoding: a step sees the prefix that is written and decides the next position."""
-        algorithm = algorithms().get(str(self.settings.get("sampler")))
-        return algorithm is not None and algorithm.sampler.autoregressive
+        return self._sampler is not None and bool(self._sampler.autoregressive)
+
+    @property
+    def _sampler(self) -> Any:
+        """The class of the sampler; None if the algorithm is not known here."""
+        return sampler_class(self)
 
     def predicts_next(self, step: int, config: Any) -> bool:
         """Whether at a step the output at i - 1 predicts position i, instead of its own.
@@ -215,8 +219,7 @@ class DenoisingRun(ShowsItself):
             step: of this run.
             config: of its model, which may have a `logit_shift`.
         """
-        algorithm = algorithms().get(str(self.settings.get("sampler")))
-        if algorithm is not None and algorithm.sampler.predicts_next(self.spans[step]):
+        if self._sampler is not None and self._sampler.predicts_next(self.spans[step]):
             return True
         return self.autoregressive or bool(getattr(config, "logit_shift", False))
 
@@ -240,8 +243,7 @@ class DenoisingRun(ShowsItself):
     @property
     def mask_window(self) -> int | None:
         """The length of the window of `attention.sees_window`, where attention is causal but for it; else None."""
-        algorithm = algorithms().get(str(self.settings.get("sampler")))
-        if algorithm is not None and algorithm.sampler.windowed:
+        if self._sampler is not None and self._sampler.windowed:
             return int(self.settings["window_length"])
         own = self.settings.get("mask_window")
         return None if own is None else int(own)
@@ -256,10 +258,8 @@ class DenoisingRun(ShowsItself):
     @property
     def observed_first(self) -> bool:
         """Whether attention is causal in the order of `attention.observed_order`: observed tokens, then masks."""
-        algorithm = algorithms().get(str(self.settings.get("sampler")))
-        return bool(self.settings.get("observed_first")) or (
-            algorithm is not None and algorithm.sampler.observed_first
-        )
+        own = self._sampler is not None and bool(self._sampler.observed_first)
+        return own or bool(self.settings.get("observed_first"))
 
     @property
     def seen_content(self) -> Bool[Tensor, "step batch position"]:
@@ -365,21 +365,13 @@ class DenoisingRun(ShowsItself):
         """After how many steps each row was over; after them nothing of a row is defined.
 
         `rows_ran` where it is given. Else all of its batch, or fewer where its text ended before others': an AR row
-        ends with the step that decides its first end of text. In block diffusion a row whose text has ended keeps
-        open positions; its last step is the one that decided or rewrote something last. Where the number of steps
-        depends on the tokens (thresholds, windows), a row is over when nothing of it is left to decide, as it is
-        alone; a step at which it waits for others in the middle of a run counts.
+        ends with the step that decides its first end of text. In samplers that end rows (`Sampler.ends_rows`), such
+        as block diffusion, a row whose text has ended keeps open positions; its last step is the one that decided
+        or rewrote something last. In other samplers an end of text is a token like others. Where the number of
+        steps depends on the tokens (thresholds, windows), a row is over when nothing of it is left to decide, as it
+        is alone; a step at which it waits for others in the middle of a run counts.
         """
-        if self.rows_ran is not None:
-            return torch.tensor(self.rows_ran, dtype=torch.long, device="cpu")
-        ends = torch.tensor([*self.eos_token_ids, *_other_ends(self.settings)], dtype=torch.long, device="cpu")
-        if self.autoregressive:
-            wrote = self.unmasked & torch.isin(self.tokens, ends)
-            ended, last = wrote.any(-1).any(0), wrote.any(-1).int().cumsum(0).eq(0).sum(0) + 1
-        else:
-            left, last = self.masked[-1], 1 + self._last_step(self.unmasked | self.revised).amax(-1)
-            ended = (torch.isin(self.tokens, ends) & self.answer & ~left).any(-1) & left.any(-1) & (last > 0)
-        return torch.where(ended, last, self.steps)
+        return steps_of_rows(self)
 
     @property
     def steps_in_all(self) -> Int[Tensor, "batch"]:
@@ -457,13 +449,6 @@ class DenoisingRun(ShowsItself):
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; read .tokens, or set model.tokenizer before denoising")
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-
-
-def _other_ends(settings: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a row by settings of its sampler (MMaDA's, SDAR's)."""
-    given = [settings.get("eot_token"), settings.get("stop_tokens")]
-    ids = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
-    return [each for each in ids if isinstance(each, int) and not isinstance(each, bool)]
 
 
 def holds_random_tokens(

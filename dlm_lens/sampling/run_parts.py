@@ -1,11 +1,11 @@
 """`RunPart` and `part_of_run`: some steps and rows of a run, which know their place in the whole run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import algorithms
@@ -31,10 +31,40 @@ class RunPart:
     rows_ran: tuple[int, ...] | None = None
 
 
+def sampler_class(run: "DenoisingRun") -> Any:
+    """The class of the sampler of a run; None if the algorithm is not known here."""
+    algorithm = algorithms().get(str(run.settings.get("sampler")))
+    return None if algorithm is None else algorithm.sampler
+
+
+def steps_of_rows(run: "DenoisingRun") -> Int[Tensor, "batch"]:
+    """`DenoisingRun.row_steps`."""
+    if run.rows_ran is not None:
+        return torch.tensor(run.rows_ran, dtype=torch.long, device="cpu")
+    ends = torch.tensor([*run.eos_token_ids, *_other_ends(run.settings)], dtype=torch.long, device="cpu")
+    sampler = sampler_class(run)
+    if run.autoregressive:
+        wrote = run.unmasked & torch.isin(run.tokens, ends)
+        ended, last = wrote.any(-1).any(0), wrote.any(-1).int().cumsum(0).eq(0).sum(0) + 1
+    elif sampler is None or not sampler.ends_rows(run.settings):
+        return torch.full((len(run.tokens),), run.steps, device="cpu")
+    else:
+        left, last = run.masked[-1], 1 + run.last_written.amax(-1)
+        ended = (torch.isin(run.tokens, ends) & run.answer & ~left).any(-1) & left.any(-1) & (last > 0)
+    return torch.where(ended, last, run.steps)
+
+
+def _other_ends(settings: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a row by settings of its sampler (MMaDA's, SDAR's)."""
+    given = [settings.get("eot_token"), settings.get("stop_tokens")]
+    ids = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
+    return [each for each in ids if isinstance(each, int) and not isinstance(each, bool)]
+
+
 def in_own_blocks(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     """The positions up to the end of each row's own last block, of samplers with `own_ends`; of others all."""
-    algorithm, layout = algorithms().get(str(run.settings.get("sampler"))), run.attention_blocks
-    if algorithm is None or layout is None or not algorithm.sampler.own_ends:
+    sampler, layout = sampler_class(run), run.attention_blocks
+    if sampler is None or layout is None or not sampler.own_ends:
         return torch.ones_like(run.attention_mask)
     last = run.prompt_length + int(run.settings["gen_length"]) - 1
     return layout.until_block_of(last, run.attention_mask.shape[1])

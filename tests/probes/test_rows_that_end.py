@@ -105,3 +105,40 @@ def test_a_row_without_an_end_is_over_with_the_run() -> None:
     assert run.row_steps.tolist() == [4, 4]
     joined = dl.record(tiny("causal"), PROMPTS, gen_length=5, batch_size=1).run
     assert joined.row_steps.tolist() == [5, 5]
+
+
+def test_an_end_of_text_is_a_token_like_others_where_the_sampler_ends_no_row() -> None:
+    model, settings = tiny("mdlm"), {"gen_length": 12, "steps": 12, "seed": 3, "noise_removal": False, "eps": 0.4}
+    for ends in (list(range(40)), None):
+        model.config.eos_token_id = ends
+        run = dl.denoise(model, [[1, 2, 3]], **settings)
+        assert int(run.masks_left[0])
+        assert run.row_steps.tolist() == [12]
+    model = tiny("llada")
+    model.config.eos_token_id = list(range(60))
+    holes = [[1, model.config.mask_token_id, 3]]
+    run = dl.denoise(model, holes, gen_length=4, steps=8, reference_quirks=True)
+    assert int(run.masks_left[0])
+    assert run.row_steps.tolist() == [8]
+
+
+def test_a_run_that_fails_between_decisions_counts_its_last_steps() -> None:
+    model = tiny("smdm")
+    model.config.eos_token_id = list(range(60))
+
+    def break_it(step: int, _: torch.Tensor, logits: torch.Tensor) -> torch.Tensor | None:
+        return logits * float("nan") if step == 16 else None
+
+    with pytest.raises(dl.sampling.NonFiniteLogitsError) as caught:
+        dl.denoise(model, [[1, 2, 3]], gen_length=8, steps=24, seed=1, on_logits=break_it)
+    assert caught.value.partial.row_steps.tolist() == [16]
+
+
+def test_a_row_whose_block_ends_with_its_end_of_turn_is_over() -> None:
+    model, settings = tiny("llada"), {"gen_length": 12, "steps": 12, "block_length": 4, "temperature": 0.0}
+    first = dl.denoise(model, PROMPTS, **settings)
+    end = int(first.tokens[0, first.prompt_length + 3])
+    assert end != int(first.tokens[1, first.prompt_length + 3])
+    run = dl.denoise(model, PROMPTS, eot_token=end, **settings)
+    assert run.row_steps.tolist()[0] == 4
+    assert run.row_steps.tolist()[1] > 4

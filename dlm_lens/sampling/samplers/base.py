@@ -229,6 +229,11 @@ class Sampler(nn.Module):
         """Whether a step with this span reads the output at i - 1 for position i, though the model has no shift."""
         return False
 
+    @classmethod
+    def ends_rows(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether a row may end with its text, before others of its batch, and keep open positions."""
+        return cls.finished is not Sampler.finished
+
     @property
     def halves(self) -> int:
         """How often the network sees every row: twice with guidance, the conditional rows first."""
@@ -288,8 +293,8 @@ class Sampler(nn.Module):
         fixed = ~first.masked & ~torch.isin(tokens, torch.tensor(self.guidance_keeps, device=tokens.device))
         if self.hides_prompt:
             fixed = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) < first.prompt_length
-        mask_id = getattr(model.config, "mask_token_id", None)
-        return {"cfg_scale": self.cfg_scale, "fixed": fixed, "mask_token_id": mask_id}
+        mask = getattr(model.config, "mask_token_id", None)
+        return {"cfg_scale": self.cfg_scale, "fixed": fixed, "mask_token_id": mask}
 
     def inputs(
         self,
@@ -313,9 +318,8 @@ class Sampler(nn.Module):
         content = self.within_own_blocks(content)
         if self.windowed and self.mask_window is not None:
             return until_window(content, masked, self.mask_window)
-        if self.window_length is None:
-            return content
-        return content & without_later_masks(masked & content, self.window_length)
+        length = self.window_length
+        return content if length is None else content & without_later_masks(masked & content, length)
 
     def within_own_blocks(self, positions: Bool[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
         """Those of the positions that are not after their row's own last block."""

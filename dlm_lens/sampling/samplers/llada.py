@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -303,6 +303,11 @@ class LLaDASampler(CachedSampler):
         if self.stream is not None:
             self.stream.span = plan.computed
             self.stream.twice = self.cache == "prefix" and plan.computed is not None
+
+    @classmethod
+    def ends_rows(cls, settings: Mapping[str, Any]) -> bool:
+        """With `eot_token` alone; the authors' code goes on with every row until all have ended."""
+        return settings.get("eot_token") is not None and not settings.get("reference_quirks")
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row ended with this step's block."""
