@@ -78,6 +78,8 @@ class Commitment(ShowsItself):
     @property
     def unknown(self) -> Bool[Tensor, "batch position"]:
         """Positions that stayed open, or that a step rewrote last whose prediction there was not read."""
+        if not self.run.steps:  # a run that failed at its first step
+            return self.run.open[-1]
         unread = self.token.gather(0, self.decided_at.clamp(min=0)[None])[0] < 0
         return self.run.open[-1] | (unread & (self.decided_at > self.run.step_of))
 
@@ -88,6 +90,8 @@ class Commitment(ShowsItself):
         The difference of the steps' numbers in the run, which a part of a run may leave out; -1 where the decision
         itself commits the position.
         """
+        if not self.run.steps:
+            return torch.full(self.run.tokens.shape, torch.nan)
         number = torch.tensor(self.run.step_numbers)
         last = len(number) - 1
         between = number[self.decided_at.clamp(0, last)] - number[self.committed_at.clamp(0, last)]
@@ -186,6 +190,8 @@ def settled_at(
         The step; one after the decision where the last reading was another value; -1 where nothing was read, or
         nothing was decided.
     """
+    if not len(read):  # a run that failed at its first step
+        return torch.full_like(final, -1)
     steps = torch.arange(len(read), device=read.device)[:, None, None]
     before = (read >= 0) & (steps <= decided_at)
     other = before & (read != final)

@@ -424,6 +424,8 @@ class DenoisingRun(ShowsItself):
         return self._last_step(self.unmasked | self.revised)
 
     def _last_step(self, chosen: Bool[Tensor, "step batch position"]) -> Int[Tensor, "batch position"]:
+        if not self.steps:  # a run that failed at its first step
+            return torch.full(self.tokens.shape, -1, device="cpu")
         return (chosen * (1 + _until(self.steps))[:, None, None]).amax(0) - 1
 
     @property

@@ -142,3 +142,25 @@ def test_a_row_whose_block_ends_with_its_end_of_turn_is_over() -> None:
     run = dl.denoise(model, PROMPTS, eot_token=end, **settings)
     assert run.row_steps.tolist()[0] == 4
     assert run.row_steps.tolist()[1] > 4
+
+
+@pytest.mark.parametrize("family", ["llada", "causal", "sdar", "uniform_qwen"])
+def test_a_run_that_failed_at_its_first_step_has_no_steps(family: str) -> None:
+    model = tiny(family)
+    with pytest.raises(dl.sampling.NonFiniteLogitsError) as caught:
+        dl.denoise(model, PROMPTS, gen_length=4, on_logits=lambda *given: given[-1] * float("nan"))
+    run = caught.value.partial
+    assert run.steps == 0
+    assert run.row_steps.tolist() == run.steps_in_all.tolist() == [0, 0]
+    assert bool((run.step_of == -1).all())
+    assert bool((run.last_written == -1).all())
+    assert run.running.shape == (0, 2)
+    assert not run._preview().lines
+    assert run._repr_html_()
+    for within in ("answer", "block"):
+        assert probes.decision_order(run, within=within).pairs.tolist() == [0, 0]
+    found = probes.commitment(model, run)
+    assert bool(found.lead.isnan().all())
+    assert bool((found.committed_at == -1).all())
+    assert not int(found.flips.sum())
+    assert "nan" in repr(found)
