@@ -109,8 +109,8 @@ class Recording(ShowsItself, RecordingFields):
 
     @property
     def progress(self) -> Float[Tensor, "step batch"]:
-        """Share of the answer that is decided, per step and row."""
-        return 1 - (self.run.masked[:-1] & self.answer).sum(-1) / self.answer.sum(-1).clamp(min=1)
+        """Share of the answer that is decided, per step and row (`DenoisingRun.progress`)."""
+        return self.run.progress[:-1]
 
     @property
     def blocks(self) -> tuple[int, ...]:

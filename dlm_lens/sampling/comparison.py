@@ -86,8 +86,13 @@ class Comparison(ShowsItself):
 
     @property
     def answer(self) -> Bool[Tensor, "batch position"]:
-        """Positions that were masked when the runs began."""
-        return self._pair[0].answer
+        """Positions that were open when the runs began, and that either run decided before its row was over.
+
+        What comes after the end of a row, where others of its batch go on, is none of it.
+        """
+        width = self._pair[0].tokens.shape[1]
+        one, two = (_answer_of(run, width) for run in (self.plain, self.hooked))
+        return one | two
 
     @cached_property
     def first_difference(self) -> Int[Tensor, "batch"]:
@@ -109,15 +114,15 @@ class Comparison(ShowsItself):
 
     @property
     def share_changed(self) -> Float[Tensor, "batch"]:
-        """The share of the answer that differs, 0 to 1."""
+        """The share of the answer that differs, 0 to 1; of a row in a batch what it is of the row alone."""
         return self.tokens_changed / self.answer.sum(-1).clamp(min=1)
 
     @property
     def confidence_change(self) -> Float[Tensor, "batch position"]:
         """Confidence of the final token when it was written, with hooks minus without, aligned by position.
 
-        In the unit of the sampler's ranking. NaN outside the answer, where a position stayed masked in either run,
-        and where the algorithm does not rank (Dream's "origin").
+        In the unit of the sampler's ranking. NaN outside the answer, where a position stayed masked in either run
+        or comes after the end of its row there, and where the algorithm does not rank (Dream's "origin").
         """
         one, two = (_confidence_of(run) for run in self._pair)
         return two - one
@@ -125,7 +130,7 @@ class Comparison(ShowsItself):
     @property
     def step_change(self) -> Float[Tensor, "batch position"]:
         """The step that wrote the final token, with hooks minus without; NaN as in `confidence_change`."""
-        steps = (run.last_written for run in self._pair)
+        steps = (_written_at(run) for run in self._pair)
         one, two = (step.float().masked_fill(step < 0, torch.nan) for step in steps)
         return two - one
 
@@ -142,7 +147,7 @@ class Comparison(ShowsItself):
             columns[f"token_{name}"] = [text(int(token)) for token in run.tokens[rows, positions]]
         columns["changed"] = self.changed[rows, positions].tolist()
         for name, run in pair.items():
-            columns[f"step_{name}"] = run.last_written[rows, positions].tolist()
+            columns[f"step_{name}"] = _written_at(run)[rows, positions].tolist()
         for name, run in pair.items():
             columns[f"confidence_{name}"] = _confidence_of(run)[rows, positions].tolist()
         one = self._pair[0]
@@ -183,9 +188,20 @@ def compare(
     return Comparison(plain, hooked, tuple(map(repr, hooks)))
 
 
+def _answer_of(run: DenoisingRun, width: int) -> Bool[Tensor, "batch width"]:
+    """The positions of the answer that the run decided before the end of their row, on a canvas of this width."""
+    decided = run.answer & ~run.masked[-1] & (run.last_written < run.row_steps[:, None])
+    return torch.nn.functional.pad(decided.byte(), (0, width - decided.shape[1])).bool()
+
+
+def _written_at(run: DenoisingRun) -> Int[Tensor, "batch position"]:
+    """The step that wrote the final token; -1 where none did before the end of the row."""
+    return run.last_written.masked_fill(run.last_written >= run.row_steps[:, None], -1)
+
+
 def _confidence_of(run: DenoisingRun) -> Float[Tensor, "batch position"]:
     """The confidence of the final token when it was written; NaN where none was, or the sampler does not rank."""
-    step = run.last_written
+    step = _written_at(run)
     found = run.confidence.gather(0, step.clamp(min=0)[None])[0]
     return found.masked_fill((step < 0) | ~found.isfinite(), torch.nan)
 

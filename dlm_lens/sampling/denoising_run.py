@@ -432,10 +432,14 @@ class DenoisingRun(ShowsItself):
     def progress(self) -> Float[Tensor, "step_plus_one batch"]:
         """Share of the answer (the positions open at the start) that is decided, per canvas and row.
 
-        It falls where a sampler opens decided positions again.
+        It falls where a sampler opens decided positions again. In AR decoding the answer of a row ends with its
+        text (`row_steps`), also where others of its batch go on.
         """
-        wanted = self.answer.sum(-1).clamp(min=1)
-        return 1 - (self.masked & self.answer).sum(-1) / wanted
+        answer = self.answer
+        if self.autoregressive:  # a step writes one position
+            ends = self.prompt_length + self.steps_in_all[:, None]
+            answer = answer & (_until(answer.shape[-1]) < ends)
+        return 1 - (self.masked & answer).sum(-1) / answer.sum(-1).clamp(min=1)
 
     @property
     def texts(self) -> list[str]:

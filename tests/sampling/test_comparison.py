@@ -39,6 +39,13 @@ def test_both_runs_are_those_of_denoise_from_one_seed(pair: Comparison) -> None:
     assert not plain.tokens.equal(hooked.tokens)
 
 
+def over(run: dl.DenoisingRun, row: int) -> int:
+    """The position after the row's first end of text in AR decoding; after the canvas in other runs."""
+    tokens = run.tokens[row].tolist()
+    ends = [p + 1 for p in range(run.prompt_length, len(tokens)) if tokens[p] in run.eos_token_ids]
+    return ends[0] if ends and run.autoregressive else len(tokens)
+
+
 def test_what_differs_equals_loops(pair: Comparison) -> None:
     one, two = pair.plain, pair.hooked
     if one.steps != two.steps:
@@ -57,26 +64,34 @@ def test_what_differs_equals_loops(pair: Comparison) -> None:
             )
         ]
         assert int(pair.first_difference[row]) == (firsts[0] if firsts else -1)
-        changed = 0
+        changed = counted = 0
+        stops = [over(run, row) for run in (one, two)]
         for p in range(one.tokens.shape[1]):
-            if not one.masked[0, row, p]:
+            if not one.masked[0, row, p] or p >= max(stops):
                 assert bool(pair.confidence_change[row, p].isnan())
                 assert not pair.changed[row, p]
                 continue
             differs = int(one.tokens[row, p]) != int(two.tokens[row, p])
             changed += differs
+            counted += 1
             a, b = (run.confidence[int(run.step_of[row, p]), row, p] for run in (one, two))
-            assert float(pair.confidence_change[row, p]) == pytest.approx(float(b - a), abs=1e-7)
+            if p < min(stops):
+                assert float(pair.confidence_change[row, p]) == pytest.approx(float(b - a), abs=1e-7)
+                assert int(pair.step_change[row, p]) == int(two.step_of[row, p]) - int(one.step_of[row, p])
+            else:
+                assert bool(pair.confidence_change[row, p].isnan())
+                assert bool(pair.step_change[row, p].isnan())
             found = table.iloc[line]
             assert (found["batch"], found["canvas_position"], found["changed"]) == (row, p, differs)
             assert found["position"] == p - pair.plain.padding[row]
             assert found["token_hooked"] == f"w{int(two.tokens[row, p])}" or int(two.tokens[row, p]) >= 61
-            assert found["step_hooked"] == int(two.step_of[row, p])
-            assert int(pair.step_change[row, p]) == int(two.step_of[row, p]) - int(one.step_of[row, p])
+            assert found["step_hooked"] == (int(two.step_of[row, p]) if p < stops[1] else -1)
             line += 1
         assert int(pair.tokens_changed[row]) == changed
-        assert float(pair.share_changed[row]) == pytest.approx(changed / 8)
-    assert line == len(table) == 16
+        assert float(pair.share_changed[row]) == pytest.approx(changed / counted)
+        assert counted == max(stops) - one.prompt_length
+    assert line == len(table)
+    assert one.autoregressive or line == 16
     assert int(pair.tokens_changed.sum()) > 0
 
 
@@ -133,11 +148,43 @@ def test_an_ar_run_that_ends_earlier_goes_on_with_its_end_token() -> None:
     assert found.first_difference.tolist() == [differs[0] - 6, -1]
     assert differs[0] > 6
     assert found.tokens_changed.tolist() == [len(differs), 0]
-    assert found.answer.tolist() == [[False] * 6 + [True] * steps] * 2
+    # The second row ends at step 2 in both runs: what its batch writes after that is no answer of it.
+    first = [False] * 6 + [True] * steps
+    assert found.answer.tolist() == [first, [False] * 6 + [True] * 3 + [False] * (steps - 3)]
     assert found.confidence_change[:, 9:].isnan().all()
     assert found.confidence_change[:, 6:9].isfinite().all()
     back = Comparison(found.hooked, found.plain, ())
     assert back.first_difference.equal(found.first_difference)
+
+
+def test_a_row_of_an_ar_batch_is_compared_as_the_row_alone() -> None:
+    model, hooks = tiny("causal"), [ablate("attn_out")]
+    settings = {"gen_length": 12, "temperature": 1.0}
+    prompts, seeds = [PROMPTS[0], [7, 2, 11, 4, 1, 6]], [3, 4]
+    plain = dl.denoise(model, prompts, seed=seeds, **settings)
+    end = int(plain.tokens[0, 6 + 3])
+    model.config.eos_token_id = end
+    both = compare(model, prompts, hooks, seed=seeds, **settings)
+    each = zip(prompts, seeds, strict=True)
+    alone = [compare(model, prompt, hooks, seed=seed, **settings) for prompt, seed in each]
+    rows = both.plain.row_steps.tolist()
+    assert len(set(rows)) == 2
+    tables = both.table()
+    for row, one in enumerate(alone):
+        width = one.answer.shape[1]
+        assert both.answer[row, :width].equal(one.answer[0])
+        assert not both.answer[row, width:].any()
+        assert float(both.share_changed[row]) == pytest.approx(float(one.share_changed[0]))
+        for name in ("confidence_change", "step_change"):
+            found, wanted = getattr(both, name)[row], getattr(one, name)[0]
+            torch.testing.assert_close(found[:width], wanted, rtol=1e-4, atol=1e-6, equal_nan=True)
+            assert bool(found[width:].isnan().all())
+        table = tables[tables["batch"] == row].reset_index(drop=True)
+        for name in ("position", "token_plain", "token_hooked", "changed", "step_plain", "step_hooked"):
+            assert table[name].tolist() == one.table()[name].tolist()
+        last = int(both.plain.row_steps[row])
+        torch.testing.assert_close(both.plain.progress[: last + 1, row], one.plain.progress[:, 0])
+        assert bool((both.plain.progress[last:, row] == 1).all())
 
 
 ENDING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
