@@ -1,6 +1,6 @@
 """`compare`: without and with hooks, or without and with an approximate cache (`CacheComparison`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, overload
 
@@ -40,7 +40,9 @@ class CacheComparison(ShowsItself):
         kl: KL(exact || cached) of the predicted token in nats, at the masks of the block; NaN elsewhere.
         flipped: where the exact network's likeliest token (not [MASK]) is another one.
         outranked: positions that the step decided, and that are not among the as many positions of the block that
-            are the most probable ones of the exact network.
+            are the most probable ones of the exact network. All False where the sampler does not decide the most
+            probable positions (a temperature or `alg_temp` above 0, `remasking` "random", "origin", "topk_margin"
+            or "entropy", `top_p`, `top_k`, or LLaDA's settings that postpone the end): its own rule would count.
         exact: its sinks.
         cached: the cached network's.
         stale: the share of attention of the computed queries that comes to kept keys.
@@ -94,7 +96,10 @@ class CacheComparison(ShowsItself):
 
     @property
     def decisions_changed(self) -> float:
-        """The share of the positions decided with kept keys that are `flipped` or `outranked`; NaN without any."""
+        """The share of the positions decided with kept keys that are `flipped` or `outranked`; NaN without any.
+
+        Of `flipped` alone where the sampler does not decide the most probable positions (see `outranked`).
+        """
         return float((self.flipped | self.outranked)[self._decided].float().mean())
 
     @property
@@ -216,9 +221,23 @@ class _ExactLogits(RunObserver):
 
     def outranked(self, run: DenoisingRun) -> Bool[Tensor, "step batch position"]:
         """Decided positions that are not among the (as many) most probable ones of the exact network."""
+        if not _ranks_by_probability(run.settings):
+            return torch.zeros_like(run.unmasked)
         order = torch.stack(self.likely).argsort(dim=-1, descending=True, stable=True)
         rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1]).expand_as(order))
-        return run.unmasked & (rank >= run.counts[..., None])
+        # A step that computes all is exact, also where equal probabilities are ranked in another order.
+        used = torch.tensor([span is not None for span in run.computed or (None,) * run.steps])
+        return run.unmasked & (rank >= run.counts[..., None]) & used[:, None, None]
+
+
+def _ranks_by_probability(settings: Mapping[str, Any]) -> bool:
+    """Whether a run with these settings decides the positions whose most likely token is most probable."""
+    drawn = any(settings.get(name) for name in ("temperature", "alg_temp"))
+    ends = any(settings.get(name) for name in ("logits_eos_inf", "confidence_eos_eot_inf"))
+    filtered = settings.get("top_k") is not None or (settings.get("top_p") or 1) < 1
+    # Fast-dLLM's code for Dream takes "entropy" in place of "maskgit_plus".
+    rules = ["low_confidence", "confidence_threshold"] + ["maskgit_plus"] * (not settings.get("reference_quirks"))
+    return settings.get("remasking") in rules and not (drawn or ends or filtered)
 
 
 @overload

@@ -158,6 +158,34 @@ def test_hooks_under_a_cache_are_compared_with_none_under_it() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llada", {"remasking": "random"}),
+        ("llada", {"temperature": 1.0}),
+        ("dream", {"remasking": "origin"}),
+        ("dream", {"remasking": "topk_margin"}),
+        ("dream", {"remasking": "entropy"}),
+        ("dream", {"remasking": "maskgit_plus"}),
+        ("llada", {}),
+    ],
+)
+def test_ranks_count_where_the_sampler_ranks_by_probability(name: str, settings: dict[str, Any]) -> None:
+    run = {"gen_length": 16, "block_length": 8, "steps": 8, **settings}
+    found = dl.compare(tiny(name), PROMPTS, cache="dual", detector=RULE, **run)
+    whole, table = ~found.from_cache, found.table()
+    assert bool(whole.any())
+    assert not found.flipped[whole].any()
+    assert not found.outranked[whole].any()
+    assert not table[~table.from_cache]["changed"].any()
+    if settings not in ({}, {"remasking": "maskgit_plus"}):
+        assert not found.outranked.any()
+        decided = found.run.unmasked & found.from_cache[:, None, None]
+        assert found.decisions_changed == pytest.approx(float(found.flipped[decided].float().mean()))
+    else:
+        assert bool(found.outranked.any())
+
+
 def test_what_cannot_be() -> None:
     model = tiny("llada")
     with pytest.raises(ValueError, match="give hooks, or cache='prefix' or 'dual'"):
