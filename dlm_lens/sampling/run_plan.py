@@ -1,5 +1,6 @@
 """`plan_run`: operations and memory of a run, from a checkpoint's config.json alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.adapters.registry import family_of, model_type_of
 from dlm_lens.adapters.text_part import text_values
 from dlm_lens.arguments import check_values
-from dlm_lens.attention import decoder_of, head_width, hooked_attentions
+from dlm_lens.attention import SinkLayout, decoder_of, head_width, hooked_attentions
 from dlm_lens.printable import counted
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising import prepared_run
@@ -41,9 +42,11 @@ class RunPlan:
         parameters: number of weights, tied ones once.
         active: of them, those that a position is multiplied with: in a mixture of experts the chosen experts'.
         steps: denoising steps.
-        positions: computed positions of all steps and rows, an encoder's included.
+        positions: computed positions of all steps and rows: those of an encoder, of learned sinks and of the second
+            half of guidance included.
         flops: operations: 2 x active + 4 x heads x d_head x keys in every layer for every computed position, and
-            2 x d_model for every logit (twice with self-conditioning).
+            2 x d_model for every logit (twice with self-conditioning). Keys that a causal mask hides count: a
+            masked product computes them.
         weight_bytes: of the weights.
         cache_bytes: of all keys and values, in the dtype of 2 bytes.
         logit_bytes: of the logits of a step and their copies, `LOGIT_BYTES` each.
@@ -147,15 +150,16 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
     rowwise = sum(count for name, count in used.values() if "modulation" in name or "sigma_map" in name)
     layers = [_widths(each) for each in hooked_attentions(model)]
     encoder = "encoder" in getattr(model, "attention_stacks", {})
-    plans = sampler.plans(run["history"].prompt_length, length)
+    prompt_length, sinks = run["history"].prompt_length, SinkLayout.of(model).count
+    plans = sampler.plans(prompt_length, length)
     passes = [(_queries(plan, length, sampler), plan.seen or length) for plan in plans]
-    logits = min(max(queries for queries, _ in passes), length - run["history"].prompt_length)
+    logits = min(max(queries for queries, _ in passes), length - prompt_length)
     # Another product with the embedding, but not in a canvas's first step.
     conditioned = len(plans) - len({plan.block for plan in plans})
     conditioned *= hasattr(decoder_of(model), "hook_self_conditioning")
-    if encoder or sampler.use_cache:  # once; causal, so half of the keys on average
-        before = run["history"].prompt_length if sampler.autoregressive else max(plan.span[0] for plan in plans)
-        passes.append((before, before // 2))
+    if encoder or sampler.use_cache:
+        passes += _kept_passes(plans, prompt_length, sampler, encoder=encoder)
+    passes = [(queries + sinks, keys + sinks) for queries, keys in passes]
     flops = float(
         sum(
             2 * ((active - rowwise) * q + rowwise) + 4 * sum(width for width, _ in layers) * q * k
@@ -169,11 +173,11 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
         total,
         active,
         len(plans),
-        rows * sum(queries for queries, _ in passes),
+        rows * sampler.halves * sum(queries for queries, _ in passes),
         rows * flops * sampler.halves,
         kept + 2 * (total - sum(count for _, count in used.values()) - sum(tables.values())),
-        rows * length * sum(2 * 2 * width for _, width in layers),
-        rows * logits * text.vocab_size * LOGIT_BYTES,
+        rows * sampler.halves * (length + sinks) * sum(2 * 2 * width for _, width in layers),
+        rows * sampler.halves * logits * text.vocab_size * LOGIT_BYTES,
         rows,
     )
 
@@ -184,6 +188,23 @@ def _widths(attention: Any) -> tuple[int, int]:
         return int(attention.q_proj.out_features), int(attention.k_proj.out_features)
     width = attention.config.num_attention_heads * head_width(attention)
     return width, width
+
+
+def _kept_passes(
+    plans: Sequence[StepPlan], prompt_length: int, sampler: Sampler, *, encoder: bool
+) -> list[tuple[int, int]]:
+    """Queries and keys of what is computed once, of the prompt and of every finished block.
+
+    A masked product computes all pairs, also those that a causal mask hides. The first step of a block computes
+    what the cache lacks in its own pass, with its own keys among the keys.
+    """
+    passes, kept = [], 0
+    for plan in plans:
+        start = prompt_length if sampler.autoregressive else plan.span[0]
+        if start > kept:
+            passes.append((start - kept, start if encoder else plan.seen or start))
+            kept = start
+    return passes
 
 
 def _queries(plan: StepPlan, length: int, sampler: Sampler) -> int:

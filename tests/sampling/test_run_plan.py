@@ -51,6 +51,50 @@ def test_operations_are_those_that_torch_counts(family: str, tmp_path: Path) -> 
     assert plan.parameters == sum(unique.values())
 
 
+LONGER: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("sink_llama", 8, {"num_sinks": 16}, {"steps": 16}),
+    ("sink_qwen", 8, {"num_sinks": 16, "sink_placement": "end"}, {"steps": 16}),
+    ("llada", 8, {}, {"steps": 16, "cfg_scale": 1.0}),
+    ("llada", 8, {}, {"steps": 16, "cfg_scale": 1.0, "block_length": 4, "cache": "dual"}),
+    ("causal", 100, {}, {}),
+    ("sdar", 100, {}, {"block_length": 4}),
+    ("sdar", 8, {}, {"block_length": 8}),
+    ("nemotron_labs_diffusion", 100, {}, {"block_length": 8, "parallel": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "length", "fields", "settings"), LONGER)
+def test_sinks_guidance_and_a_kept_prefix_are_counted(
+    family: str, length: int, fields: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tiny(family, **fields)
+    model.config.eos_token_id = None
+    model.config.save_pretrained(tmp_path)
+    plan = plan_run(str(tmp_path), prompt_length=length, rows=2, gen_length=16, **settings)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+    ids, seen = torch.randint(0, 60, (2, length), generator=torch.Generator().manual_seed(0)), []
+    model.set_attn_implementation("hooked")
+    first = model.model.layers[0]
+    handle = first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0] * args[0].shape[1]))
+    with FlopCounterMode(display=False) as counter:
+        dl.denoise(model, ids, gen_length=16, **settings)
+    handle.remove()
+    assert counter.get_total_flops() <= plan.flops <= 1.2 * counter.get_total_flops()
+    # The first token of an AR answer, and of a block after a causal context, comes with the prefix.
+    spare = 2 * len(seen) if family in ("causal", "nemotron_labs_diffusion") else 0
+    assert sum(seen) <= plan.positions <= sum(seen) + spare
+
+
+def test_guidance_takes_twice_the_memory_of_a_step(tmp_path: Path) -> None:
+    tiny("llada").config.save_pretrained(tmp_path)
+    plain, guided = (plan_run(str(tmp_path), gen_length=16, steps=16, cfg_scale=scale) for scale in (0.0, 1.0))
+    for name in ("positions", "flops", "cache_bytes", "logit_bytes"):
+        assert getattr(guided, name) == 2 * getattr(plain, name)
+    assert guided.memory > plain.memory
+    assert guided.weight_bytes == plain.weight_bytes
+
+
 def test_the_plan_of_a_large_checkpoint_reads_its_config_alone(tmp_path: Path) -> None:
     """Sizes as in a 26B mixture of experts; the number of parameters by hand."""
     text = {
