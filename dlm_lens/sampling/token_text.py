@@ -94,7 +94,7 @@ class _Pieces:
     Args:
         tokenizer: of transformers.
         bytewise: an entry is bytes, each written as a character of GPT-2's table.
-        metaspace: an entry has ▁ for a space, and <0x0A> for a byte.
+        metaspace: an entry has ▁ for a space, and <0x0A> for a byte, which is a character if it is ASCII.
         added: ids of added tokens, whose entry is their text.
     """
 
@@ -124,6 +124,8 @@ class _Pieces:
         if self.bytewise:
             table = _byte_of()
             return _with_fragments(bytes(table[c] for c in piece)) if all(c in table for c in piece) else None
+        if len(piece) == len("<0x0A>") and FRAGMENT.fullmatch(piece):
+            return _with_fragments(bytes([int(piece[3:5], 16)]))  # a byte of ASCII is a character
         return str(piece).replace("\u2581", " ")
 
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dlm_lens.printable import echo, printable
 from dlm_lens.sampling.token_text import StoredTokenizer, TokenTexts, quoted, shown
+from dlm_lens.sinks.token_classes import TokenClasses
 
 HOSTILE = {
     "\x1b[31mred": "\\u001b[31mred",
@@ -119,14 +120,19 @@ def test_a_stored_tokenizer_decodes_as_the_tokenizer(bytewise):
 
 
 def test_a_metaspace_vocabulary_keeps_its_spaces_and_bytes():
-    vocabulary = {"<unk>": 0, "▁the": 1, "cat": 2, "<0x0A>": 3, "▁": 4}
+    vocabulary = {"<unk>": 0, "▁the": 1, "cat": 2, "<0x0A>": 3, "▁": 4, "<0xE4>": 5, "<0x41>": 6, "<0x09>": 7}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     own = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     texts = TokenTexts(own)
-    assert [texts(token) for token in (1, 2, 3, 4)] == ["␣the", "cat", "<0x0A>", "␣"]
-    stored = StoredTokenizer.of(own, {token: texts.exact(token) for token in range(5)})
+    # A byte of ASCII is a character, as in other vocabularies; the byte of a part of one is not.
+    assert [texts(token) for token in range(1, 8)] == ["␣the", "cat", "\\n", "␣", "<0xE4>", "A", "\\t"]
+    assert [texts.exact(token) for token in (3, 5, 6, 7)] == ["\n", "<0xE4>", "A", "\t"]
+    kinds = ["words", "words", "whitespace", "whitespace", "other", "words", "whitespace"]
+    assert list(map(TokenClasses(own), range(1, 8))) == kinds
+    stored = StoredTokenizer.of(own, {token: texts.exact(token) for token in range(8)})
     assert stored.strip
     assert stored.decode([1, 2, 3, 1]) == own.decode([1, 2, 3, 1]) == "thecat\n the"
+    assert stored.decode([6, 7, 2, 3]) == own.decode([6, 7, 2, 3]) == "A\tcat\n"
