@@ -113,8 +113,7 @@ def load(
     values, weights = _describe(source, size, options)
     values["model_type"] = model_type_of(values, source, family, _tensors(values, weights, family, options))
     what = f"the config.json of {source}" if source == weights else f"the description of {weights}"
-    text = text_values(values, what)
-    values = values if text is None else text
+    values = values if (text := text_values(values, what)) is None else text
     owner = family_of(values["model_type"])
     config_class, model_class = owner.layouts[values["model_type"]]
     given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
@@ -151,7 +150,7 @@ def load(
             check_quantised(model, source)
         if check:
             check_model(model)
-    return model
+        return model
 
 
 def known_values(

@@ -77,14 +77,7 @@ def rerun(
     if apart or not one_plan:
         parts = [part for whole in parts for part in _alike(run, whole, apart)]
     if (apart or not one_plan) and len(parts) > 1:
-        refuse_row_lists(
-            stored.hooks,
-            f"another hook names canvas positions, which count on {len(parts)} canvases of the joined rows; count "
-            "these by by_row too"
-            if one_plan
-            else f"the joined rows have plans of other numbers of steps, and run in {len(parts)} passes; take rows "
-            "of one plan (recording.select(batch=...))",
-        )
+        refuse_row_lists(stored.hooks, _why_apart(len(parts), one_plan))
     found = []
     with tqdm(total=len(chosen) * len(parts), desc="rerun", unit="pass", disable=not progress) as bar:
         for part in parts:
@@ -112,6 +105,19 @@ def rerun(
         hooks=tuple(map(repr, stored.hooks)),
     )
     return recording if seen == places else recording.select(batch=places)
+
+
+def _why_apart(passes: int, one_plan: bool) -> str:
+    """Why the rows of a joined run go through so many passes, and what hooks with a value for each row can do."""
+    if one_plan:
+        return (
+            f"another hook names canvas positions, which count on {passes} canvases of the joined rows; count "
+            "these by by_row too"
+        )
+    return (
+        f"the joined rows have plans of other numbers of steps, and run in {passes} passes; take rows "
+        "of one plan (recording.select(batch=...))"
+    )
 
 
 def _alike(run: DenoisingRun, rows: Sequence[int], apart: bool) -> list[tuple[int, ...]]:

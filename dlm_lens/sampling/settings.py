@@ -160,6 +160,16 @@ def check_model(model: Any) -> None:
         raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
 
 
+def first_id(*ids: Any) -> int | None:
+    """The first id among ids, lists of ids and None."""
+    for value in ids:
+        if isinstance(value, list | tuple) and value:
+            return int(value[0])
+        if isinstance(value, int):
+            return value
+    return None
+
+
 def at_least_one(settings: Any, *names: str) -> None:
     """Raise unless these fields are at least 1 (or None).
 

@@ -1,6 +1,7 @@
 """nnsight's tracers with `steps`, and an interleaver whose errors explain reads that no step can serve."""
 
 import threading
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -130,10 +131,9 @@ class RunInterleaver(Interleaver):
     def __exit__(self, *error: Any) -> bool:
         self.stopped = error[0] is EarlyStopException
         try:
-            if self.stopped and self.counts.get(STEP, 0):
-                self.run.stop()  # other workers leave their loops over steps, as at the end of every run
-        except EarlyStopException:
-            pass  # one of them called tracer.stop() after its loop
+            with suppress(EarlyStopException):  # another worker may call tracer.stop() after its loop
+                if self.stopped and self.counts.get(STEP, 0):
+                    self.run.stop()  # other workers leave their loops over steps, as at the end of every run
         finally:
             self._end()
         return super().__exit__(*error)

@@ -31,6 +31,7 @@ from dlm_lens.attention import (
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
+from dlm_lens.sampling.settings import first_id
 
 
 def one_block(steps: int, prompt_length: int, positions: int, gen_length: int) -> list[StepPlan]:
@@ -106,16 +107,6 @@ class SpecialIds:
     def stops(self) -> tuple[int, ...]:
         """The ids that end a text or a turn."""
         return self.ends if self.eot is None else (*self.ends, self.eot)
-
-
-def first_id(*ids: Any) -> int | None:
-    """The first id among ids, lists of ids and None."""
-    for value in ids:
-        if isinstance(value, list | tuple) and value:
-            return int(value[0])
-        if isinstance(value, int):
-            return value
-    return None
 
 
 class Sampler(nn.Module):
