@@ -240,7 +240,7 @@ class SamplerEnvoy(Envoy):
 
     @unmasked.postprocess  # type: ignore[no-redef]
     def unmasked(self, value: Any) -> Tensor:
-        """Check assigned truth values."""
+        """Truth values, or 0 and 1 for every position."""
         return _assigned("unmasked", value, Mediator.value(f"{self.path}.select.output"))
 
     @eproperty(key="revise.output", description="decided positions rewritten at this step [batch, position]")
@@ -250,7 +250,7 @@ class SamplerEnvoy(Envoy):
 
     @revised.postprocess  # type: ignore[no-redef]
     def revised(self, value: Any) -> Tensor:
-        """Check assigned truth values."""
+        """Truth values, or 0 and 1 for every position."""
         return _assigned("revised", value, Mediator.value(f"{self.path}.revise.output"))
 
     @property
@@ -284,7 +284,8 @@ def _assigned(name: str, value: Any, own: Tensor) -> Tensor:
         raise ValueError(
             f"lm.sampler.{name} was assigned {of}; assign [batch, position], of shape {list(own.shape)} here"
         ) from None
-    if own.dtype == torch.bool and given.dtype != torch.bool:
+    whole = given.shape == own.shape and bool(((given == 0) | (given == 1)).all())
+    if own.dtype == torch.bool and given.dtype != torch.bool and not whole:
         # Numbers may be positions: broadcast to truth values, [10] would stand for every position.
         raise ValueError(
             f"lm.sampler.{name} was assigned {shown(value)}; assign truth values [batch, position], such as "
@@ -292,7 +293,7 @@ def _assigned(name: str, value: Any, own: Tensor) -> Tensor:
         )
     if own.is_floating_point() and bool((fitting.isnan() & ~own.isnan()).any()):
         raise ValueError(f"lm.sampler.{name} was assigned NaN; assign numbers, or -inf where none is to be chosen")
-    if given.is_floating_point() and not own.is_floating_point():
+    if given.is_floating_point() and not own.is_floating_point() and own.dtype != torch.bool:
         raise ValueError(f"lm.sampler.{name} was assigned a tensor of {given.dtype}; it must hold token ids")
     return fitting.to(own.dtype)
 

@@ -272,7 +272,7 @@ def test_what_a_step_says_of_the_run(lm: Any) -> None:
         ("unmasked", torch.tensor([10]), r"unmasked was assigned a Tensor int64 \[1\]; assign truth values"),
         ("unmasked", 10, "unmasked was assigned 10; assign truth values"),
         ("unmasked", [[10]], r"unmasked was assigned \[\[10\]\]; assign truth values"),
-        ("unmasked", torch.ones(1, 12), r"unmasked was assigned a Tensor float32 \[1, 12\]; assign truth values"),
+        ("unmasked", torch.full((1, 12), 2.0), r"was assigned a Tensor float32 \[1, 12\]; assign truth values"),
         ("revised", torch.tensor([10]), r"revised was assigned a Tensor int64 \[1\]; assign truth values"),
         ("confidence", float("nan"), "confidence was assigned NaN; assign numbers, or -inf where none is"),
         ("canvas", "abc", r"lm.canvas was assigned 'abc'; assign token ids \[batch, position\]"),
@@ -300,6 +300,17 @@ def test_truth_values_are_broadcast(lm: Any) -> None:
             lm.sampler.unmasked = last
         run = tracer.result.save()
     assert run.unmasked[0].tolist() == [last]
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_zeros_and_ones_of_every_position_are_truth_values(lm: Any, dtype: torch.dtype) -> None:
+    last = torch.zeros(1, 12, dtype=dtype)
+    last[0, 11] = 1
+    with lm.generate(IDS, **RUN) as tracer:
+        for _step in tracer.steps[0]:
+            lm.sampler.unmasked = last
+        run = tracer.result.save()
+    assert run.unmasked[0].equal(last.bool())
 
 
 def test_an_assigned_value_takes_the_dtype_of_the_sampler_s(lm: Any) -> None:
