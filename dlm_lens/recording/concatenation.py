@@ -23,7 +23,7 @@ masks), and what hooks (compared apart) did in one."""
 def joined(recordings: Sequence[Fields]) -> Fields:
     """One recording with the rows of several that have the same reducers, layers and settings.
 
-    Seeds and the numbers of steps may differ.
+    Seeds and the numbers of steps may differ, and gen_length in AR decoding.
 
     Shorter prompts are padded on the left, which changes their positions. Runs that ended earlier keep their last
     canvas, and their statistics are NaN after it.
@@ -95,8 +95,10 @@ def _check_alike(first: RecordingFields, other: RecordingFields) -> None:
     names = ("specs", "layers", "heads", "sinks", "causal", "unpadded", "windows", "model", "hooks", "run_hooks")
     pairs = {name: (getattr(first, name), getattr(other, name)) for name in names}
     settings = first.run.settings, other.run.settings
+    # An AR row ends with its last token, wherever the canvas of another one ends.
+    of_batches = (*OF_BATCHES, "gen_length") if first.run.autoregressive else OF_BATCHES
     for name in {**settings[0], **settings[1]}:
-        if name not in OF_BATCHES:
+        if name not in of_batches:
             pairs[f"the setting {name}"] = (settings[0].get(name), settings[1].get(name))
     pairs["steps"] = (_places(first.run), _places(other.run))
     for name, (one, two) in pairs.items():
@@ -158,6 +160,8 @@ def _plans(recordings: Sequence[RecordingFields]) -> dict[str, Any]:
     """The settings and the planned steps of all runs; for each row where they are not the same."""
     runs = [recording.run for recording in recordings]
     settings = {**runs[0].settings, "seeds": _seeds(recordings)}
+    if runs[0].autoregressive and "gen_length" in settings:
+        settings["gen_length"] = max(run.settings["gen_length"] for run in runs)
     own = [run.settings.get("steps") for run in runs]
     if len(set(own)) == 1 and all(run.rows_planned is None for run in runs):
         return {"settings": settings, "planned": max(runs, key=lambda run: run.steps).planned}

@@ -143,8 +143,9 @@ def place_in_plan(run: "DenoisingRun", step: int) -> tuple[int, int]:
     Rows of a joined run may have had fewer steps planned than other rows ran. After those nothing of them is
     defined, and the last number stands for all.
     """
-    planned = run.steps if run.planned is None else run.planned
-    return min(run.step_numbers[step], planned - 1), planned
+    if run.planned is None:
+        return run.step_numbers[step], run.steps
+    return min(run.step_numbers[step], run.planned - 1), run.planned
 
 
 def own_canvas(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:

@@ -219,3 +219,15 @@ def test_parts_of_other_steps_are_not_joined(steps: tuple[Any, Any], why: str, t
     joined = Recording.load(tmp_path / "same")
     assert joined.run.step_numbers == (5, 6)
     assert joined.received.nan_to_num().equal(whole.select(step=[5, 6]).received.nan_to_num())
+
+
+def test_ar_rows_of_other_lengths_are_joined_and_keep_their_texts(tmp_path: Any) -> None:
+    model = tiny("causal")
+    runs = []
+    for row, length in enumerate((3, 7)):
+        one = record(model, [IDS[row]], REDUCERS, gen_length=length, seed=row)
+        one.save(tmp_path / str(row))
+        runs.append(one.run)
+    joined = Recording.load(tmp_path)
+    assert joined.run.answers == [run.answers[0] for run in runs]
+    assert joined.run.row_steps.tolist() == [run.steps for run in runs]
