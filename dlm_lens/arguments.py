@@ -254,11 +254,11 @@ def checked_arguments(
                 parameter, value = signature.parameters[name], meant(given)
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     check_values(value, rules)
-                    bound.arguments[name] = {key: plain_number(one) for key, one in value.items()}
+                    bound.arguments[name] = {key: _of_python(one) for key, one in value.items()}
                     continue
                 if name in rules and not (value is None and parameter.default is None):
                     rules[name].check(name, value)
-                bound.arguments[name] = plain_number(value)
+                bound.arguments[name] = _of_python(value)
             from dlm_lens.placement import plain_defaults  # not above: the help of the command line needs no torch
 
             with plain_defaults():
@@ -311,6 +311,11 @@ def plain_number(value: Any) -> Any:
     if is_numpy_scalar(value):
         return value.item() if value.dtype.kind in "biuf" else value
     return value.item() if is_array(value) and not len(value.shape) else value
+
+
+def _of_python(value: Any) -> Any:
+    """A number of numpy as Python's own; a tensor, which an argument may take as such, stays one."""
+    return plain_number(value) if is_numpy_scalar(value) else value
 
 
 def store_plain_numbers(settings: Any) -> None:

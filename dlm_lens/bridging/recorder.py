@@ -12,7 +12,7 @@ from dlm_lens.attention import AttentionInputs, SinkLayout, Site
 from dlm_lens.bridging.step_hooks import point_of
 from dlm_lens.placement import is_quantised, resident
 from dlm_lens.recording import Recorder
-from dlm_lens.recording.layer_taps import LayerInputs, common_scale
+from dlm_lens.recording.layer_taps import LayerInputs
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.sampling import Sampler
 
@@ -37,9 +37,9 @@ class BridgeTap:
         self._open = ExitStack()
 
     @property
-    def scale(self) -> float | None:
-        """The factor that attention scores are multiplied by; None where layers differ."""
-        return common_scale(self._scale_of(layer) for layer in self.layers)
+    def scale(self) -> float:
+        """The factor that attention scores are multiplied by, in the first of the layers."""
+        return self._scale_of(self.layers[0])
 
     def _scale_of(self, layer: int) -> float:
         return float(self.bridge.blocks[layer].attn.original_component.scaling)

@@ -1,6 +1,6 @@
 """`Tap`: passes the inputs of every layer to a function while it is open."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,8 +46,8 @@ class AnyTap(Protocol):
         ...
 
     @property
-    def scale(self) -> float | None:
-        """The factor of the scores; None where layers differ, or before they have run."""
+    def scale(self) -> float:
+        """The factor of the scores."""
         ...
 
     def open(self) -> None:
@@ -61,12 +61,6 @@ class AnyTap(Protocol):
     def weight(self, layer: int) -> Tensor:
         """W_O of every head, [head, d_head, d_model]."""
         ...
-
-
-def common_scale(scales: Iterable[float]) -> float | None:
-    """The factor of the scores that layers have in common; None where they differ (GPT-2's may)."""
-    found = {float(scale) for scale in scales}
-    return found.pop() if len(found) == 1 else None
 
 
 class Tap:
@@ -103,7 +97,6 @@ class Tap:
         self.model, self.show, self.stream = model, show, frozenset(stream)
         self._inputs: dict[int, AttentionInputs] = {}
         self._seen: dict[tuple[int, str], Tensor] = {}
-        self._scales: dict[int, float] = {}
         self._open = ExitStack()
 
     def open(self) -> None:
@@ -140,9 +133,11 @@ class Tap:
         return weight.unflatten(0, (-1, head_width(attention)))
 
     @property
-    def scale(self) -> float | None:
-        """The factor of the scores that attention used last; None where layers differ, or before they have run."""
-        return common_scale(self._scales.values())
+    def scale(self) -> float:
+        """The factor of the scores: the module's `scaling`, or 1 / sqrt(d_head) in modules without (ModernBERT)."""
+        attention = attention_of(next(iter(self.blocks.values())))
+        scaling = getattr(attention, "scaling", None)
+        return float(head_width(attention) ** -0.5 if scaling is None else scaling)
 
     def _remove_reader(self, attention: Any) -> None:
         attention.hook_z.readers = tuple(reader for reader in attention.hook_z.readers if reader != self._read)
@@ -153,7 +148,6 @@ class Tap:
 
     def _read(self, inputs: AttentionInputs) -> None:
         self._inputs[inputs.layer] = inputs
-        self._scales[inputs.layer] = inputs.scale
         if not self.stream & {"attn_out", "resid_out"}:
             self._show(inputs.layer)
 
