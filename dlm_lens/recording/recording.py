@@ -26,7 +26,7 @@ from dlm_lens.recording.storage import ShardArrays, load_recording, save_recordi
 from dlm_lens.sampling import part_of_run
 from dlm_lens.sampling.emerging_text import preview
 from dlm_lens.sampling.prompts import is_id
-from dlm_lens.sampling.run_parts import own_canvas
+from dlm_lens.sampling.run_rows import own_canvas
 
 Index = int | slice | Sequence[int]
 

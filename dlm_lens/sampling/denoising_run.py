@@ -20,7 +20,8 @@ from dlm_lens.attention import (
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview, prompts_and_answers
-from dlm_lens.sampling.run_parts import RunPart, in_own_blocks, sampler_class, steps_of_rows
+from dlm_lens.sampling.run_parts import RunPart
+from dlm_lens.sampling.run_rows import in_own_blocks, sampler_class, steps_of_rows
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
 """`RunPart` and `part_of_run`: some steps and rows of a run, which know their place in the whole run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
-
-from dlm_lens.sampling.algorithm_registry import algorithms
 
 if TYPE_CHECKING:
     from dlm_lens.sampling.denoising_run import DenoisingRun
@@ -29,45 +26,6 @@ class RunPart:
     block_numbers: tuple[int, ...]
     answer: Bool[Tensor, "batch position"]
     rows_ran: tuple[int, ...] | None = None
-
-
-def sampler_class(run: "DenoisingRun") -> Any:
-    """The class of the sampler of a run; None if the algorithm is not known here."""
-    algorithm = algorithms().get(str(run.settings.get("sampler")))
-    return None if algorithm is None else algorithm.sampler
-
-
-def steps_of_rows(run: "DenoisingRun") -> Int[Tensor, "batch"]:
-    """`DenoisingRun.row_steps`."""
-    if run.rows_ran is not None:
-        return torch.tensor(run.rows_ran, dtype=torch.long, device="cpu")
-    ends = torch.tensor([*run.eos_token_ids, *_other_ends(run.settings)], dtype=torch.long, device="cpu")
-    sampler = sampler_class(run)
-    if run.autoregressive:
-        wrote = run.unmasked & torch.isin(run.tokens, ends)
-        ended, last = wrote.any(-1).any(0), wrote.any(-1).int().cumsum(0).eq(0).sum(0) + 1
-    elif sampler is None or not sampler.ends_rows(run.settings):
-        return torch.full((len(run.tokens),), run.steps, device="cpu")
-    else:
-        left, last = run.masked[-1], 1 + run.last_written.amax(-1)
-        ended = (torch.isin(run.tokens, ends) & run.answer & ~left).any(-1) & left.any(-1) & (last > 0)
-    return torch.where(ended, last, run.steps)
-
-
-def _other_ends(settings: Mapping[str, Any]) -> list[int]:
-    """The tokens that end a row by settings of its sampler (MMaDA's, SDAR's)."""
-    given = [settings.get("eot_token"), settings.get("stop_tokens")]
-    ids = [each for value in given for each in (value if isinstance(value, list | tuple) else [value])]
-    return [each for each in ids if isinstance(each, int) and not isinstance(each, bool)]
-
-
-def in_own_blocks(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
-    """The positions up to the end of each row's own last block, of samplers with `own_ends`; of others all."""
-    sampler, layout = sampler_class(run), run.attention_blocks
-    if sampler is None or layout is None or not sampler.own_ends:
-        return torch.ones_like(run.attention_mask)
-    last = run.prompt_length + int(run.settings["gen_length"]) - 1
-    return layout.until_block_of(last, run.attention_mask.shape[1])
 
 
 def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence[int]) -> "DenoisingRun":
@@ -121,37 +79,6 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
         rows_planned=rows_planned,
         part=None if whole else _place(run, chosen, rows),
     )
-
-
-def with_one_plan(run: "DenoisingRun") -> "DenoisingRun":
-    """The run, whose rows were planned with one number of steps.
-
-    Raises:
-        ValueError: rows of a joined run that have several, naming them.
-    """
-    if run.rows_planned is not None:
-        raise ValueError(
-            f"the rows of this run were planned with {sorted(set(run.rows_planned))} steps in the batches that "
-            "were joined, and a pass has one plan; take rows of one plan (recording.select(batch=...))"
-        )
-    return run
-
-
-def place_in_plan(run: "DenoisingRun", step: int) -> tuple[int, int]:
-    """The number of a step in the whole run, and how many were planned.
-
-    Rows of a joined run may have had fewer steps planned than other rows ran. After those nothing of them is
-    defined, and the last number stands for all.
-    """
-    if run.planned is None:
-        return run.step_numbers[step], run.steps
-    return min(run.step_numbers[step], run.planned - 1), run.planned
-
-
-def own_canvas(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
-    """The positions of each row's own canvas: all but those that joining padded it with."""
-    starts = torch.tensor(run.joined_at or (0,) * len(run.tokens))
-    return torch.arange(run.tokens.shape[1]) >= starts[:, None]
 
 
 def on_own_canvas(run: "DenoisingRun") -> "DenoisingRun":

@@ -23,7 +23,7 @@ from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, check_run
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
-from dlm_lens.sampling.run_parts import own_canvas, place_in_plan, with_one_plan
+from dlm_lens.sampling.run_rows import own_canvas, place_in_plan, with_one_plan
 from dlm_lens.sampling.samplers.base import FirstCanvas, rerun_sampler
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import tokenizer_of
