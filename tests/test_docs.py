@@ -1,47 +1,21 @@
-"""Every Python block of the README and the docs runs, page by page, as a reader would paste it."""
+"""Every Python block of the README and the docs runs as a reader would paste it, and draws the picture shown."""
 
 import ast
-import linecache
-import os
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
-from dlm_lens import AboveMean, families, find_sinks, load, record
-from dlm_lens.testing import tiny
+from dlm_lens import AboveMean, find_sinks, load, record
+from tests import pages
+from tests.pages import ROOT, blocks, run_blocks, run_commands, stale
 
-ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "docs").glob("add-a-*.md"))
 """Pages that name files to be written; their own tests follow them in a scratch copy (tests/recipes.py)."""
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFERENCE = [page for page in PAGES if page not in RECIPES]
-
-
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-
-
-def stand_ins(page: Path, directory: Path) -> None:
-    """A small random model of the same classes in place of each released checkpoint that a page loads.
-
-    A directory of a hub's name is found before the hub.
-    """
-    for name in set(re.findall(r"dl\.load\(\"([\w.-]+/[\w.-]+)\"", "\n".join(blocks(page)))):
-        (family,) = [family for family in families() if name in family.hub_names]
-        layouts = [model_type for model_type in family.layouts if model_type.split("-")[-1] in name.lower()]
-        model = tiny(family.name, model_type=layouts[0] if layouts else None)
-        model.tokenizer.chat_template = CHAT
-        (directory / name).mkdir(parents=True)
-        model.save_pretrained(directory / name)
-        model.tokenizer.save_pretrained(directory / name)
-
-
-CHAT = "{% for m in messages %}w1 {{ m['content'] }} w2 {% endfor %}w3"
 
 
 @pytest.mark.parametrize(
@@ -52,15 +26,9 @@ CHAT = "{% for m in messages %}w1 {{ m['content'] }} w2 {% endfor %}w3"
         if blocks(page) and page not in RECIPES and page.name != "README.md"
     ],
 )
-def test_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    stand_ins(page, tmp_path)
-    space: dict[str, object] = {}
-    for number, block in enumerate(blocks(page)):
-        # As in a notebook cell, whose source linecache knows: nnsight reads the blocks that it traces.
-        name = f"{page.name}:{number}"
-        linecache.cache[name] = (len(block), None, block.splitlines(keepends=True), name)
-        exec(compile(block, name, "exec"), space)  # noqa: S102  # our own page
+def test_the_page_runs(page: Path, tmp_path: Path) -> None:
+    run_blocks(page, tmp_path)
+    assert not stale(tmp_path), f"run `python -m tests.pages {page.name}`"
 
 
 def test_the_readme_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -74,24 +42,24 @@ def test_the_readme_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["report.md", "trajectories.md"])
+@pytest.mark.parametrize("name", ["pictures.md", "report.md", "trajectories.md"])
 def test_the_commands_run(name: str, tmp_path: Path) -> None:
-    """The shell blocks of a page, in order, in an empty directory; without Chromium those lines are left out."""
-    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    lines = "".join(re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)).splitlines()
-    if shutil.which("chromium") is None:
-        lines = [line for line in lines if not line.startswith("chromium")]
-    tool = tmp_path / "bin" / "dlm-lens"
-    tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m dlm_lens.cli "$@"\n', encoding="utf-8")
-    tool.chmod(0o755)
-    (tmp_path / "empty").mkdir()
-    paths = {"PATH": f"{tool.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    script = "\n".join(line.replace("chromium ", "chromium --no-sandbox ", 1) for line in lines)
-    done = subprocess.run(
-        ["bash", "-ec", script], cwd=tmp_path / "empty", env=os.environ | paths, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_commands(ROOT / "docs" / name, tmp_path)
+    assert not stale(tmp_path), f"run `python -m tests.pages {name}`"
+
+
+def test_a_stale_picture_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    monkeypatch.setattr(pages, "IMAGES", stored)
+    narrow, wide = "[8.476, 10]", "[2.253, 16.22]"
+    for folder, interval in ((stored, narrow), (tmp_path / "other", wide), (tmp_path / "same", narrow)):
+        folder.mkdir(exist_ok=True)
+        figure = Figure(figsize=(6, 3), dpi=90)
+        figure.suptitle(f"mean lead 9.238 {interval} steps")
+        figure.savefig(folder / "lead.png")
+    assert not pages.stale(tmp_path / "same")
+    assert list(pages.stale(tmp_path / "other")) == ["lead.png"]
 
 
 @pytest.mark.long

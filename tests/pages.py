@@ -1,0 +1,123 @@
+"""The pages of the docs as a reader follows them: `python -m tests.pages [PAGE ...]` draws their pictures anew.
+
+A page writes the picture that it shows under the name that the picture has in docs/images.
+"""
+
+import linecache
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import chdir
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+import dlm_lens as dl
+from dlm_lens.testing import tiny
+
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
+CHAT = "{% for m in messages %}w1 {{ m['content'] }} w2 {% endfor %}w3"
+SAME = 0.1
+"""The mean difference of grey levels, 0 to 255, of a picture drawn on another CPU: rounding moves lines by less
+than a pixel. Another interval in a caption gives 0.15."""
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    """The code blocks of a page in a language."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def stand_ins(page: Path, directory: Path) -> None:
+    """A small random model of the same classes in place of each released checkpoint that a page loads.
+
+    A directory of a hub's name is found before the hub.
+    """
+    for name in set(re.findall(r"dl\.load\(\"([\w.-]+/[\w.-]+)\"", "\n".join(blocks(page)))):
+        (family,) = [family for family in dl.families() if name in family.hub_names]
+        layouts = [model_type for model_type in family.layouts if model_type.split("-")[-1] in name.lower()]
+        model = tiny(family.name, model_type=layouts[0] if layouts else None)
+        model.tokenizer.chat_template = CHAT
+        (directory / name).mkdir(parents=True)
+        model.save_pretrained(directory / name)
+        model.tokenizer.save_pretrained(directory / name)
+
+
+def run_blocks(page: Path, directory: Path) -> None:
+    """Run the Python blocks of a page, one after the other, in an empty directory."""
+    stand_ins(page, directory)
+    space: dict[str, object] = {}
+    with chdir(directory):
+        for number, block in enumerate(blocks(page)):
+            # As in a notebook cell, whose source linecache knows: nnsight reads the blocks that it traces.
+            name = f"{page.name}:{number}"
+            linecache.cache[name] = (len(block), None, block.splitlines(keepends=True), name)
+            exec(compile(block, name, "exec"), space)  # noqa: S102  # our own page
+
+
+def run_commands(page: Path, directory: Path) -> None:
+    """Run the shell blocks of a page, in order, in an empty directory; without Chromium those lines are left out.
+
+    Raises:
+        RuntimeError: a command fails.
+    """
+    lines = "".join(blocks(page, "bash")).splitlines()
+    if shutil.which("chromium") is None:
+        lines = [line for line in lines if not line.startswith("chromium")]
+    tool = directory / "bin" / "dlm-lens"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m dlm_lens.cli "$@"\n', encoding="utf-8")
+    tool.chmod(0o755)
+    (directory / "empty").mkdir()
+    paths = {"PATH": f"{tool.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    script = "\n".join(line.replace("chromium ", "chromium --no-sandbox ", 1) for line in lines)
+    done = subprocess.run(
+        ["bash", "-ec", script], cwd=directory / "empty", env=os.environ | paths, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+def figures(directory: Path) -> list[Path]:
+    """The figures of matplotlib that a page wrote and that docs/images has under the same name."""
+    named = [path for path in sorted(directory.rglob("*.png")) if (IMAGES / path.name).exists()]
+    return [path for path in named if "Matplotlib" in Image.open(path).info.get("Software", "")]
+
+
+def distance(one: Path, two: Path) -> float:
+    """The mean difference of grey levels, 0 to 255; infinite where the sizes differ by more than two pixels."""
+    first, second = (Image.open(path).convert("L") for path in (one, two))
+    if any(abs(a - b) > 2 for a, b in zip(first.size, second.size, strict=True)):
+        return float("inf")
+    values = [np.asarray(image.resize(first.size), dtype=float) for image in (first, second)]
+    return float(np.abs(values[0] - values[1]).mean())
+
+
+def stale(directory: Path) -> dict[str, float]:
+    """The pictures of docs/images that are not what a page wrote now, with their distance."""
+    apart = {path.name: distance(path, IMAGES / path.name) for path in figures(directory)}
+    return {name: far for name, far in apart.items() if not far <= SAME}
+
+
+def renew(page: Path) -> None:
+    """Run a page and store the pictures that changed."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_blocks(page, Path(folder))
+        if blocks(page, "bash"):
+            run_commands(page, Path(folder))
+        for path in figures(Path(folder)):
+            if path.name in stale(Path(folder)):
+                shutil.copyfile(path, IMAGES / path.name)
+                sys.stdout.write(f"{page.name}: {path.name}\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        renew(ROOT / "docs" / name)
