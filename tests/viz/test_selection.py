@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -134,3 +135,16 @@ def test_an_empty_region_says_so():
     assert notes(figure.axes[0]) == ["nothing on prompt"]
     assert notes(figure.axes[1]) == ["at most 0.0004 of the attention"]
     assert notes(figure.axes[2]) == []
+
+
+def test_an_empty_region_has_no_band():
+    """The interval of 0 of 2 sequences, 0 to 66%, is not what is known of a region that has no keys."""
+    rec = dl.record(tiny("llada"), [[5, 6], [7, 8]], [dl.recording.RegionMass()], gen_length=6, block_length=6)
+    mass = rec.region_mass.clone()
+    mass[..., 0] = 0.0
+    figure = dl.viz.region_mass(replace(rec, arrays={"region_mass": mass}))
+    bands = [
+        [band for band in axes.collections if np.isfinite(band.get_datalim(axes.transData).y1)]
+        for axes in figure.axes
+    ]
+    assert bands[0] == [] != bands[1]

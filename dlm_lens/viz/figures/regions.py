@@ -32,6 +32,9 @@ QUERY_STYLES: dict[str, tuple[str, str]] = {
 }
 """Colour and dashes of a class of queries, which differ in black and white too."""
 
+EMPTY = 1e-6
+"""A panel whose largest share of attention is below this has a note that there is nothing, and no band."""
+
 NEARLY_EMPTY = 0.001
 """A panel whose largest share of attention is below this has a note with the share."""
 
@@ -185,7 +188,10 @@ def _line(axes: Axes, steps: tuple[int, ...], mass: Float[Tensor, "step batch"],
     alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()
     style: dict[str, Any] = {"marker": "o", "markersize": 2.5, "markevery": alone} if alone else {}
     axes.plot(x, mean, linestyle=dashes, color=colour, linewidth=1.4, label=f"{word} queries", gid=name, **style)
-    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    # Where there are no keys of the region, no other sequence would have any: a band up to the bound of so few
+    # sequences (66% of two) would say that the share may be large.
+    if np.where(there, values, 0.0).max() >= EMPTY:
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _note_if_empty(axes: Axes, mass: Float[Tensor, "step batch query_region"], region: str) -> None:
@@ -193,7 +199,7 @@ def _note_if_empty(axes: Axes, mass: Float[Tensor, "step batch query_region"], r
     known = mass[mass.isfinite()]
     if not len(known):
         note(axes, "no queries")
-    elif float(known.max()) < 1e-6:
+    elif float(known.max()) < EMPTY:
         note(axes, f"nothing on {region}")
     elif float(known.max()) < NEARLY_EMPTY:
         note(axes, f"at most {float(known.max()):.1g} of the attention")
