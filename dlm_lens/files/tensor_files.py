@@ -14,6 +14,9 @@ from torch import Tensor
 from dlm_lens.files.atomic_writes import replacing
 from dlm_lens.files.sealed_json import CHECKSUM, DamagedFileError, file_bytes
 
+METADATA = "__metadata__"
+"""The name of the metadata in a safetensors header (its format's documentation)."""
+
 
 @dataclass(frozen=True)
 class WrittenFile:
@@ -41,10 +44,27 @@ def write_tensors(
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()
     }
     stored = None if metadata is None else {**metadata, CHECKSUM: _checksum(plain, metadata)}
-    content = save(plain, stored)
+    header, values = _in_order(save(plain, stored))
+    digest = hashlib.sha256(header)
+    digest.update(values)
     with replacing(path) as file:
-        file.write(content)
-    return WrittenFile(len(content), hashlib.sha256(content).hexdigest())
+        file.write(header)
+        file.write(values)
+    return WrittenFile(len(header) + len(values), digest.hexdigest())
+
+
+def _in_order(content: bytes) -> tuple[bytes, memoryview]:
+    """Header and values of a safetensors file, with its metadata in alphabetical order.
+
+    safetensors writes metadata in an order that differs from call to call; so equal files have equal bytes.
+    """
+    length = int.from_bytes(content[:8], "little")
+    header, values = json.loads(content[8 : 8 + length]), memoryview(content)[8 + length :]
+    if METADATA in header:
+        header[METADATA] = dict(sorted(header[METADATA].items()))
+    written = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    written += b" " * (-len(written) % 8)  # the values begin at a multiple of 8
+    return len(written).to_bytes(8, "little") + written, values
 
 
 def read_tensors(path: Path, remedy: str, digest: str | None = None) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Tuned lenses and mean activations: damaged files are told, whole ones come back."""
 
+import hashlib
 import random
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dlm_lens.files.tensor_files import read_with_metadata, write_tensors
 from dlm_lens.hooks import MeanActivations
 from dlm_lens.probes import TunedLens
 from dlm_lens.recording.model_identity import weights_digest
@@ -69,3 +71,21 @@ def test_what_another_program_changed_is_refused(kind: str, tmp_path: Path) -> N
     make().save(path)
     assert path.stat().st_mode & 0o077  # not the 0600 of safetensors' own files, for the usual umask
     assert [one.name for one in tmp_path.iterdir()] == ["file.safetensors"]
+
+
+def test_equal_tensors_and_metadata_are_equal_files(tmp_path: Path) -> None:
+    """safetensors alone writes two entries of metadata in either order."""
+    tensors = {"b": torch.arange(3.0), "é\n": torch.ones(2, dtype=torch.int64)}
+    facts = {"step": '{"a": "\\u001f é"}', "facts": "x"}
+    written = [write_tensors(tmp_path / f"{number}.safetensors", tensors, facts) for number in range(20)]
+    assert len({one.digest for one in written}) == 1
+    content = (tmp_path / "0.safetensors").read_bytes()
+    assert (len(content), hashlib.sha256(content).hexdigest()) == (written[0].size, written[0].digest)
+    found, metadata = read_with_metadata(tmp_path / "0.safetensors", "write it again")
+    assert metadata == facts
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in tensors.items()
+    }
+    write_tensors(tmp_path / "plain.safetensors", tensors)
+    save_file(tensors, tmp_path / "library.safetensors")
+    assert (tmp_path / "plain.safetensors").read_bytes() == (tmp_path / "library.safetensors").read_bytes()
