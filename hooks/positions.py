@@ -91,7 +91,7 @@ def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) ->
     """Which positions of an activation [row, position, ...] are addressed; in a run, never padding.
 
     Positions are those of the canvas. With an approximate cache an activation may have only those that the
-    step computes.
+    step computes; outside a run, with a cache, only those that the pass computes or that the cache still holds.
 
     Raises:
         ValueError: a position that does not exist; a class outside a run; `sink(i)` in a bare call.
@@ -102,6 +102,13 @@ def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) ->
         assert hook.run.queries is not None
         whole = torch.empty(rows, hook.run.tokens.shape[-1] + layout.count, device=tensor.device)
         return where(positions, whole, hook, who)[:, slice(*hook.run.queries)]
+    if positions is not None and hook.reach not in (None, length):
+        assert hook.reach is not None
+        found = where(positions, torch.empty(rows, hook.reach, device=tensor.device), hook, who)
+        chosen = torch.zeros(rows, length, dtype=torch.bool, device=tensor.device)
+        # A static cache has room after the last position.
+        chosen[:, : hook.reach] = found[:, hook.missing(length) :]
+        return chosen
     canvas = layout.canvas(length)
     chosen = torch.zeros(rows, length, dtype=torch.bool, device=tensor.device)
     if isinstance(positions, str):

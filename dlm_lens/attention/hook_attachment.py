@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from dlm_lens.arguments import chosen_indices, plain_number
 from dlm_lens.attention.hook import ColumnHook, Hook, HookLike, as_hook, is_hook
@@ -79,6 +80,10 @@ NAMES = {
 """Site -> TransformerLens's name of the hook point inside a block."""
 
 
+KEY_SITES = frozenset({"k", "v", "rot_k", "scores", "pattern"})
+"""Sites whose positions, in attention to another stack's states, are those of that stack."""
+
+
 @contextmanager
 def attach_hooks(
     model: Any,
@@ -91,7 +96,8 @@ def attach_hooks(
 
     Several hooks at one site run in the order given. Hooks that hide columns run without a pattern while nothing
     else reads it. All are removed at the end of the block, also after an error. Until then other threads wait for
-    the model, and its torch.compile code runs eagerly.
+    the model, and its torch.compile code runs eagerly. Positions count from the first of a cache that the pass
+    continues: those before the pass are not in it, and a negative one counts from the pass's end.
 
     Args:
         model: from `dlm_lens.load`.
@@ -117,11 +123,12 @@ def attach_hooks(
                 module = _module(hook, stack.blocks[layer])
                 name = f"{stack.prefix}blocks.{layer}.{NAMES[hook.site]}"
                 known = PointContext(name, layer, sinks, stack.causal, depth=len(stack.blocks), place=place)
-                context = partial(_present, known, module, stack, run)
+                attention, cached = attention_of(stack.blocks[layer]), _CachedPass(run)
+                handles.callback(attention.register_forward_pre_hook(cached, with_kwargs=True).remove)
+                context = partial(_present, known, module, stack, run, cached, hook.site)
                 kind: type[HookCall] = ColumnCall if isinstance(hook, ColumnHook) else HookCall
                 handles.callback(module.register_forward_hook(kind(hook, context, off)).remove)
                 if kind is ColumnCall:
-                    attention = attention_of(stack.blocks[layer])
                     check = attention.register_forward_pre_hook(_refuse_static_cache, with_kwargs=True)
                     handles.callback(check.remove)
         yield
@@ -141,11 +148,50 @@ def is_static(cache: Any) -> bool:
 
 def _refuse_static_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Raise if a layer's keys are those of a static cache, whose last columns are not those of the queries."""
-    if is_static(kwargs.get("past_key_values")):
+    if is_static(_cache_of(args, kwargs)):
         raise ValueError(
             "hooks that hide columns take no static cache, which holds positions that are not written yet; leave "
             "past_key_values out, or take a DynamicCache"
         )
+
+
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
+    """The cache of transformers that a layer's attention is called with; architectures name it differently."""
+    return next((value for value in (*kwargs.values(), *args) if isinstance(value, Cache)), None)
+
+
+@dataclass
+class _CachedPass:
+    """How far the present pass of an attention module reaches in its cache; a forward pre-hook of the module.
+
+    Args:
+        run: returns the run's present step. A run says itself which positions a pass computes.
+        reach: number of positions from the cache's first to the pass's last; None without a cache, and in a run.
+        crosses: whether the module attends to another stack's states.
+    """
+
+    run: Callable[[], RunStep | None]
+    reach: int | None = None
+    crosses: bool = False
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what the pass that begins now is given."""
+        self.reach, cache = None, _cache_of(args, kwargs)
+        states = args[0] if args else kwargs.get("hidden_states")
+        layer = getattr(module, "layer_idx", None)
+        if cache is None or self.run() is not None or not isinstance(states, Tensor) or layer is None:
+            return
+        self.crosses = kwargs.get("key_value_states") is not None
+        if getattr(module, "is_kv_shared_layer", False):
+            # It has no keys of its own in the cache. Those of the first layer have this pass's positions already.
+            self.reach = int(cache.get_seq_length())
+            return
+        # Attention to another stack comes after the layer's own attention, which has updated the cache.
+        self.reach = int(cache.get_seq_length(layer)) + (0 if self.crosses else states.shape[1])
+
+    def at(self, site: str) -> int | None:
+        """`PointContext.reach` at a site of the layer."""
+        return None if self.crosses and site in KEY_SITES else self.reach
 
 
 @dataclass(frozen=True)
@@ -173,11 +219,16 @@ class _Stack:
 
 
 def _present(
-    known: PointContext, module: nn.Module, stack: _Stack, run: Callable[[], RunStep | None]
+    known: PointContext,
+    module: nn.Module,
+    stack: _Stack,
+    run: Callable[[], RunStep | None],
+    cached: _CachedPass,
+    site: str,
 ) -> PointContext:
     """What is known of a hook point, with the run's step and the attention of the present forward pass."""
     now = getattr(module, "attention_pass", None)
-    return replace(known, run=stack.step(run()), attention_pass=now)
+    return replace(known, run=stack.step(run()), attention_pass=now, reach=cached.at(site))
 
 
 def step_in_stack(stack: Any, run: RunStep | None) -> RunStep | None:

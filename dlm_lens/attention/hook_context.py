@@ -191,6 +191,8 @@ class PointContext:
         rows: the rows of that pass's batch that the activation has; None for all.
         place: distinguishes the hook from equal ones of the run.
         sinks_known: whether `sinks` is the model's; False in a bare call.
+        reach: outside a run, in a pass with a cache: the number of positions from the cache's first to the pass's
+            last; None if it is not known, where an activation holds every position.
     """
 
     name: str = ""
@@ -203,6 +205,7 @@ class PointContext:
     rows: Int[Tensor, "row"] | None = field(default=None, repr=False)
     place: HookKey | None = field(default=None, repr=False)
     sinks_known: bool = field(default=True, repr=False)
+    reach: int | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, hook: Any) -> "PointContext":
@@ -236,6 +239,13 @@ class PointContext:
         if self.index is None:
             raise ValueError(f"the layer of hook point {self.name!r} is not known; use attach_hooks(model, ...)")
         return self.index
+
+    def missing(self, length: int) -> int:
+        """How many of the first positions are not among the last `length`, which an activation or the keys hold.
+
+        They were computed in earlier passes, or a sliding layer's cache has dropped them.
+        """
+        return 0 if self.reach is None else max(0, self.reach - length)
 
     @property
     def step(self) -> int:
