@@ -79,8 +79,10 @@ class MaskPositions(ColumnHook):
                 continue
             if _is_to_come(position, keys, hook):
                 continue
-            place = hook.sinks.locate(position, keys)
-            hidden[..., place : place + 1] = True
+            missing = hook.missing(keys)
+            place = hook.sinks.locate(position, keys + missing) - missing
+            if place >= 0:
+                hidden[..., place : place + 1] = True
         return ColumnMask(hidden, self.stage, self.keep_self, self.renormalise, most=self._most)
 
     @property

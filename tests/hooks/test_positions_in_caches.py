@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import dlm_lens as dl
 from dlm_lens.attention import attach_hooks
-from dlm_lens.hooks import ablate, scale_attention, steer, zero_value
+from dlm_lens.hooks import ablate, mask_positions, scale_attention, steer, zero_value
 from tests.adapters.small_architectures import small_model
 
 IDS = torch.tensor([[5, 9, 14, 3, 77, 20, 41, 8, 60, 22]])
@@ -91,7 +91,7 @@ def test_a_position_after_the_pass_is_not_there() -> None:
             model(IDS[:, 4:5], past_key_values=cache)
 
 
-@pytest.mark.parametrize("position", [1, -1])
+@pytest.mark.parametrize("position", [1, -2])
 def test_a_static_cache_has_room_after_the_last_position(position: int) -> None:
     model, logits = causal("llama"), []
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)):
@@ -124,3 +124,36 @@ def test_an_encoder_decoder(hook: Any) -> None:
     )  # fmt: skip
     model = dl.add_hook_points(AutoModelForSeq2SeqLM.from_config(config).eval())
     check_generated(model, hook)
+
+
+OF_KEYS = [
+    mask_positions(1, 7),
+    mask_positions(6, 8, stage="after"),
+    zero_value(1, 8),
+    scale_attention([1, 8], 3.0),
+    scale_attention([1, 8], 3.0, stage="after"),
+]
+WINDOWED = {
+    "mistral": {},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("hook", OF_KEYS, ids=repr)
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_a_key_is_the_same_where_a_cache_keeps_a_window(model_type: str, hook: Any) -> None:
+    check_generated(causal(model_type, sliding_window=4, **WINDOWED[model_type]), hook)
+
+
+@pytest.mark.parametrize("hook", [mask_positions(1), zero_value(1), scale_attention([1], 3.0)], ids=repr)
+@pytest.mark.parametrize("whole", [False, True], ids=["window", "whole"])
+def test_a_key_that_the_window_has_left_changes_nothing(whole: bool, hook: Any) -> None:
+    model, logits = causal("mistral", sliding_window=4), []
+    for hooks in ([], [hook]):
+        cache = DynamicCache() if whole else DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(IDS, past_key_values=cache)
+            with attach_hooks(model, *hooks):
+                logits.append(model(IDS[:, :1], past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, **CLOSE)
