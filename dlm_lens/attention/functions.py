@@ -46,6 +46,7 @@ def hooked_attention(
     spare_logits: Float[Tensor, "head"] | None = None,
     position_bias: Float[Tensor, "#batch #head query key"] | None = None,
     query_start: int | None = None,
+    s_aux: Float[Tensor, "head"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch query head d_head"], Float[Tensor, "batch head query key"]]:
     """Attention with explicit scores and pattern, both passed through the hook points of `module`.
@@ -53,8 +54,9 @@ def hooked_attention(
     scores = q k^T scale (masked entries: the dtype's minimum), pattern = softmax over keys in float32,
     z = pattern v. A query that sees no key gets a pattern of zeros, as in torch's fused kernel. With `softcap` c
     scores are c tanh(scores / c) (Gemma 2, 2408.00118, section 2). `spare_logits` b give every row a spare entry,
-    pattern = exp(scores) / (exp(b) + sum exp(scores)), which is left out. `position_bias` is added to the scores.
-    `query_start` is the position of the first query among the keys; None if the queries are the last positions.
+    pattern = exp(scores) / (exp(b) + sum exp(scores)), which is left out; `s_aux` is transformers' name
+    for them. `position_bias` is added to the scores. `query_start` is the position of the first query among the
+    keys; None if the queries are the last positions.
     Works for every mask of transformers' `sdpa` and `eager`: none, boolean (True = visible) or additive.
 
     Raises:
@@ -70,13 +72,13 @@ def hooked_attention(
     if position_bias is not None:
         scores = scores + position_bias
     scores, visible = _masked(scores, attention_mask, causal=causal_without_mask(module, is_causal))
-    current = AttentionPass(visible, spare_logits, query_start)
+    current = AttentionPass(visible, spare_logits if s_aux is None else s_aux, query_start)
     points: Mapping[str, Any] = module._modules
     with _pass_at(points, current):
         scores = current.scores = points["hook_scores"](scores)
         pattern = points["hook_pattern"](current.softmax(scores).to(query.dtype))
     mixed = nn.functional.dropout(pattern, p=dropout, training=module.training) if dropout else pattern
-    return (mixed @ value).transpose(1, 2), pattern
+    return (mixed @ value).transpose(1, 2).contiguous(), pattern  # modules take views of it
 
 
 @contextmanager

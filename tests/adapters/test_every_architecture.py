@@ -286,3 +286,25 @@ def test_layers_that_share_keys_and_values_are_loaded(model_type: str, own: dict
     assert ours.config.num_kv_shared_layers == 2
     with torch.no_grad():
         assert torch.equal(ours(IDS, use_cache=False).logits, theirs(IDS, use_cache=False).logits)
+
+
+SINK_LOGITS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "deepseek_v4")
+VIEWS_OF_Z = ("afmoe", "jetmoe")
+
+
+@pytest.mark.parametrize("model_type", [*SINK_LOGITS, *VIEWS_OF_Z])
+def test_the_function_that_forms_patterns_loads_every_architecture(model_type: str, tmp_path: Path) -> None:
+    model = small_model(model_type)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3 if weight.ndim > 1 else 1)
+    model.save_pretrained(tmp_path)
+    content = torch.ones_like(IDS)
+    content[0, :3] = 0
+    with torch.no_grad():
+        hooked, plain = (
+            dl.load(tmp_path, attn_implementation=name)(IDS, attention_mask=content, use_cache=False).logits
+            for name in ("hooked", "sdpa")
+        )
+    # float32 with another kernel.
+    torch.testing.assert_close(hooked[content.bool()], plain[content.bool()], rtol=1e-4, atol=1e-4)
