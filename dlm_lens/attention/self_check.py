@@ -1,5 +1,6 @@
 """`check_hook_points`: a few tokens through a model, with and without hooks."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,9 +83,19 @@ def check_ids(model: Any) -> Int[Tensor, "2 position"]:
 
 
 def _logits(model: Any) -> Float[Tensor, "2 position d_vocab"]:
-    output = model(input_ids=check_ids(model), use_cache=False)
+    ids = check_ids(model)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    # An encoder-decoder of transformers takes the decoder's tokens too; the decoder alone does not.
+    if getattr(model.config, "is_encoder_decoder", False) and _takes(model, "decoder_input_ids"):
+        inputs["decoder_input_ids"] = ids
+    output = model(**inputs)
     logits: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
     return logits.float()
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Whether the model's forward has a parameter of this name."""
+    return name in inspect.signature(model.forward).parameters
 
 
 @contextmanager

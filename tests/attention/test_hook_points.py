@@ -445,3 +445,32 @@ def test_layers_that_were_removed_or_exchanged_are_counted_again() -> None:
         for index, pattern in enumerate(patterns):
             # Sums of a dozen float32 products in another order
             torch.testing.assert_close(rec.received[0, 0, index], pattern[0].sum(-2) / even, rtol=1e-5, atol=1e-5)
+
+
+BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+}  # fmt: skip
+GEMMA = {**BASE, "query_pre_attn_scalar": 16, "sliding_window": 8}
+ENCODER_DECODERS: dict[str, dict[str, Any]] = {
+    "t5": T5, "mt5": T5, "umt5": T5,
+    "switch_transformers": {**T5, "num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    "t5gemma": {"encoder": GEMMA, "decoder": GEMMA},
+    **dict.fromkeys(("m2m_100", "marian", "pegasus", "blenderbot", "bart"), BART),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENCODER_DECODERS)
+def test_an_encoder_decoder_is_checked_with_tokens_of_both(kind: str) -> None:
+    torch.manual_seed(0)
+    ends = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(kind, **{**ENCODER_DECODERS[kind], **ends, "decoder_start_token_id": 0})
+    model = add_hook_points(AutoModelForSeq2SeqLM.from_config(config).eval())
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3 if weight.ndim > 1 else 1)
+    check_hook_points(model)
+    # Patterns that are not softmax(scores) are still found.
+    hooked_attentions(model)[-1].hook_pattern.register_forward_hook(lambda _m, _i, pattern: pattern.flip(-1) * 0.5)
+    with pytest.raises(ValueError, match="cannot be hooked exactly"):
+        check_hook_points(model)
