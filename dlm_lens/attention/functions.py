@@ -1,7 +1,8 @@
 """The attention functions: `attend`, for transformers' attention interface, and the explicit one with hook points.
 
 `attend` receives queries, keys and values after projections, norms, rotation and cache. While nothing reads scores
-or a pattern, it calls the function that the model's config names (sdpa, which forms no pattern).
+or a pattern, it calls the function that the model's config names (sdpa, which forms no pattern). Under "eager" and
+"hooked" that is the explicit one, whose softmax is in float32, and not the eager function of the model's file.
 """
 
 from collections.abc import Iterator, Mapping

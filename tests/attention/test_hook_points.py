@@ -474,3 +474,14 @@ def test_an_encoder_decoder_is_checked_with_tokens_of_both(kind: str) -> None:
     hooked_attentions(model)[-1].hook_pattern.register_forward_hook(lambda _m, _i, pattern: pattern.flip(-1) * 0.5)
     with pytest.raises(ValueError, match="cannot be hooked exactly"):
         check_hook_points(model)
+
+
+def test_eager_is_the_explicit_function_whose_softmax_is_in_float32() -> None:
+    own = build("gpt_oss").bfloat16()
+    models = [add_hook_points(copy.deepcopy(own)) for _ in range(2)]
+    for model, name in zip(models, ("eager", "hooked"), strict=True):
+        model.set_attn_implementation(name)
+    eager, hooked = map(logits, models)
+    assert torch.equal(eager, hooked)
+    assert not torch.equal(eager, logits(own))  # its own softmax is in bfloat16
+    torch.testing.assert_close(logits(models[0].float()), logits(own.float()), rtol=1e-4, atol=1e-4)
