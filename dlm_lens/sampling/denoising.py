@@ -82,15 +82,16 @@ def denoise(
             planted so, at step 0).
         progress: show a progress bar.
         reference_quirks: reproduce the authors' code to the number: one random stream for the batch (needs a single
-            seed), [MASK] allowed as a proposal, equal confidences ranked by `torch.topk`; LLaDA: block budgets
-            fixed when a block starts (masks in the prompt compete for them and as many stay), EOS confidence kept
-            at temperature > 0; MMaDA: those of the blocks, and padding seen as content under guidance; Dream: one
-            budget averaged over the rows; SMDM: one budget and one ranking for the batch, noise drawn at
-            temperature 0; dllm: masks in the prompt compete as LLaDA's, `begin_suppress_tokens` at every step with
-            confidence 0; MDLM and SEDD: draws in float32, every step runs; Duo: its schedule in float32; LLaDA2:
-            rows do not end, masks in the prompt's whole blocks stay; Fast-dLLM v2: whole blocks and one token more,
-            a prompt of one block is not seen, a block begins greedily; WeDLM and SDLM: the window reaches beyond
-            the answer; Nemotron-Labs-Diffusion and Efficient-DLM: a row's end stops its block for all rows.
+            seed), [MASK] allowed as a proposal, equal confidences ranked by `torch.topk`, thresholds rounded to the
+            dtype of the logits where theirs compare such confidences; LLaDA: block budgets fixed when a block
+            starts (masks in the prompt compete for them and as many stay), EOS confidence kept at temperature > 0;
+            MMaDA: those of the blocks, and padding seen as content under guidance; Dream: one budget averaged over
+            the rows; SMDM: one budget and one ranking for the batch, noise drawn at temperature 0; dllm: masks in
+            the prompt compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; MDLM and SEDD:
+            draws in float32, every step runs; Duo: its schedule in float32; LLaDA2: rows do not end, masks in the
+            prompt's whole blocks stay; Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not
+            seen, a block begins greedily; WeDLM and SDLM: the window reaches beyond the answer;
+            Nemotron-Labs-Diffusion and Efficient-DLM: a row's end stops its block for all rows.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.

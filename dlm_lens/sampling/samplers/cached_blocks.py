@@ -87,9 +87,9 @@ class SelectConfident(Select):
         ranked = confidence.masked_fill(~eligible, -torch.inf).sort(dim=-1, descending=True).values
         least: float | Tensor = self.threshold or 0.0
         if self.factor is not None:
-            least = 1 - self.factor / torch.arange(
-                2, ranked.shape[-1] + 2, device=ranked.device, dtype=ranked.dtype
-            )
+            # In a wide dtype: the bounds of one step differ by less than bfloat16 tells apart.
+            wide = torch.promote_types(ranked.dtype, torch.float32)
+            least = 1 - self.factor / torch.arange(2, ranked.shape[-1] + 2, device=ranked.device, dtype=wide)
         # Confidences fall and bounds do not, so that the accepted ranks are the first ones.
         accepted = ((ranked >= least) & (ranked > -torch.inf)).sum(-1)
         if self.completes:

@@ -158,7 +158,6 @@ class DllmPropose(GumbelPropose):
 
     def __init__(self, settings: DllmSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__(settings, noise, ids, reference_quirks)
-        self.reference_quirks = reference_quirks
         self.suppressed, self.at_first = settings.suppress_tokens, settings.begin_suppress_tokens
 
     def proposable(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:

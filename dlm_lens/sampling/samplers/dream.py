@@ -198,7 +198,13 @@ class DreamPropose(FilteredPropose):
     The authors' code draws with `torch.distributions.Categorical`, which refuses probabilities that do not sum to 1
     within 1e-6, as can happen in bfloat16; it then catches the exception and takes the most likely token of every
     position. So does `reference_quirks`.
+
+    Attributes:
+        keeps_dtype: leave the confidence in the dtype of the logits, to which torch rounds a threshold that it
+            compares with it; otherwise it is float32.
     """
+
+    keeps_dtype = False
 
     def __init__(self, settings: FilteredSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
@@ -221,9 +227,10 @@ class DreamPropose(FilteredPropose):
             drawn = not self.reference_quirks or sums_to_one(choice)
             chosen = self.noise.tokens(choice, evaluated, eligible) if drawn else most_likely(choice)
             found = self._confidence(likely, chosen)
-        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
+        found = found if self.keeps_dtype else found.float()
+        confidence = found.new_full(canvas.shape, -torch.inf)
         if self.rule != "origin":
-            confidence = confidence.masked_scatter(evaluated, found.float())
+            confidence = confidence.masked_scatter(evaluated, found)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
     def _kept(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
@@ -299,6 +306,7 @@ class DreamSampler(CachedSampler, TimestepSampler):
             width = settings.block_length or settings.gen_length
             self.each = max(2, width) if self.fast_quirks else width
         self.propose = DreamPropose(settings, noise, ids, reference_quirks)
+        self.propose.keeps_dtype = reference_quirks and self.parallel
         drawn = settings.alg_temp and settings.remasking != "origin" and not self.parallel
         self.select: nn.Module = SelectDrawn(noise, settings.alg_temp or 0.0) if drawn else Select()
         if isinstance(self.select, Select):

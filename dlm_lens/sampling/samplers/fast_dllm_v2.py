@@ -95,7 +95,8 @@ class FastDllmV2Propose(nn.Module):
     """x0 from softmax(logits / temperature) within its nucleus; the confidence is the probability of x0 there.
 
     At temperature 0 it is the argmax, with its probability among all tokens. [MASK] is never an x0.
-    `reference_quirks` allows it, and takes the argmax for the first token of a block at every temperature.
+    `reference_quirks` allows it, takes the argmax for the first token of a block at every temperature, and keeps
+    the confidence in the dtype of the logits, to which torch rounds the threshold.
 
     Attributes:
         leads: positions that are the first of their block, where the step decides these; None elsewhere.
@@ -106,7 +107,7 @@ class FastDllmV2Propose(nn.Module):
     def __init__(self, settings: FastDllmV2Settings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
         self.settings, self.noise = settings, noise
-        self.never, self.greedy_leads = [] if reference_quirks else [ids.mask], reference_quirks
+        self.never, self.reference_quirks = [] if reference_quirks else [ids.mask], reference_quirks
 
     def forward(
         self,
@@ -122,11 +123,12 @@ class FastDllmV2Propose(nn.Module):
             # [MASK] leaves before the nucleus, which may hold nothing else.
             scaled = filtered(without(logits, self.never) / settings.temperature, settings.top_p, None).softmax(-1)
             drawn = self.noise.tokens(scaled, evaluated, eligible)
-            if self.greedy_leads and self.leads is not None:
+            if self.reference_quirks and self.leads is not None:
                 plain = self.leads[evaluated]
                 scaled, drawn = torch.where(plain[:, None], likely, scaled), torch.where(plain, chosen, drawn)
             likely, chosen = scaled, drawn
-        found = likely.gather(-1, chosen[:, None]).squeeze(-1).float()
+        found = likely.gather(-1, chosen[:, None]).squeeze(-1)
+        found = found if self.reference_quirks else found.float()
         confidence = found.new_zeros(canvas.shape).masked_scatter(evaluated, found)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 

@@ -115,13 +115,15 @@ class GumbelPropose(nn.Module):
 
     The softmax runs in the dtype of the logits, as in LLaDA's reference since June 2025, or in float64. With random
     remasking the confidence is a uniform number instead. [MASK] is never an x0, since it decides nothing; the
-    references allow it.
+    references allow it. With `reference_quirks` the confidence keeps the dtype of its softmax: torch rounds a
+    threshold that it compares with a tensor to the tensor's dtype, so that 0.9 is 0.8984375 in bfloat16.
     """
 
     def __init__(self, settings: GumbelSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
         self.temperature, self.random = settings.temperature, settings.remasking == "random"
         self.float64, self.noise = settings.float64_confidence, noise
+        self.reference_quirks = reference_quirks
         self.never = [] if reference_quirks else [ids.mask]
 
     def forward(
@@ -154,7 +156,7 @@ class GumbelPropose(nn.Module):
             return chosen, logits.new_zeros(len(chosen))
         wide = torch.float64 if self.float64 else logits.dtype
         likely = self.ranked(logits).softmax(-1, dtype=wide).gather(-1, chosen[:, None]).squeeze(-1)
-        return chosen, likely if self.float64 else likely.float()
+        return chosen, likely if self.float64 or self.reference_quirks else likely.float()
 
     def proposable(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
         """The logits without the tokens that are never proposed."""

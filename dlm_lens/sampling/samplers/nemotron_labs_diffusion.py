@@ -80,7 +80,7 @@ class FirstOrGumbelPropose(GumbelPropose):
             return super().forward(canvas, logits, evaluated, eligible)
         kept = without(logits, self.never)
         chosen = self.noise.tokens((kept / self.temperature).softmax(-1), evaluated, eligible)
-        likely = logits.softmax(-1).gather(-1, chosen[:, None]).squeeze(-1).float()
+        likely = logits.softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)
         confidence = likely.new_zeros(canvas.shape).masked_scatter(evaluated, likely)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 

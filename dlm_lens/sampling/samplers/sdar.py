@@ -117,7 +117,8 @@ class SdarPropose(FilteredPropose):
     Temperature, top_k and top_p apply in this order and change the confidence; at temperature 0 x0 is the most
     likely token, and its confidence is that of the plain softmax; `by_entropy` it is minus the entropy -sum p ln p.
     The tokens `never` are no x0: the filters are those of the other tokens, and without a filter the probabilities
-    are those of all tokens.
+    are those of all tokens. The confidence is float32, or with `keeps_dtype` in the dtype of the logits, to which
+    torch rounds the threshold.
     """
 
     def __init__(
@@ -129,10 +130,12 @@ class SdarPropose(FilteredPropose):
         top_k: int | None,
         top_p: float | None,
         by_entropy: bool = False,
+        keeps_dtype: bool = False,
     ) -> None:
         super().__init__()
         self.noise, self.never, self.temperature = noise, list(never), temperature
         self.top_k, self.top_p, self.by_entropy = top_k, top_p, by_entropy
+        self.keeps_dtype = keeps_dtype
 
     def forward(
         self,
@@ -148,9 +151,8 @@ class SdarPropose(FilteredPropose):
             found = self._confidence(likely, chosen)
         else:
             chosen, found = by_rows(self._most_likely, logits)
-        confidence = torch.zeros(canvas.shape, dtype=torch.float32, device=canvas.device).masked_scatter(
-            evaluated, found.float()
-        )
+        found = found if self.keeps_dtype else found.float()
+        confidence = found.new_zeros(canvas.shape).masked_scatter(evaluated, found)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
     def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
@@ -252,6 +254,7 @@ class SdarSampler(BlockSampler):
             top_k=settings.top_k,
             top_p=settings.top_p,
             by_entropy=settings.remasking == "entropy_bounded",
+            keeps_dtype=reference_quirks,
         )
         self.select = {
             "sequential": SelectFirst(),
