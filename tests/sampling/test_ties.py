@@ -109,3 +109,51 @@ def test_reference_quirks_rank_rows_as_code_that_pads_on_the_right() -> None:
         confidence = torch.cat([both.confidence[step, 1, 6:], torch.full((6,), -torch.inf)])
         best = confidence.topk(int(chosen.sum())).indices + 6
         assert chosen.nonzero().flatten().tolist() == sorted(best.tolist()), step
+
+
+PARALLEL = {"gen_length": 12, "block_length": 6, "threshold": 0.9}
+THRESHOLDS = {
+    "nemotron_labs_diffusion": ("nemotron_labs_diffusion", PARALLEL | {"stop_tokens": ()}, "block"),
+    "efficient_dlm": ("efficient_dlm", PARALLEL | {"stop_tokens": (), "temperature": 0.0}, "block"),
+    "stable_diffcoder": ("stable_diffcoder", PARALLEL | {"block_length": 4, "stop_tokens": ()}, "block"),
+    "llada": ("llada", PARALLEL, "canvas"),
+    "llada, dual": ("llada", PARALLEL | {"cache": "dual"}, "computed"),
+    "llada, prefix": ("llada", PARALLEL | {"cache": "prefix"}, "computed"),
+    "dream, dual": ("dream", PARALLEL | {"cache": "dual", "steps": 12}, "computed"),
+    "dream, prefix": ("dream", PARALLEL | {"cache": "prefix", "steps": 12}, "computed"),
+}
+
+
+@pytest.mark.parametrize("case", THRESHOLDS)
+def test_reference_quirks_write_what_torch_topk_ranks_first_under_a_threshold(case: str) -> None:
+    """With a threshold the authors' code lets `torch.topk` rank every mask, and always writes the first."""
+    family, given, ranked = THRESHOLDS[case]
+    model, prompt = tiny(family), [PROMPTS[0] + [6, 2, 9]]
+    theirs = dl.denoise(model, prompt, reference_quirks=True, on_logits=equal_logits, **given)
+    tied, other = 0, 0
+    for step in range(theirs.steps):
+        confidence, chosen = theirs.confidence[step, 0], theirs.unmasked[step, 0]
+        left = confidence.isfinite() & theirs.masked[step, 0]
+        confidence = confidence.masked_fill(~left, -torch.inf)
+        span = {"block": theirs.spans, "computed": theirs.computed or [None] * theirs.steps}.get(ranked)
+        start, stop = (span[step] if span else None) or (0, len(confidence))
+        best = confidence[start:stop].topk(int(left.sum())).indices[:1] + start
+        assert chosen.nonzero().flatten().tolist() == best.tolist(), step
+        tied += int(left.sum()) > 1
+        other += best.tolist() != left.nonzero().flatten()[:1].tolist()
+    assert tied >= 8
+    ours = dl.denoise(model, prompt, on_logits=equal_logits, **given)
+    if other:  # which of equals torch.topk ranks first belongs to a build of torch
+        assert not theirs.canvases.equal(ours.canvases)
+
+
+def test_reference_quirks_write_the_positions_of_a_factor_as_torch_topk() -> None:
+    """With a factor it returns as many positions as are written, here two of equal confidence."""
+    model, given = tiny("llada"), {"gen_length": 12, "block_length": 12, "factor": 2.8}
+    run = dl.denoise(model, [PROMPTS[0]], reference_quirks=True, on_logits=equal_logits, **given)
+    for step in range(run.steps):
+        chosen = run.unmasked[step, 0]
+        confidence = run.confidence[step, 0].masked_fill(~run.masked[step, 0], -torch.inf)
+        best = confidence.topk(int(chosen.sum())).indices
+        assert chosen.nonzero().flatten().tolist() == sorted(best.tolist()), step
+    assert run.counts[:, 0].tolist() == [2] * 6

@@ -76,6 +76,7 @@ class SelectConfident(Select):
     def __init__(self, threshold: float | None, factor: float | None, *, completes: bool = False) -> None:
         super().__init__()
         self.threshold, self.factor, self.completes = threshold, factor, completes
+        self.ranks_all = factor is None
 
     def forward(
         self,

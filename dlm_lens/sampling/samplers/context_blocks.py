@@ -77,7 +77,7 @@ class ContextBlockSampler(BlockSampler):
         self.block_length, self.use_cache = settings.block_length, settings.use_cache
         self.propose = self.propose_class(settings, noise, ids, reference_quirks)
         self.select = SelectConfident(settings.threshold, None) if settings.parallel else Select()
-        self.select.by_topk = reference_quirks and not settings.parallel
+        self.select.by_topk = reference_quirks
         ends = ids.ends if reference_quirks else ids.stops
         self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
         self._answer = 0

@@ -313,6 +313,7 @@ class DreamSampler(CachedSampler, TimestepSampler):
             self.select.by_topk = reference_quirks and settings.remasking != "origin"
         if self.parallel:
             self.select = SelectConfident(settings.threshold, settings.factor)
+            self.select.by_topk = reference_quirks
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block; the first of a block computes the whole canvas."""

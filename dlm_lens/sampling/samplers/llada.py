@@ -248,7 +248,7 @@ class LLaDASampler(CachedSampler):
             completes = reference_quirks and settings.factor is not None
             self.select = SelectConfident(settings.threshold, settings.factor, completes=completes)
         self.computes_second = settings.factor is None
-        self.select.by_topk = reference_quirks and not settings.parallel
+        self.select.by_topk = reference_quirks
         self.unpadded = reference_quirks and settings.unpadded_guidance and settings.cfg_scale > 0
         self._block_masks: Tensor | None = None
         self._done: Tensor | None = None

@@ -20,13 +20,16 @@ class Select(nn.Module):
 
     Attributes:
         by_topk: let `torch.topk` choose among equals, as the authors' code does. Which ones it takes depends on the
-            number of positions that it is given, on the device and on the version of torch.
+            number of positions that it is given and how many it returns, on the device and on the version of torch.
+        ranks_all: let it return all eligible positions, of which the first `count` are chosen, as code does that
+            compares each with a threshold afterwards.
         span: of the positions that `torch.topk` is given; None for all.
         padding: of every row; its positions are given to `torch.topk` after the others, as by code that pads on the
             right. None where they come first.
     """
 
     by_topk = False
+    ranks_all = False
     span: tuple[int, int] | None = None
     padding: Int[Tensor, "batch"] | None = None
 
@@ -54,6 +57,7 @@ class Select(nn.Module):
         before = [0] * len(count) if self.padding is None else self.padding.tolist()
         for row, (number, moved) in enumerate(zip(count.tolist(), before, strict=True)):
             given = confidence[row].roll(-moved)[start:stop]
-            best = given.topk(min(number, len(given))).indices
+            ranked = int((given > -torch.inf).sum()) if self.ranks_all else min(number, len(given))
+            best = given.topk(ranked).indices[:number]
             chosen[row, (best + start + moved) % confidence.shape[1]] = True
         return chosen
