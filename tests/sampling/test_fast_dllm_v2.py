@@ -461,6 +461,19 @@ def test_what_cannot_be() -> None:
         dl.denoise(model, PROMPTS, reference_quirks=True, use_block_cache=True, **RUN | {"temperature": 0.0})
 
 
+def test_blocks_of_one_are_refused_with_quirks_before_a_pass() -> None:
+    """The original writes two tokens a round there."""
+    given: dict[str, Any] = {"gen_length": 3, "block_length": 1, "sub_block_length": 1, "threshold": 1.0}
+    model, passes = tiny("fast_dllm_v2", bd_size=1), list[int]()
+    with pytest.raises(ValueError, match=r"block_length 1: .* give a block_length of at least 2, or leave"):
+        dl.denoise(
+            model, [[3, 9, 14]], **given, reference_quirks=True,
+            on_canvas=lambda step, canvas: passes.append(step),
+        )  # fmt: skip
+    assert not passes
+    assert dl.denoise(model, [[3, 9, 14]], **given).counts[:, 0].tolist() == [1] * 3
+
+
 def test_other_blocks_than_the_trained_ones_warn() -> None:
     model = model_of()
     with pytest.warns(UserWarning, match="block_length is 4, but the model was trained with blocks of 8"):

@@ -155,6 +155,11 @@ class FastDllmV2Sampler(BlockSampler):
         self, settings: FastDllmV2Settings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
         super().__init__()
+        if reference_quirks and settings.block_length == 1:
+            raise ValueError(
+                "reference_quirks with block_length 1: the original appends a mask to every block and writes two "
+                "tokens there; give a block_length of at least 2, or leave reference_quirks out"
+            )
         self.settings, self.reference_quirks, self.ends = settings, reference_quirks, ids.ends
         self.block_length, self.use_cache = settings.block_length, settings.use_cache
         self.stream: BlockDraws | None = None
