@@ -1,5 +1,6 @@
 """Thresholds in bfloat16 and float16: the authors' code compares a tensor with a number, which torch rounds."""
 
+import math
 from typing import Any
 
 import pytest
@@ -86,5 +87,14 @@ def test_above_the_rounded_threshold(family: str, given: dict[str, Any], dtype: 
 def test_code_that_casts_the_logits_to_float32_does_not_round(
     family: str, given: dict[str, Any], dtype: torch.dtype, quirks: bool
 ) -> None:
-    """0.8515625 is above 0.85 for LLaDA2's and SDLM's authors."""
-    assert counts(family, ABOVE, dtype, given, quirks)[0] == 4
+    """LLaDA2's and SDLM's authors: the softmax is one of float32 numbers, and so is the comparison."""
+    equal = Equal(torch.tensor(ABOVE, dtype=dtype).item(), dtype)
+    run = dl.denoise(
+        tiny(family).to(dtype), PROMPT, threshold=ABOVE, temperature=0.0, on_logits=equal, reference_quirks=quirks,
+        gen_length=4, **given,
+    )  # fmt: skip
+    likely = 1 / (1 + math.exp(-equal.values[0]))
+    assert abs(likely - torch.tensor(likely, dtype=dtype).item()) > 1e-5  # not a number of the dtype
+    found = run.confidence[run.unmasked].double() - likely
+    assert found.abs().max() < 1e-6  # float32 has 24 bits
+    assert run.counts[0, 0] == (4 if likely > ABOVE else 1)

@@ -160,9 +160,11 @@ class FilteredPropose(nn.Module):
 
     Attributes:
         never: the tokens that are no x0.
+        in_float32: whether the logits become float32 first, as in code whose network returns float32 logits.
     """
 
     never: Sequence[int | None]
+    in_float32 = False
 
     def _kept(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
         """The logits over the temperature, those outside the filters at the dtype's minimum."""
@@ -176,6 +178,8 @@ class FilteredPropose(nn.Module):
         self, logits: Float[Tensor, "n d_vocab"]
     ) -> tuple[Float[Tensor, "n d_vocab"], Float[Tensor, "n d_vocab"]]:
         """Of the tokens that the filters keep, and of those among them that may be x0."""
+        if self.in_float32:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         kept = self._kept(logits)
         # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
         return kept.softmax(-1), without(kept, self.never).softmax(-1)

@@ -122,6 +122,7 @@ class BlockwiseSampler(BlockSampler):
             top_k=settings.top_k,
             top_p=settings.top_p,
         )
+        self.propose.in_float32 = True
         self.select = SelectAbove(settings.threshold)
         self.select.by_topk = reference_quirks
 

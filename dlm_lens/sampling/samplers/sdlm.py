@@ -63,7 +63,9 @@ class SDLMSettings:
 
 
 class SDLMPropose(DreamPropose):
-    """x0 as Dream has it, from the same filters, and the confidence of SDLM's rule."""
+    """x0 as Dream has it, from the same filters, and the confidence of SDLM's rule, in float32."""
+
+    in_float32 = True
 
     def _confidence(self, likely: Float[Tensor, "n d_vocab"], chosen: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
         if self.rule == "entropy":
