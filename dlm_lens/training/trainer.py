@@ -262,6 +262,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train to the last step; with True from the newest checkpoint, or from the start if there is none.
 
+        `training_loss` of what is returned is the mean over the steps of this call; nan if none is left.
         Ctrl-C and SIGTERM end the training after the current step, with a checkpoint; a second one stops at once.
 
         Raises:

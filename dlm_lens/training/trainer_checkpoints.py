@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import TrainOutput
 
 from dlm_lens.adapters import load
 from dlm_lens.training.callbacks import Stopwatch, without_progress_bars
@@ -42,6 +43,7 @@ class CheckpointingTrainer(Trainer):
     train_data: Any
     optimizer: Any
     lr_scheduler: Any
+    _tr_loss: torch.Tensor
     _partial: Path | None = None
     _open_loss: dict[str, Any] | None = None
     """Of the resumed checkpoint: the losses since its last log entry, per process, and the step of that entry."""
@@ -111,8 +113,16 @@ class CheckpointingTrainer(Trainer):
         if left:
             sums, world = left["sums"], self.args.world_size
             self._tr_loss += sums[self.args.process_index] if len(sums) == world else sum(sums) / len(sums)
+            # They are part of that entry, but not of the mean over the steps of this call.
+            self._total_loss_scalar -= sum(sums) / len(sums)
             self._globalstep_last_logged = left["since"]
         return super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Average the losses since the last log entry over the processes, as log entries do."""
+        self._tr_loss = self.accelerator.gather(self._tr_loss.reshape(1)).mean()
+        output: TrainOutput = super()._finalize_training(*args, **kwargs)
+        return output
 
     def _record(self) -> dict[str, Any]:
         return {

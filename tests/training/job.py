@@ -67,7 +67,8 @@ if __name__ == "__main__":
     given = {name: int(value) for name, value in (pair.split("=") for pair in sys.argv[2:])}
     kill = given.pop("kill", None)
     trainer = job(target, callbacks=() if kill is None else (Kill(kill),), **given)
-    trainer.train(resume_from_checkpoint=True)
+    output = trainer.train(resume_from_checkpoint=True)
     if trainer.is_world_process_zero():
+        (target / "training_loss.json").write_text(json.dumps(output.training_loss))
         (target / "losses.json").write_text(json.dumps(losses(trainer)))
     end_processes()

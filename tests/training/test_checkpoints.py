@@ -151,3 +151,17 @@ def test_a_resumed_run_logs_the_losses_of_the_unbroken_one(tmp_path: Path) -> No
     second.train(resume_from_checkpoint=True)
     assert len(losses(whole)) == 2
     assert losses(second) == pytest.approx(losses(whole), rel=1e-6)
+
+
+@pytest.mark.parametrize("log_steps", [4, 5])  # losses since the last entry: at the checkpoint alone, at both ends
+def test_the_training_loss_of_a_resumed_run_is_the_mean_of_its_own_steps(log_steps: int, tmp_path: Path) -> None:
+    each = job(tmp_path / "each")
+    each.train()
+    given = {"log_steps": log_steps, "save_steps": 3}
+    whole = job(tmp_path / "run", **given).train()
+    assert whole.training_loss == pytest.approx(sum(losses(each)) / STEPS, rel=1e-6)
+    for path in checkpoints(tmp_path / "run")[1:]:
+        (path / "run.json").unlink()  # as if they had never been finished
+    rest = job(tmp_path / "run", **given).train(resume_from_checkpoint=True)
+    assert rest.training_loss == pytest.approx(sum(losses(each)[3:]) / (STEPS - 3), rel=1e-6)
+    assert rest.metrics["train_loss"] == rest.training_loss

@@ -48,6 +48,15 @@ def test_two_processes_are_one(blocks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_the_training_loss_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
+    given = {"micro_batch_size": 2, "log_steps": 5}  # three steps after the last entry
+    one = job(tmp_path / "one", **given).train()
+    torchrun("-m", "tests.training.job", str(tmp_path / "two"), *(f"{name}={v}" for name, v in given.items()))
+    two = json.loads((tmp_path / "two" / "training_loss.json").read_text())
+    assert two == pytest.approx(one.training_loss, rel=1e-5)
+
+
+@pytest.mark.long
 def test_sharded_weights_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
     torchrun("-m", "tests.training.sharded", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
