@@ -107,6 +107,12 @@ class CheckpointingTrainer(Trainer):
         # A checkpoint that is saved later, between two steps, has no part of the step that was stopped.
         self._loss_after_step = self._tr_loss.clone()
 
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """The state of the checkpoint, with the `log_steps` of this run in place of the earlier one's."""
+        begun: tuple[int, int] = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return begun
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Continue the mean loss of the next log entry where the checkpoint left it, if it holds that."""
         left, self._open_loss, self._loss_after_step = self._open_loss, None, None

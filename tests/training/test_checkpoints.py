@@ -165,3 +165,14 @@ def test_the_training_loss_of_a_resumed_run_is_the_mean_of_its_own_steps(log_ste
     rest = job(tmp_path / "run", **given).train(resume_from_checkpoint=True)
     assert rest.training_loss == pytest.approx(sum(losses(each)[3:]) / (STEPS - 3), rel=1e-6)
     assert rest.metrics["train_loss"] == rest.training_loss
+
+
+@pytest.mark.parametrize(("before", "now", "logged"), [(4, 1, [4, 5, 6, 7, 8]), (1, 2, [1, 2, 3, 4, 6, 8])])
+def test_a_resumed_run_logs_as_often_as_its_own_settings_say(
+    before: int, now: int, logged: list[int], tmp_path: Path
+) -> None:
+    job(tmp_path, log_steps=before, save_steps=4).train()
+    (tmp_path / "checkpoint-8" / "run.json").unlink()  # as if it had never been finished
+    rest = job(tmp_path, log_steps=now, save_steps=4)
+    rest.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in rest.state.log_history if "loss" in entry] == logged
