@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parent / "configs"
 
+USUAL = "masked_diffusion"
+"""The kind of an objective that names none."""
+
 
 def shipped_configs() -> tuple[str, ...]:
     """Names of the shipped configs."""
@@ -26,19 +29,30 @@ def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingS
     """Settings of a shipped config ("qwen2.5-0.5b-sink") or a YAML file, with overrides ("optimisation.rate=2e-4").
 
     A file may name another file in `base` and replaces its values. The `kind` of the objective is masked_diffusion,
-    next_token or uniform_diffusion.
+    next_token or uniform_diffusion. Where a file or an override changes it, the settings of the file below that
+    only the kind before has are left out.
 
     Raises:
         FileNotFoundError: neither a file nor a shipped config.
         ValueError: invalid YAML, an unknown setting, or a value of the wrong kind.
     """
     values = _read(name)
-    for override in overrides:
-        key, sign, value = override.partition("=")
-        if not sign or not key:
-            raise ValueError(f"the override {override!r} is not key=value, such as optimisation.rate=2e-4")
-        _set(values, key.split("."), _override_value(override, value), override)
+    given = [(override, *_parted(override)) for override in overrides]
+    # Before the other overrides: what they set of an objective stays, and is refused where the kind lacks it.
+    kinds = [value for _, key, value in given if key == "objective.kind"]
+    if kinds and isinstance(values.get("objective"), dict):
+        values["objective"] = _of_kind(values["objective"], {"kind": kinds[-1]})
+    for override, key, value in given:
+        _set(values, key.split("."), value, override)
     return build_settings(values)
+
+
+def _parted(override: str) -> tuple[str, Any]:
+    """The name of the setting and its value."""
+    key, sign, value = override.partition("=")
+    if not sign or not key:
+        raise ValueError(f"the override {override!r} is not key=value, such as optimisation.rate=2e-4")
+    return key, _override_value(override, value)
 
 
 def _override_value(override: str, value: str) -> Any:
@@ -55,15 +69,9 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
     Raises:
         ValueError: an unknown setting, or a value of the wrong kind.
     """
-    from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
     from dlm_lens.training.settings import TrainingSettings
-    from dlm_lens.training.uniform_objective import UniformDiffusionLoss
 
-    objectives = {
-        "masked_diffusion": MaskedDiffusionLoss,
-        "next_token": NextToken,
-        "uniform_diffusion": UniformDiffusionLoss,
-    }
+    objectives = _objectives()
     given = dict(values)
     objective = given.pop("objective", None)
     objective = {} if objective is None else objective
@@ -73,7 +81,7 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
             f"{', '.join(objectives)}"
         )
     objective = dict(objective)
-    kind = objective.pop("kind", "masked_diffusion")
+    kind = objective.pop("kind", USUAL)
     if not isinstance(kind, str) or kind not in objectives:
         raise ValueError(f"objective.kind is {kind!r}; it must be one of {', '.join(map(repr, objectives))}")
     _check_names(objective, objectives[kind], "objective.")
@@ -81,6 +89,14 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
     given["objective"] = _validated(objectives[kind], objective, "objective.")
     settings: TrainingSettings = _validated(TrainingSettings, given, "")
     return settings
+
+
+def _objectives() -> dict[str, Any]:
+    """The classes of the kinds of objectives."""
+    from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
+    from dlm_lens.training.uniform_objective import UniformDiffusionLoss
+
+    return {USUAL: MaskedDiffusionLoss, "next_token": NextToken, "uniform_diffusion": UniformDiffusionLoss}
 
 
 def _validated(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
@@ -148,9 +164,22 @@ def _parsed(path: Path) -> dict[str, Any]:
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for name, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
-        merged[name] = _merged(merged[name], value) if both else value
+        held = merged.get(name)
+        if isinstance(value, dict) and isinstance(held, dict):
+            value = _merged(_of_kind(held, value) if name == "objective" else held, value)
+        merged[name] = value
     return merged
+
+
+def _of_kind(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an objective, without those that only its kind has where `above` changes the kind."""
+    before = below.get("kind", USUAL)
+    kinds, objectives = (before, above.get("kind", before)), _objectives()
+    if not all(isinstance(kind, str) and kind in objectives for kind in kinds):
+        return below
+    old, new = ({field.name for field in fields(objectives[kind])} for kind in kinds)
+    # A name that no kind has stays, and is refused.
+    return {name: value for name, value in below.items() if name not in old - new}
 
 
 def _set(values: dict[str, Any], path: Sequence[str], value: Any, override: str) -> None:

@@ -16,6 +16,7 @@ from dlm_lens.training import (
     NextToken,
     Optimisation,
     TrainingSettings,
+    UniformDiffusionLoss,
     build_model,
     plan,
     read_settings,
@@ -70,6 +71,31 @@ def test_overrides_and_bases(tmp_path: Path) -> None:
     assert read_settings(base).model.sinks == 2
     # tokens in place of the base's steps
     assert read_settings(top, ["steps=null", "tokens=1e6"]).tokens == 1e6
+
+
+def test_another_kind_of_objective_takes_the_settings_that_it_has(tmp_path: Path) -> None:
+    objective = {"schedule": "cosine", "weighting": "elbo", "normalisation": "sequence", "floor": 0.01}
+    base = written(tmp_path / "base.yaml", steps=5, objective=objective)
+    own = written(tmp_path / "own.yaml", base="base.yaml", objective={"kind": "next_token"})
+    kept = NextToken(normalisation="sequence")
+    assert read_settings(own).objective == kept
+    assert read_settings(base, ["objective.kind=next_token"]).objective == kept
+    uniform = UniformDiffusionLoss("cosine", 0.01, "sequence")
+    assert read_settings(base, ["objective.kind=uniform_diffusion"]).objective == uniform
+    # The base's masked diffusion is not read through a kind that lacks its settings.
+    back = written(tmp_path / "back.yaml", base="own.yaml", objective={"kind": "masked_diffusion"})
+    assert read_settings(back).objective == MaskedDiffusionLoss(normalisation="sequence")
+    assert read_settings("qwen2.5-0.5b", ["objective.kind=next_token"]).objective == NextToken()
+    same = written(tmp_path / "same.yaml", base="base.yaml", objective={"kind": "masked_diffusion"})
+    assert read_settings(same).objective == MaskedDiffusionLoss(**objective)
+    # What is given with the new kind must be its own, in either order, and so must a misspelt name of the base.
+    pair = ["objective.kind=next_token", "objective.floor=0.1"]
+    for overrides in (pair, pair[::-1]):
+        with pytest.raises(ValueError, match=r"there is no setting objective\.floor"):
+            read_settings(base, overrides)
+    written(tmp_path / "base.yaml", steps=5, objective={"flor": 1})
+    with pytest.raises(ValueError, match=r"there is no setting objective\.flor"):
+        read_settings(own)
 
 
 @pytest.mark.parametrize(
