@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dlm_lens.printable import shown
 from dlm_lens.training.objective import Objective, check_embedded, check_no_mask
-from dlm_lens.training.settings import DataSettings
+from dlm_lens.training.settings import IDS, DataSettings
 from dlm_lens.training.sources import (
     Build,
     Cursor,
@@ -33,9 +33,6 @@ from dlm_lens.training.sources import (
 )
 
 logger = logging.getLogger(__name__)
-
-IDS = "input_ids"
-"""The name of a column of ids; every other one holds texts."""
 
 READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text", ".csv": "csv"}
 

@@ -10,6 +10,9 @@ from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, check_ch
 from dlm_lens.training.sources import Packing
 from dlm_lens.training.uniform_objective import UniformDiffusionLoss
 
+IDS = "input_ids"
+"""The name of a column of ids; every other one holds texts."""
+
 OptimizerName = Literal["adamw", "muon"]
 Precision = Literal["bf16", "fp32"]
 
@@ -55,18 +58,21 @@ class DataSettings:
         name: its configuration on the hub.
         split: its split.
         streaming: read during training; needed for datasets that do not fit on the disk.
-        column: the column of texts, or of ids where it is called input_ids.
+        column: the column of texts, or of ids where it is called input_ids. Ids are taken as they are: every
+            document must bring its beginning and its end of text.
         prompt_column: for fine-tuning; the prompt is never masked.
         answer_column: for fine-tuning.
         length: positions of a sequence.
         packing: "joined" or "isolated" documents; fine-tuning fills rows with the end of text instead.
         bos: begin every document with a token that is never masked; None: where the outputs are shifted, so that
-            every masked position has a predecessor.
+            every masked position has a predecessor. True is refused for ids, which get no token; None there
+            leaves a beginning that they bring unmasked where the outputs are shifted.
         shuffle_buffer: documents among which a stream is shuffled; 0 for its own order.
         eval_split: for the evaluation loss, every `eval_steps` steps.
 
     Raises:
-        ValueError: a length below 2, a negative buffer, or one of the fine-tuning columns without the other.
+        ValueError: a length below 2, a negative buffer, one of the fine-tuning columns without the other, or `bos`
+            for a column of ids.
     """
 
     path: str = ""
@@ -92,6 +98,11 @@ class DataSettings:
             )
         if (self.prompt_column is None) != (self.answer_column is None):
             raise ValueError("fine-tuning needs both data.prompt_column and data.answer_column")
+        if self.bos and self.column == IDS and self.prompt_column is None:
+            raise ValueError(
+                f"data.bos is true and data.column is {IDS!r}, whose ids are taken as they are; begin the ids of "
+                "every document with the beginning-of-text token, and leave data.bos out"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 import copy
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,20 @@ def test_a_column_of_ids_holds_whole_numbers(ids: Any) -> None:
     source = build_source([{"input_ids": ids}], DataSettings(length=8, column="input_ids"), None)
     with pytest.raises(ValueError, match="which is not a list of whole numbers; leave such rows out"):
         check_texts(source, None)
+
+
+@pytest.mark.parametrize("bos", [None, False])
+def test_ids_are_taken_as_they_are(bos: bool | None) -> None:
+    """A beginning of text was neither added to ids nor refused."""
+    settings = DataSettings(length=4, column="input_ids", bos=bos)
+    source = build_source([{"input_ids": [EOS, 5, 6, EOS]}], settings, TOKENIZER, shift=True)
+    assert [tokens.tolist() for tokens in built(source, 2)] == [[EOS, 5, 6, EOS]] * 2
+    with pytest.raises(ValueError, match=r"^data\.bos is true and data\.column is 'input_ids', whose ids"):
+        replace(settings, bos=True)
+    # Fine-tuning reads two columns of texts.
+    pairs = DataSettings(length=4, column="input_ids", prompt_column="q", answer_column="a", bos=True)
+    (tokens,) = built(build_source([{"q": "w1", "a": "w2"}], pairs, TOKENIZER), 1)
+    assert tokens.tolist() == [EOS, 1, 2, EOS]
 
 
 @pytest.mark.parametrize("bad", [64, -1])
