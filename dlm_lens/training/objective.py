@@ -346,7 +346,10 @@ class MaskedDiffusionLoss:
 
 @dataclass(frozen=True)
 class NextToken:
-    """The loss of an autoregressive baseline, -sum_{i >= 1} log p(x_i | x_<i), on the same rows.
+    """The loss of an autoregressive baseline, -sum_{i >= 1} log p(x_i | x_<i).
+
+    An AR network's outputs do not count as shifted for `DataSettings.bos`, whose default adds no beginning of text
+    here. On the rows of a converted DLM (shifted outputs) the baseline is trained with bos=True.
 
     Args:
         normalisation: as in `MaskedDiffusionLoss`.

@@ -10,9 +10,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from dlm_lens.testing import tiny
-from dlm_lens.training import Batching, BatchStream, DataSettings, Example, MaskedDiffusionLoss, RowSource
+from dlm_lens.training import (
+    Batching,
+    BatchStream,
+    DataSettings,
+    Example,
+    MaskedDiffusionLoss,
+    NextToken,
+    RowSource,
+)
 from dlm_lens.training.data import build_source, check_texts, read_dataset
 from dlm_lens.training.sources import PackedSource, take
+from tests.training.job import job
 
 TOKENIZER = tiny("sink_qwen").tokenizer
 EOS = TOKENIZER.eos_token_id
@@ -105,6 +114,16 @@ def test_isolated_documents_know_their_borders_and_begin_with_what_is_never_mask
     assert example.unmasked.nonzero().flatten().tolist() == begins
     assert example.tokens[begins].tolist() == [EOS] * len(begins)
     assert all(int(example.tokens[i - 1]) == EOS for i in begins[1:])
+
+
+def test_an_ar_baseline_has_the_rows_of_a_shifted_dlm_where_documents_begin_alike(tmp_path: Path) -> None:
+    shifted = job(tmp_path, objective=MaskedDiffusionLoss(logit_shift=True))
+    own, alike = (
+        job(tmp_path, family="causal", objective=NextToken(), data=DataSettings(length=12, bos=bos))
+        for bos in (None, True)
+    )
+    rows = [[each.tokens.tolist() for each in take(run.source, 9, 0)] for run in (shifted, own, alike)]
+    assert rows[2] == rows[0] != rows[1]
 
 
 def test_fine_tuning_rows_are_prompt_answer_and_ends() -> None:
