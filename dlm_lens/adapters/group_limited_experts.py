@@ -19,7 +19,7 @@ ROUTER_POINTS = ("router_logits", "router_experts", "router_weights")
 
 
 class GroupLimitedRouter(Glm4MoeTopkRouter):
-    """Chooses k experts for every token, in float32 at least, with hook points.
+    """Chooses k experts for every token, in float32 at least (also under autocast), with hook points.
 
     s = sigmoid(W x). Experts are in `n_group` groups of equal size; the score of a group is the sum of its two
     largest s + b, where b is `e_score_correction_bias`. Among the experts of the best `topk_group` groups the k
@@ -42,7 +42,9 @@ class GroupLimitedRouter(Glm4MoeTopkRouter):
         """Return logits, weights and chosen experts."""
         tokens = hidden_states.reshape(-1, self.hidden_dim)
         tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-        logits = self.hook_router_logits(functional.linear(tokens, self.weight.to(tokens.dtype)))
+        with torch.autocast(tokens.device.type, enabled=False):  # would multiply in bfloat16
+            logits = functional.linear(tokens, self.weight.to(tokens.dtype))
+        logits = self.hook_router_logits(logits)
         scores = logits.sigmoid()
         experts = self.hook_router_experts(self._chosen(scores + self.e_score_correction_bias))
         weights = scores.gather(1, experts)

@@ -124,6 +124,17 @@ def test_released_checkpoints() -> None:
 
 
 @torch.no_grad()
+def test_a_router_chooses_in_float32_under_autocast() -> None:
+    """Its product was in bfloat16, in which other experts were chosen in training."""
+    gate = tiny("llada2").model.layers[1].mlp.gate
+    states = torch.randn(50, gate.hidden_dim, generator=torch.Generator().manual_seed(0))
+    wanted = gate(states)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gate(states)
+    assert all(one.dtype == two.dtype and one.equal(two) for one, two in zip(found, wanted, strict=True))
+
+
+@torch.no_grad()
 def test_a_hook_on_the_router_chooses_experts() -> None:
     model, ids = tiny("llada2"), torch.arange(12).view(2, 6)
     gate = model.model.layers[1].mlp.gate
