@@ -230,4 +230,5 @@ class Results:
         total, inside, number = elsewhere.sum(-1), close.sum(-1), (same & elsewhere).sum(-1)
         # None of the c occurrences among w positions, drawn from N.
         absent = torch.as_tensor(hypergeom.pmf(0, total.numpy(), number.numpy(), inside.numpy()))
+        absent = absent.masked_fill(total == 0, 1.0)  # scipy has NaN for draws from an empty answer
         return counts, (1 - absent)[~here].sum()

@@ -156,6 +156,18 @@ def test_the_summaries_are_means_over_prompts() -> None:
     assert table["predicted"].tolist() == defined.sum((1, 2)).tolist()
 
 
+def test_a_row_of_one_decided_token_expects_no_token_nearby() -> None:
+    model = tiny("sdlm")
+    prompts = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 2, 40], [7, 7, 12, 50, 7]]
+    run = denoise(model, prompts, seed=1, gen_length=8)
+    assert 1 in (run.answer & ~run.masked[-1]).sum(-1)
+    found = token_smearing(model, run)
+    # In the last row the answer has no other position: 1 - C(0, 0) / C(0, 0) = 0.
+    wanted = [[5.0, 9.0, 3.0], [5.0, 7.0, 0.0], [0.0, 3.0, 0.0]]
+    torch.testing.assert_close(found.near_tokens_by_chance, torch.tensor(wanted))
+    assert found.table()["tokens_near_by_chance"].tolist() == pytest.approx([17, 12, 3])
+
+
 def test_what_cannot_be_asked_is_refused() -> None:
     model, causal = tiny("llada"), tiny("causal")
     run = denoise(model, PROMPTS, steps=2, gen_length=4)
