@@ -32,7 +32,8 @@ class FeatureContexts(ShowsItself):
         features: indices of the features.
         activation: largest first; NaN where a feature fires at fewer positions.
         where: (recording, step, prompt, canvas position) of each; -1 where there is none.
-        window: token ids of the canvas of that step around the position; none is -2^31.
+        window: token ids around the position on the canvas of that step; -2^31 where the step's pass has no token:
+            in padding, after the written part of an AR run, in blocks after the current one.
         padding: of the row, before its prompt.
         tokenizer: of the recordings; None for ids.
 
@@ -193,7 +194,9 @@ class _Merged:
             )
         chosen = list(self.features)
         run = recording.run
-        windows = run.canvases[: len(recording.steps)].masked_fill(~run.attention_mask, NO_TOKEN)
+        # The canvas holds more: placeholders after an AR prefix, and blocks that the step does not reach.
+        present = recording.facts_of(self.layer).present
+        windows = run.canvases[: len(recording.steps)].masked_fill(~present, NO_TOKEN)
         windows = torch.nn.functional.pad(windows, (self.context, self.context), value=NO_TOKEN)
         padding = run.padding
         size = max(1, ENTRIES_AT_ONCE // max(1, len(chosen) * kept * self.facts.shape[-1]))

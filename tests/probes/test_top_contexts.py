@@ -51,6 +51,40 @@ def test_the_merge_is_the_largest_of_all_activations_each_position_once(monkeypa
     ]
 
 
+def left_out_of_windows(recording: Recording, present: list[list[set[int]]], context: int) -> int:
+    """Compare windows with the positions [step][row] that each pass has; how many other positions are in reach."""
+    found, left_out = feature_contexts(recording, context=context), 0
+    places, windows = found.where.flatten(0, 1).tolist(), found.window.flatten(0, 1).tolist()
+    for (_, step, row, position), window in zip(places, windows, strict=True):
+        if position < 0:
+            continue
+        canvas = recording.run.canvases[step, row].tolist()
+        around = range(position - context, position + context + 1)
+        assert window == [canvas[one] if one in present[step][row] else -(2**31) for one in around]
+        left_out += len(set(around) & set(range(len(canvas))) - present[step][row])
+    return left_out
+
+
+@pytest.mark.parametrize("pad", [61, None])
+def test_a_context_of_an_ar_run_ends_with_the_written_prefix(pad: int | None) -> None:
+    model = tiny("causal", pad_token_id=pad)
+    reducers = [FeatureActivations(autoencoder(model), top=TOP)]
+    recording = record(model, PROMPTS[:2], reducers, layers=[1], seed=[1, 2], gen_length=4, temperature=1.0)
+    length, padding = recording.run.prompt_length, recording.run.padding.tolist()
+    steps = range(recording.run.steps)
+    present = [[set(range(start, length + step)) for start in padding] for step in steps]
+    assert left_out_of_windows(recording, present, 2) > 0
+
+
+def test_a_context_of_block_diffusion_ends_with_the_block_of_its_step() -> None:
+    model = tiny("bd3lm")
+    reducers = [FeatureActivations(autoencoder(model), top=TOP)]
+    recording = record(model, [[5, 9, 11, 3]], reducers, layers=[1], seed=1, gen_length=12, block_length=4)
+    ends = [stop for _, stop in recording.run.spans]
+    assert len(set(ends)) > 1
+    assert left_out_of_windows(recording, [[set(range(end))] for end in ends], 4) > 0
+
+
 def test_recordings_in_parts_give_what_one_gives() -> None:
     model = tiny("llada")
     sae = autoencoder(model)
