@@ -155,7 +155,7 @@ def channel_removal(
     detector = AboveMean(3.0) if detector is None else detector
     rec = rerun(model, run, [ChannelActivations()])
     magnitude = rec.channel_mean.double().nanmean((0, 1))
-    ratio = magnitude / magnitude.median(-1, keepdim=True).values
+    ratio = magnitude / magnitude.quantile(0.5, -1, keepdim=True)
     width = ratio.shape[1]
     # The stream that enters the first layer has not been through a block: "resid" hooks do not reach it.
     ranked = ratio[1:] if len(ratio) > 1 else ratio

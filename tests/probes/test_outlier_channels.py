@@ -1,5 +1,6 @@
 """`channel_removal`: planted outliers are found, and effects are those of forward passes edited by hand."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,14 @@ def test_a_planted_outlier_is_found_and_its_effect_is_that_of_edited_passes() ->
     difference = table.loc["kl", "removed"] - table.loc["kl", "random"]
     assert table.loc["kl", "excess"] == pytest.approx(difference)
     assert difference > 0
+
+
+def test_the_ratio_is_to_the_mean_of_the_two_middle_channels() -> None:
+    model = tiny("llada")
+    found = channel_removal(model, dl.denoise(model, PROMPTS, steps=3, gen_length=6), controls=1)
+    size = found.magnitude.numpy()
+    assert size.shape[1] % 2 == 0
+    np.testing.assert_allclose(found.ratio.numpy(), size / np.median(size, -1, keepdims=True), rtol=1e-5)
 
 
 def test_sinks_gone_are_those_that_only_the_plain_pass_has() -> None:
