@@ -29,10 +29,11 @@ MEASURES = ("kl", "changed", "sinks gone")
 class ChannelRemoval(ShowsItself):
     """The largest channels of the residual stream, and the effect of setting them to 0 after every block.
 
-    The magnitude of channel c in layer l is m_lc = mean over steps, prompts and positions of |h_jc| of the stream
-    that enters the layer (2605.06366 ranks channels by this mean, at the input of the projections); `ratio` is m_lc
-    over the median of the layer's channels. We know of no threshold in that paper: the ratio is ours. The control
-    sets as many other channels to 0, drawn at random, several times.
+    The magnitude of channel c in layer l is m_lc = mean over steps and prompts of the mean over positions of |h_jc|
+    of the stream that enters the layer, so that every step of a prompt counts the same, whatever its length
+    (2605.06366 ranks channels by the mean over positions, at the input of the projections); `ratio` is m_lc over
+    the median of the layer's channels. We know of no threshold in that paper: the ratio is ours. The control sets
+    as many other channels to 0, drawn at random, several times.
 
     Args:
         channels: those that were removed.

@@ -75,6 +75,19 @@ def test_the_ratio_is_to_the_mean_of_the_two_middle_channels() -> None:
     np.testing.assert_allclose(found.ratio.numpy(), size / np.median(size, -1, keepdims=True), rtol=1e-5)
 
 
+def test_the_magnitude_is_a_mean_over_steps_and_prompts_of_means_over_positions() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=3, gen_length=6)
+    found, states = channel_removal(model, run, controls=1), dl.hooks.capture(model, run, "resid")
+    # What enters the second layer leaves the first one; rows of unequal lengths weigh the same.
+    rows = [
+        states.values["resid", 0, step][row][run.attention_mask[row]].abs().mean(0)
+        for step in range(run.steps)
+        for row in range(len(PROMPTS))
+    ]
+    torch.testing.assert_close(found.magnitude[1], torch.stack(rows).mean(0), rtol=1e-4, atol=1e-5)
+
+
 def test_sinks_gone_are_those_that_only_the_plain_pass_has() -> None:
     model = planted()
     run = dl.denoise(model, PROMPTS, steps=2, gen_length=6)
