@@ -222,6 +222,16 @@ def test_the_map_shows_what_each_prediction_became() -> None:
         dl.viz.commitment_map(found.run)
 
 
+def test_the_map_counts_the_prompts_with_a_prediction() -> None:
+    run = denoise(tiny("llada"), PROMPTS, steps=6, gen_length=10)
+    found = proposed_commitment(run)
+    assert f"right: n = {len(run.tokens)}" in dl.viz.commitment_map(found).get_suptitle().splitlines()[0]
+    alone = torch.arange(len(run.tokens)) == 1  # as where the other prompts are over before a part of the run
+    one = replace(found, token=found.token.masked_fill(~alone[:, None], -1))
+    assert one.calibration()["predictions"].tolist() == one.predicted[:, 1].sum(-1).tolist()
+    assert dl.viz.commitment_map(one, row=1).get_suptitle().splitlines()[0].endswith("right: n = 1")
+
+
 def drawn(found: Commitment, row: int) -> tuple[torch.Tensor, list[str]]:
     """The cells of a map at the positions that it shows, [position, step], and its legend."""
     axes = dl.viz.commitment_map(found, row=row).axes[0]

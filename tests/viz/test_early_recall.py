@@ -7,6 +7,15 @@ from dlm_lens.probes import early_attention
 from dlm_lens.testing import tiny
 
 
+def test_n_counts_the_prompts_whose_blocks_are_compared() -> None:
+    prompts = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 2, 40], [7, 7, 12, 50, 7]]
+    reducers = [dl.ReceivedAttention("block", min_viewers=1)]
+    early = early_attention(dl.record(tiny("sdlm"), prompts, reducers, seed=[1, 2, 3], gen_length=8), keys="all")
+    assert early.chance[2].tolist() == [0, 0]  # its block has one step
+    assert early.mean("recall").prompts == 2
+    assert dl.viz.early_recall(early).get_suptitle().endswith("n = 2 prompts")
+
+
 def test_lines_are_the_tables() -> None:
     reducers = [dl.ReceivedAttention("block", min_viewers=1)]
     recording = dl.record(tiny("llada"), [[5, 6, 7], [8, 9]], reducers, steps=6, gen_length=6, block_length=3)

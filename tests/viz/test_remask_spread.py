@@ -24,6 +24,11 @@ def test_cells_and_lines_are_the_sensitivitys() -> None:
     drawn = {line.get_gid(): list(line.get_ydata()) for line in right.get_lines()}
     for name in ("direct", "collateral"):
         assert drawn[name] == pytest.approx([found.mean(name, step).value for step in found.steps])
+    assert "right: n = 2, band: 95% interval" in dl.viz.remask_spread(found).get_suptitle()
+    # A row that has ended before every one of the steps has no share.
+    one = RemaskSensitivity(found.run, found.steps, found.remasked & torch.tensor([[True], [False]]), tokens)
+    assert one.mean("direct", 2).prompts == 1
+    assert "right: n = 1, band: 95% interval" in dl.viz.remask_spread(one).get_suptitle()
     with pytest.raises(TypeError, match="this is a DenoisingRun; give a RemaskSensitivity"):
         dl.viz.remask_spread(found.run)
     with pytest.raises(ValueError, match="row"):

@@ -76,10 +76,12 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
     left.legend(handles=handles, fontsize=6, frameon=False, **below)
     step_ticks(left, run.step_numbers)
     _draw_confidence(right, found)
+    # As `calibration` counts: a prompt that is over in a part of a run has no prediction.
+    prompts = int((found.predicted & (found.reference >= 0)).any(-1).any(0).sum())
     sentences = [
         *([title] if title else []),
         "When predictions settle",
-        f"left: n = 1 sequence (row {row}); right: n = {len(run.tokens)}",
+        f"left: n = 1 sequence (row {row}); right: n = {prompts}",
         f"mean lead {found.mean_lead} steps",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)

@@ -59,7 +59,7 @@ def early_recall(early: EarlyAttention, measure: str = "recall", *, title: str =
     left.legend(fontsize=7, frameon=False, ncols=2)
     for axes in (left, right):
         axes.tick_params(labelsize=7)
-    prompts = early.by_head.shape[2]
+    prompts = int((early.chance[:, 1] > 0).sum())  # the others have no block that is compared
     sentences = [
         *([title] if title else []),
         "Attention from a block: first steps as a predictor of later ones",

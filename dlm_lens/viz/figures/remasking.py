@@ -56,10 +56,11 @@ def remask_spread(found: RemaskSensitivity, *, row: int = 0, title: str = "") ->
     labels = token_labels(run.tokens[row, where].tolist(), run.tokenizer)
     left.set_yticks([place + 0.5 for place in range(0, len(where), skip)], labels[::skip], fontsize=7, **PLAIN)
     _draw_shares(right, found)
+    prompts = int(found.remasked.any(-1).any(0).sum())  # the others had ended, and have no share
     sentences = [
         *([title] if title else []),
         "Tokens that change when decided positions are masked again",
-        f"left: n = 1 sequence (row {row}); right: n = {len(run.tokens)}, band: 95% interval",
+        f"left: n = 1 sequence (row {row}); right: n = {prompts}, band: 95% interval",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
