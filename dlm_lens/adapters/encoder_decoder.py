@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 from transformers import DynamicCache
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
@@ -133,7 +134,7 @@ class CanvasModel(DiffusionGemmaModel):
             ValueError: as `canvas_span`, images beside a cache that holds positions already, a mask that is not
                 `[batch, position]`, or an embedding that is offloaded.
         """
-        if self.decoder.embed_tokens.weight.device.type == "meta":
+        if self.decoder.embed_tokens.weight.is_meta and input_ids is not None and not input_ids.is_meta:
             raise ValueError(
                 "the decoder's embedding is offloaded, and self-conditioning reads its numbers: give a device_map "
                 "that keeps the weights on devices, or a quantization_config"
@@ -193,7 +194,7 @@ class CanvasModel(DiffusionGemmaModel):
         stack: Any = self.encoder.language_model
         stack.pass_span = done, stop  # hooks in the encoder read where its queries are
         where = _positions(content, position_ids)[:, done:stop]
-        mask: Any = None if bool(content.all()) else content[:, :stop]
+        mask: Any = None if _is_whole(content) else content[:, :stop]
         seen = dict(images or {})
         if (kinds := seen.pop("mm_token_type_ids", None)) is not None:
             # As transformers' `generate` builds them: tokens of one image see each other.
@@ -223,11 +224,15 @@ class CanvasModel(DiffusionGemmaModel):
         text, canvas = self.config.text_config, content.shape[1] - start
         masks: dict[str, Tensor | None] = {}
         for kind, window in (("full_attention", None), ("sliding_attention", text.sliding_window)):
-            visible = content.clone()
-            if window is not None:
-                visible[:, : max(0, start - (window - 1))] = False
-            masks[kind] = None if bool(visible.all()) else _additive(visible, canvas, self.dtype)
+            visible, outside = content.clone(), 0 if window is None else max(0, start - (window - 1))
+            visible[:, :outside] = False
+            masks[kind] = None if not outside and _is_whole(content) else _additive(visible, canvas, self.dtype)
         return masks
+
+
+def _is_whole(content: Bool[Tensor, "batch position"]) -> bool:
+    """Whether no row has padding; a pass of shapes alone (`lm.scan`, the meta device) is one without."""
+    return content.is_meta or is_fake(content) or bool(content.all())
 
 
 def new_cache() -> DynamicCache:

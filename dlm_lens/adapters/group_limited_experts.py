@@ -1,5 +1,6 @@
 """Mixture of experts with group-limited routing by sigmoid scores (LLaDA2, Ling 2.0), on transformers' Glm4Moe."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class GroupLimitedRouter(Glm4MoeTopkRouter):
         """Return logits, weights and chosen experts."""
         tokens = hidden_states.reshape(-1, self.hidden_dim)
         tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-        with torch.autocast(tokens.device.type, enabled=False):  # would multiply in bfloat16
+        # Autocast would multiply in bfloat16; the meta device has none.
+        with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
             logits = functional.linear(tokens, self.weight.to(tokens.dtype))
         logits = self.hook_router_logits(logits)
         scores = logits.sigmoid()

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dlm_lens.adapters.expert_products import check_meta_experts
 from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.attention import attention_blocks, decoder_of, exclusive
 from dlm_lens.display import ShowsItself
@@ -125,8 +126,9 @@ def serial_depth(model: Any, positions: int = 64, *, inputs: Mapping[str, Any] |
         inputs: arguments of the pass beside `input_ids`.
 
     Raises:
-        ValueError: a model without hook points.
+        ValueError: a model without hook points, or on the meta device with experts that have no shapes there.
     """
+    check_meta_experts(model)
     device = next(model.parameters()).device
     ids = torch.zeros(1, positions, dtype=torch.long, device=device)
     blocks = attention_blocks(model)

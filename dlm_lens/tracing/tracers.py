@@ -16,6 +16,7 @@ from nnsight.intervention.interleaver import (
 )
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 
+from dlm_lens.adapters.expert_products import shapes_of_experts
 from dlm_lens.attention import in_use, listening
 from dlm_lens.attention.hook_points import ProjectionPoint
 from dlm_lens.sampling import DenoisingRun
@@ -64,6 +65,11 @@ class RunTracer(WithSteps, InterleavingTracer):
 
 class RunScanningTracer(WithSteps, ScanningTracer):
     """The tracer of `lm.scan`."""
+
+    def execute(self, code: CodeType) -> None:
+        """Run the block with experts whose products have shapes in the model's dtype."""
+        with shapes_of_experts(self.envoy.root._module):
+            super().execute(code)
 
 
 class RunEditingTracer(WithSteps, EditingTracer):
