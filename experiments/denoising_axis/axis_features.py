@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 INSERTIONS = ("sae", "untrained", "random_decoder", "mean", "zero")
 PLACES = ("all", "open")
+UNEXPLAINED = "squared error over deviation from the decoder bias"
 NAMED = {
     "sae": "the autoencoder",
     "untrained": "untrained, the same k",
@@ -122,7 +123,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 
 def _unexplained(sae: "SparseAutoencoder", states: Any, done: Any, row: int) -> list[float]:
-    """Squared error of the reconstruction and squared deviation from the mean, over the content of a prompt."""
+    """Squared error of the reconstruction and squared deviation from the decoder bias, over a prompt's content."""
     import torch
 
     # The canvas of an AR run grows.
@@ -213,7 +214,7 @@ def render(results: Results) -> Rendering:
             rows.append([model, str(layer), *map(str, (unexplained, plain, *cells)), opened, str(count)])
             for name in ("sae", "untrained", "random_decoder"):
                 bars[f"{model}, layer {layer}: {NAMED[name]}"] = recovered(results, model, layer, name)
-    head = ["model", "layer", "variance not explained", "loss of the model"]
+    head = ["model", "layer", UNEXPLAINED, "loss of the model"]
     head += [f"added: {NAMED[name]}" for name in INSERTIONS]
     head += ["added: the autoencoder at open positions", "n prompts"]
     table = Table("Cross-entropy of the right tokens in nats; 95% intervals over prompts", head, rows)
@@ -223,6 +224,10 @@ def render(results: Results) -> Rendering:
         "The right tokens are those of the shipped solution; positions after its end do not count.",
         "One autoencoder per layer and model, trained with one seed on activations of other prompts. The nulls: "
         "random weights with the same k and decoder bias, and the trained encoder with random directions.",
+        f"{UNEXPLAINED.capitalize()}: the squared error of the reconstruction over the squared deviation of the "
+        "activations from the autoencoder's decoder bias, which began as the mean of the activations that it was "
+        "trained on and was learned. No vector is closer to the measured activations than their own mean, so the "
+        "share of their variance that is not explained is the same or larger.",
     ])  # fmt: skip
 
 

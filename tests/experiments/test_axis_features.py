@@ -1,10 +1,14 @@
 """axis-features: its numbers and verdicts on planted losses, and the problems that it trains on."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from dlm_lens.experiments.denoising_axis import axis_features
 from dlm_lens.experiments.denoising_axis.axis_features import INSERTIONS, PLACES, added, better, recovered, render
 from dlm_lens.experiments.results import Record, Results
+from dlm_lens.features import SparseAutoencoder
 
 
 def _prompt(extra, scale=1.0):
@@ -39,6 +43,19 @@ def test_numbers_are_those_of_the_planted_losses():
     assert recovered(results, "toy", 0, "zero").value == 0
     assert better(results, "toy", 0).value == pytest.approx(0.5 + 0.09)
     assert axis_features.early_excess(results, "toy", 0).value == pytest.approx(0.1)
+
+
+def test_the_error_is_set_against_the_deviation_from_the_decoder_bias():
+    """The column and the note said the mean of the activations."""
+    state, mask = torch.tensor([[[1.0], [4.0], [9.0]]]), torch.tensor([[True, True, False]])
+    bias = torch.tensor([3.0])
+    sae = SparseAutoencoder(torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1), bias, k=1, layer=0)
+    done = SimpleNamespace(attention_mask=mask)
+    # The reconstruction is the bias, 3; the mean of the content is 2.5.
+    assert axis_features._unexplained(sae, [state, state + 1], done, 0) == [10.0, 10.0]
+    rendering = render(_results(FAITHFUL))
+    assert rendering.tables[0].head[2] == "squared error over deviation from the decoder bias"
+    assert any("from the autoencoder's decoder bias" in note for note in rendering.notes)
 
 
 def test_verdicts_follow_their_rules():
