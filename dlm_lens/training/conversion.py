@@ -67,7 +67,7 @@ def convert(
     source = _ar_model(model_name_or_path, dtype)
     name = TARGETS[source.config.model_type]
     tokenizer = getattr(source, "tokenizer", None)
-    tokenizer, mask, rows = _mask_token(tokenizer, source.config.vocab_size, mask_token, mask_token_id)
+    tokenizer, mask, rows = with_mask_token(tokenizer, source.config.vocab_size, mask_token, mask_token_id)
     family = family_of(name)
     config_class, model_class = family.layouts[name]
     values = {k: v for k, v in source.config.to_dict().items() if k not in DROPPED}
@@ -110,10 +110,20 @@ def _ar_model(given: str | Path | PreTrainedModel, dtype: str | torch.dtype | No
     return source
 
 
-def _mask_token(
+def with_mask_token(
     tokenizer: PreTrainedTokenizerBase | None, rows: int, spelling: str, mask: int | None
 ) -> tuple[Any, int, int]:
-    """The tokenizer with a mask token, its id, and the rows that the embedding needs."""
+    """The tokenizer with a mask token, its id, and the rows that the embedding needs.
+
+    Args:
+        tokenizer: of the AR checkpoint, which is not changed; None for none.
+        rows: of its embedding.
+        spelling: of a mask token that is new.
+        mask: id of the mask token; None for the tokenizer's own or a new one.
+
+    Raises:
+        ValueError: the mask token is in use, or its id lies outside the embedding.
+    """
     if tokenizer is None:
         if mask is None:
             return None, rows, rows + 1

@@ -1,6 +1,7 @@
 """`plan`: the estimated cost of a run: steps, tokens, floating-point operations, memory, GPU-hours."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from dlm_lens.adapters import family_of
 from dlm_lens.adapters.config_fields import active_experts, built_config
 from dlm_lens.adapters.hub import config_values
 from dlm_lens.adapters.model_names import embedded_path
+from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.attention import decoder_of
 from dlm_lens.sampling.two_copies import Blocks
-from dlm_lens.training.conversion import TARGETS
+from dlm_lens.training.conversion import MASK, TARGETS, with_mask_token
 from dlm_lens.training.gpus import DEVICES, Device
 from dlm_lens.training.initialization import NEW, SCRATCH, smdm_config
 from dlm_lens.training.losses import ELEMENTS
@@ -37,6 +39,9 @@ KNOWN["smollm2"] = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_l
                     "num_attention_heads": 9, "num_key_value_heads": 3, "model_type": "llama",
                     "vocab_size": 49152, "tie_word_embeddings": True}  # fmt: skip
 
+FULL = frozenset({"smollm2"})
+"""Those of `KNOWN` whose embedding has no spare row for a mask token."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -45,7 +50,8 @@ class Plan:
     Args:
         steps: optimiser steps.
         tokens: positions that are seen, padding included.
-        parameters: of the network, tied ones once.
+        parameters: of the network, tied ones once. Of a checkpoint of the hub that is not in `KNOWN` without the
+            row that the mask token of a conversion may need, because its tokenizer is not read.
         flops: floating-point operations of the whole run (see `plan`).
         state_bytes: weights, gradients and optimiser moments in float32, not divided among devices.
         activation_bytes: per device, of a forward pass that is kept for the backward one, and the held logits.
@@ -110,10 +116,23 @@ def planned_config(settings: TrainingSettings) -> PreTrainedConfig:
     if kind in TARGETS and not isinstance(settings.objective, NextToken):
         kind = TARGETS[kind]
         extra = {"num_sinks": chosen.sinks, "gated_attention": chosen.gated, "softmax": chosen.softmax}
+        extra["vocab_size"] = _rows_with_mask(source, values)
     values.pop("model_type", None)
     config_class, _ = family_of(kind).layouts[kind]
     config: PreTrainedConfig = built_config(config_class, values | extra, f"the config.json of {source}")
     return config
+
+
+def _rows_with_mask(source: str, values: dict[str, Any]) -> int:
+    """Rows of the embedding after `convert`, which adds one where no id is left for a mask token."""
+    family = family_of(str(values["model_type"]))
+    config_class, _ = family.layouts[str(values["model_type"])]
+    own = {name: value for name, value in values.items() if name != "model_type"}
+    config: Any = built_config(config_class, own, f"the config.json of {source}")
+    if not Path(source).is_dir():
+        return int(config.vocab_size) + (source in FULL)
+    tokenizer = load_tokenizer(source, {}, config, family.tokenizer_classes)
+    return with_mask_token(tokenizer, config.vocab_size, MASK, None)[2]
 
 
 def plan(

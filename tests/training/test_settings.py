@@ -181,6 +181,30 @@ def test_a_plan_counts_parameters_and_operations() -> None:
     assert muon.state_bytes == 16 * found.parameters - 4 * matrices
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("ids", "added"), [("none", 1), ("with a mask token", 0), ("all in use", 1)])
+def test_a_plan_counts_the_row_of_the_mask_token(ids: str, added: int, tied: bool, tmp_path: Path) -> None:
+    model = tiny("causal", model_type="llama", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    tokenizer, rows = model.tokenizer, model.config.vocab_size
+    assert len(tokenizer) == rows
+    if ids == "all in use":
+        tokenizer.mask_token = None
+    if ids != "none":
+        tokenizer.save_pretrained(tmp_path)
+    for objective, more in ((MaskedDiffusionLoss(), added), (NextToken(), 0)):
+        settings = small(model=ModelSettings(start=str(tmp_path)), objective=objective)
+        built = build_model(settings)
+        assert len(built.get_input_embeddings().weight) == rows + more
+        assert plan(settings).parameters == sum(each.numel() for each in built.parameters())
+
+
+def test_a_plan_of_smollm2_has_a_new_row_for_the_mask_token() -> None:
+    smollm2 = small(model=ModelSettings(start="smollm2"))
+    baseline = replace(smollm2, objective=NextToken())
+    assert plan(smollm2).parameters - plan(baseline).parameters == 576
+
+
 @pytest.mark.parametrize(
     ("start", "checkpointing"), [("toy-ar", False), ("toy-ar", True), ("rnd1", False), ("llada_moe", False)]
 )
