@@ -40,3 +40,11 @@ def test_lines_are_the_scores_and_their_nulls(tmp_path: Path) -> None:
         dl.viz.clock_scores(recording)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="fit both to the same"):
         dl.viz.clock_scores(clock, untrained=denoising_clock(model, recording.run, layers=[0]))
+
+
+def test_rows_of_equal_prompts_are_counted_once() -> None:
+    model = tiny("llada")
+    clock = denoising_clock(model, dl.denoise(model, [*PROMPTS, *PROMPTS], steps=4, gen_length=8))
+    prompts = clock.reading.r2("open", 0).prompts
+    assert len(clock.reading.steps) == 2 * prompts
+    assert f"n = {prompts} others scored" in dl.viz.clock_scores(clock).get_suptitle()

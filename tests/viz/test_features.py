@@ -1,5 +1,7 @@
 """`feature_rates` and `insertion_by_step` draw the recorded counts and the measured losses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,25 @@ from dlm_lens.probes import insertion_loss
 from dlm_lens.recording import FeatureActivations
 from dlm_lens.testing import tiny
 from tests.hooks.test_feature_edits import PROMPTS, RUN, autoencoder
+
+
+def test_captions_count_the_prompts_that_have_a_position():
+    model = tiny("llada")
+    sae = autoencoder(model)
+    recording = dl.record(model, PROMPTS, [FeatureActivations(sae)], layers=[1], **RUN)
+    loss = insertion_loss(model, recording.run, sae, places=["open"], nulls=[])
+    assert dl.viz.feature_rates(recording, [3]).get_suptitle().endswith("n = 2 prompts")
+    assert "n = 2 prompts" in dl.viz.insertion_by_step(loss).axes[0].get_title(loc="left")
+    # Of a row that is over before a part of a run nothing is measured.
+    recording.feature_positions[:, 1] = 0
+    recording.feature_count[:, 1] = 0
+    nothing = {name: getattr(loss, name).clone() for name in ("positions", "plain", "loss", "kl")}
+    for values in nothing.values():
+        values[..., 1] = 0
+    loss = replace(loss, **nothing)
+    assert loss.added(1).prompts == 1
+    assert dl.viz.feature_rates(recording, [3]).get_suptitle().endswith("n = 1 prompt")
+    assert "n = 1 prompt ·" in dl.viz.insertion_by_step(loss).axes[0].get_title(loc="left")
 
 
 @pytest.mark.long

@@ -195,6 +195,20 @@ def test_a_row_is_drawn_with_its_own_block_and_steps(ended, order):
         assert content_of(Subject.of(rec, row))["steps"] == list(range(RAN[i]))
 
 
+def test_captions_count_the_sequences_that_have_a_number(ended):
+    _, rec, _, _ = ended
+    later = rec.select(step=slice(4, 6))  # the first row is over
+    assert dl.viz.region_mass(later, queries=("all",)).get_suptitle().endswith("n = 1 sequence, 2 steps")
+    assert dl.viz.sink_strength(later, RULE).get_suptitle().endswith("mean over n = 2 steps of 1 sequence")
+    title = dl.viz.score_distribution(later, detector=RULE).axes[0].get_title(loc="left")
+    assert " ".join(title.split()).endswith("keys in 2 steps of 1 sequence")
+    sweep = dl.viz.sinks_over_eps(later)
+    assert sweep.get_suptitle().endswith("keys of 1 sequence, all steps")
+    (label,) = [text.get_text() for text in sweep.axes[0].get_legend().get_texts() if "S = " in text.get_text()]
+    assert label.endswith("(1 sequence)")
+    assert not label.startswith("S = 0")
+
+
 def test_region_mass_does_not_lead_across_an_end(ended):
     _, rec, parts, _ = ended
     figure = dl.viz.region_mass(rec, queries=("all",))

@@ -32,7 +32,7 @@ class SinkProfile(ShowsItself):
         layers: index of each layer in the model.
         heads: likewise, of each head.
         steps: how many steps, and
-        sequences: how many sequences were averaged over.
+        sequences: how many sequences were averaged over: those that have a score at any of the steps.
     """
 
     score: Float[Tensor, "layer head"]
@@ -103,11 +103,12 @@ def sink_profile(received: Received, detector: Detector | None = None, *, main: 
         )
     parts = [_of_layer(received, rule, layer, followed) for layer in range(received.values.shape[2])]
     score, sinks, positions, of_mean = (torch.stack(values) for values in zip(*parts, strict=True))
-    steps, batch = received.values.shape[:2]
+    steps = len(received.values)
+    scored = torch.stack([layer.isfinite().any(-1).any(-1).any(0) for layer in received.values.unbind(2)]).any(0)
     layers = received.layers or tuple(range(len(score)))
     scale = received.part(slice(0, 0)).read(rule.quantity)[1]
     return SinkProfile(
-        score, sinks, positions, of_mean, main, scale, rule, layers, received.head_numbers, steps, batch
+        score, sinks, positions, of_mean, main, scale, rule, layers, received.head_numbers, steps, int(scored.sum())
     )
 
 

@@ -57,7 +57,7 @@ def sink_causes(anatomy: SinkAnatomy, *, title: str = "") -> Figure:
     right.set_xlabel("share of sinks that survive (line: by chance)", fontsize=8)
     for axes in (left, right):
         axes.tick_params(labelsize=7)
-    prompts = anatomy.is_sink.shape[1]
+    prompts = len(anatomy.is_sink[..., 0].nonzero()[:, 1].unique())
     sentences = [
         *([title] if title else []),
         "What sinks need: norms of keys or angles",

@@ -59,7 +59,8 @@ def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = No
     for axes in (left, right):
         axes.tick_params(labelsize=7)
         axes.grid(color="0.92", linewidth=0.6)
-    prompts = len(clock.reading.steps)
+    # Rows of equal prompts are one, as in the intervals.
+    prompts = len(clock.reading.prompt[(clock.reading.count > 0).any(1).any(0)].unique())
     sentences = [
         *([title] if title else []),
         f"A linear probe of {_target(clock)}",

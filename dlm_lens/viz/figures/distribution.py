@@ -80,7 +80,7 @@ def score_distribution(
         level_label("head", layer, head) if head is not None else _level(received),
         f"queries: {received.queries}",
         f"n = {int(counts.defined[..., 0].sum())} keys in {counted(shape[0], 'step')} of "
-        f"{counted(shape[1], 'sequence')}",
+        f"{counted(int((counts.defined[..., 0] > 0).any(1).sum()), 'sequence')}",
     ]
     axes.set_title(caption(sentences, 5.6), loc="left", fontsize=8, **PLAIN)
     return figure

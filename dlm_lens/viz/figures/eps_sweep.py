@@ -59,6 +59,8 @@ def sinks_over_eps(
         raise ValueError(f"the table has the columns {', '.join(map(str, table))}; give that of eps_sweep")
     figure = NotebookFigure(figsize=(7.6, 3.7), layout="constrained")
     keys, patterns = figure.subplots(1, 2, sharex=True)
+    if (table["n"] > 0).any():  # a sequence that is over before a part of a run has no keys, and no line
+        table = table[table["n"] > 0]
     lengths = sorted(table["S"].unique())
     for number, length in enumerate(lengths):
         lines = table[table["S"] == length].sort_values("eps")
@@ -85,7 +87,7 @@ def sinks_over_eps(
         f"scale: {table['scale'].iloc[0]}",
         f"level: {table['level'].iloc[0]}",
         f"n = {int(table.groupby('S')['n'].first().sum())} keys of "
-        f"{int(table.groupby('S')['sequences'].first().sum())} sequences, all steps",
+        f"{counted(int(table.groupby('S')['sequences'].first().sum()), 'sequence')}, all steps",
     ]
     figure.suptitle(caption(sentences, 7.6), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure

@@ -57,7 +57,8 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
     figure.axes[0].set_ylabel("share of positions with f > 0", fontsize=8)
     figure.axes[1].legend(fontsize=7, frameon=False)
     sentences = [*([title] if title else []), "Features at every step", f"layer {recording.layers[0]}"]
-    sentences.append(f"n = {counted(len(recording.rows), 'prompt')}")
+    inside = recording.feature_positions[:, :, 0, [POSITION_CLASSES.index(name) for name in shown]] > 0
+    sentences.append(f"n = {counted(int(inside.any(-1).any(0).sum()), 'prompt')}")
     figure.suptitle(caption(sentences, 7.2), fontsize=8, **PLAIN)
     return figure
 
@@ -100,7 +101,7 @@ def insertion_by_step(
     sentences = [*([title] if title else []), "Loss at open positions with the activation replaced"]
     sentences += [
         f"layer {layer}, at {place} positions",
-        f"n = {counted(len(loss.run.tokens), 'prompt')}",
+        f"n = {counted(int((loss.positions > 0).any(0).sum()), 'prompt')}",
         "band: 95% interval",
     ]
     axes.set_title(caption(sentences, 6.4), loc="left", fontsize=8, **PLAIN)

@@ -131,7 +131,8 @@ def _sentences(
     """The caption: scale, level, rule, n, and the classes that have no queries."""
     where = numbered("layer", recording.layers if layer is None else [layer])
     heads = numbered("head", recording.heads) if recording.heads else "the heads"
-    rows, left = len(recording.rows), int((recording.run.row_steps == len(recording.steps)).sum())
+    there = mass[..., [QUERY_CLASSES.index(name) for name in queries], :].isfinite().any(-1).any(-1).any(0)
+    rows, left = int(there.sum()), int((there & (recording.run.row_steps == len(recording.steps))).sum())
     absent = [
         words.get(name, name)
         for name in queries
