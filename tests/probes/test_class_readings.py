@@ -154,3 +154,16 @@ def test_a_part_without_the_first_steps_has_the_classes_of_the_whole_run(run: tu
     part = class_readability(model, part_of_run(done, [4, 5], range(10)), layers=[0])
     assert bool((whole.wanted[:, done.prompt_length :] >= 0).all())
     assert torch.equal(part.wanted, whole.wanted)
+
+
+def test_rows_of_one_prompt_are_one_prompt_of_the_intervals() -> None:
+    model = tiny("llada")
+    settings = SETTINGS | {"temperature": 0.0}
+    once, often = (class_readability(model, denoise(model, PROMPTS[:6] * n, **settings)) for n in (1, 8))
+    assert int(often.held_out.sum()) == 8 * int(once.held_out.sum())
+    for name in ("class", "token"):
+        one, other = once.accuracy(1, name), often.accuracy(1, name)
+        assert one.prompts == other.prompts == int(once.held_out.sum())
+        assert (other.value, other.low, other.high) == pytest.approx((one.value, one.low, one.high))
+    one, other = once.earlier(1, late=False), often.earlier(1, late=False)
+    assert (other.low, other.high) == pytest.approx((one.low, one.high))

@@ -15,12 +15,13 @@ from dlm_lens.attention import Hook, SinkLayout, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import SteerAlong, at_layers
 from dlm_lens.probes.clock.clocks import DenoisingClock
+from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.probes.clock.states import EMBEDDING
 from dlm_lens.probes.residual_reader import ResidualReader, reading
 from dlm_lens.probes.unembedding import kl_divergence
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, estimate, mean_of
+from dlm_lens.sinks.statistics import Estimate, estimate, mean_of, summed
 
 Along = Literal["means", "slope", "readout"]
 """The direction of a shift: the curve of mean states, its straight line, or the probe's own direction."""
@@ -119,6 +120,7 @@ class ClockSteering(ShowsItself):
         direction: its direction, "clock", "random" or "orthogonal".
         sums: of the changes (`MEASURES`) over the predicted positions of a row, all steps.
         count: predicted positions of a row.
+        prompt: the number of each row's prompt; equal prompts have one number.
         seed: of directions and intervals.
 
     Raises:
@@ -131,6 +133,7 @@ class ClockSteering(ShowsItself):
     direction: tuple[str, ...]
     sums: Float[Tensor, "variant batch measure"] = field(repr=False)
     count: Float[Tensor, "batch"] = field(repr=False)
+    prompt: Int[Tensor, "batch"] = field(repr=False)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -149,8 +152,7 @@ class ClockSteering(ShowsItself):
         Raises:
             ValueError: an unknown shift, measure or direction.
         """
-        total, count = self.row_sums(by, measure, direction)
-        return estimate(torch.stack([total, count], -1).numpy(), mean_of, seed=self.seed)
+        return self._mean(*self.row_sums(by, measure, direction))
 
     def beyond(self, by: float, measure: str, direction: Direction) -> Estimate:
         """The change along the clock minus that along the mean control, on the same predictions.
@@ -159,7 +161,7 @@ class ClockSteering(ShowsItself):
             ValueError: an unknown shift, measure or direction.
         """
         (one, count), (other, _) = (self.row_sums(by, measure, each) for each in ("clock", direction))
-        return estimate(torch.stack([one - other, count], -1).numpy(), mean_of, seed=self.seed)
+        return self._mean(one - other, count)
 
     def rank(self, by: float, measure: str, direction: Direction) -> tuple[int, int]:
         """How many controls change the measure at least as much as the clock, in absolute size, of how many.
@@ -184,6 +186,11 @@ class ClockSteering(ShowsItself):
                     line |= self.change(by, measure, direction).columns(measure)
                 lines.append(line)
         return pd.DataFrame(lines)
+
+    def _mean(self, total: Float[Tensor, "batch"], count: Float[Tensor, "batch"]) -> Estimate:
+        """A mean of sums over rows; the interval is over prompts, each with all of its rows."""
+        of_prompts = summed(torch.stack([total, count], -1), self.prompt, len(self.prompt))
+        return estimate(of_prompts, mean_of, seed=self.seed)
 
     def _variants(self, by: float, direction: str) -> list[int]:
         pairs = enumerate(zip(self.by, self.direction, strict=True))
@@ -268,7 +275,7 @@ def clock_steering(
         count.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
         sums.index_add_(1, rows, changes)
     amounts, names = zip(*labels, strict=True)
-    return ClockSteering(where, along, amounts, names, sums, count, seed)
+    return ClockSteering(where, along, amounts, names, sums, count, prompt_numbers([run])[0], seed)
 
 
 def _redirected(shift: SteerAlong, direction: Tensor) -> _Redirected:

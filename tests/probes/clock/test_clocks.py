@@ -438,6 +438,19 @@ def test_steering_measures_the_changes_of_the_predictions(fitted: tuple[Any, Den
     assert beyond == pytest.approx(found.change(0.5, "kl").value - found.change(0.5, "kl", "random").value)
 
 
+def test_rows_of_one_prompt_are_one_prompt_of_a_shift_s_intervals(
+    fitted: tuple[Any, DenoisingClock, DenoisingRun],
+) -> None:
+    model, clock, _ = fitted
+    runs = [dl.denoise(model, MANY[:3] * n, steps=4, gen_length=8) for n in (1, 8)]
+    once, often = (clock_steering(model, run, clock, by=(0.5,), layer=0, controls=1) for run in runs)
+    pairs = [[found.change(0.5, "entropy"), found.beyond(0.5, "kl", "random")] for found in (once, often)]
+    for one, other in zip(*pairs, strict=True):
+        assert one.prompts == other.prompts == 3
+        assert (other.value, other.low, other.high) == pytest.approx((one.value, one.low, one.high), rel=1e-4)
+    assert len(often.row_sums(0.5, "kl", "clock")[0]) == 24
+
+
 def test_controls_have_the_length_of_the_shift(fitted: tuple[Any, DenoisingClock, DenoisingRun]) -> None:
     from dlm_lens.probes.clock.shifts import _controls, _redirected, _shift
 
