@@ -110,7 +110,9 @@ def mean_ratio(one: Answers, other: Answers) -> Interval:
         return ratio_over_prompts([top[prompt] for prompt in both], [bottom[prompt] for prompt in both])
     prompts = _shared({**one, **{-1 - number: values for number, values in other.items()}})
     terms = [([one[n][p] for p in prompts], [other[n][p] for p in prompts]) for n in numbers]
-    return over_networks(terms, bounds=(0.0, math.inf))
+    # Without bounds so many of so many are a share, which has an interval where none or all are left too.
+    at_bound = not any(any(top) for top, _ in terms) or all(top == bottom for top, bottom in terms)
+    return over_networks(terms, bounds=None if at_bound else (0.0, math.inf))
 
 
 def _as_many(one: Answers, other: Answers) -> tuple[Answers, Answers]:

@@ -55,7 +55,7 @@ def test_shares_at_a_bound_have_wilson_s_interval(n: int) -> None:
     assert ratio_over_prompts(every, every) == one
     assert mean_over_prompts(none) == zero
     networks = [(none, every)] * 3
-    for bounds in (None, (0.0, 1.0), (0.0, math.inf)):
+    for bounds in (None, (0.0, 1.0)):
         assert over_networks(networks, bounds=bounds) == zero
         assert over_networks([(every, every)] * 3, bounds=bounds) == one
     wrong: dict[Prompt, float] = {("a", place): 0.0 for place in range(n)}
@@ -65,6 +65,24 @@ def test_shares_at_a_bound_have_wilson_s_interval(n: int) -> None:
     assert mean_ratio(dict.fromkeys(range(3), wrong), dict.fromkeys(range(3), right)) == zero
     assert mean_ratio({0: wrong}, {0: right}) == zero
     assert mean_ratio({0: right}, {0: right}) == one
+
+
+@pytest.mark.parametrize("networks", [1, 2, 3])
+def test_counts_scores_and_entropies_that_are_equal_are_no_shares(networks: int) -> None:
+    """A count of places, at least 1, is no share of the prompts; nor is a score or an entropy of 0."""
+    for value, bounds in ((1.0, (1.0, math.inf)), (1.0, (0.0, math.inf)), (0.0, (0.0, math.inf))):
+        found = over_networks([([value] * 4, [1.0] * 4)] * networks, bounds=bounds)
+        assert found == (value, value, value, 4)
+        assert mean_over_prompts([value] * 4, bounds=bounds) == found
+    # Of several cases per prompt too.
+    assert ratio_over_prompts([3.0] * 4, [3.0] * 4, bounds=(0.0, math.inf)) == (1.0, 1.0, 1.0, 4)
+
+
+def test_the_interval_at_a_bound_is_cut_too() -> None:
+    """Of two networks without spread, as of one and as of networks that differ."""
+    for networks in (1, 2):
+        found = over_networks([([0.0] * 4, [1.0] * 4)] * networks, bounds=(-0.1, 1.0))
+        assert (found.low, found.high) == (-0.1, pytest.approx(wilson_bound(4), rel=1e-6))
 
 
 def test_no_verdict_is_certain_from_two_prompts_that_agree() -> None:
