@@ -33,7 +33,9 @@ def wilson(successes: int, n: int, z: float = 1.959964) -> Estimate:
 def clustered_ratio(
     numerators: npt.ArrayLike, denominators: npt.ArrayLike, counts: npt.ArrayLike | None = None, seed: int = 0
 ) -> Estimate:
-    """Ratio of sums over prompts, with the percentile interval of a bootstrap that draws whole prompts.
+    """Ratio of sums over prompts, with the interval of a bootstrap that draws whole prompts.
+
+    It is `ratio_over_prompts`: percentiles, expanded for few prompts; Wilson's interval where a share is 0 or 1.
 
     numerators, denominators: one number per prompt. A share has the number of cases as its denominator, and
     then `n` is their sum; for other ratios `counts` says over how many cases each prompt's numbers were
