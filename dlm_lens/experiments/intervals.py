@@ -143,6 +143,10 @@ def difference_of_ratios(one: tuple[Any, Any], other: tuple[Any, Any], seed: int
     To compare a ratio with the end of another one's interval is no test of their difference: it counts neither what
     they have in common nor the first one's share of the error.
 
+    Where neither ratio varies between the prompts, as 3 of 3 and 0 of 3 in each, every draw is the same. The
+    interval then has no width, and p is 0 (`verdicts.p_value`), which is no evidence of certainty. Of one case per
+    prompt, `paired_difference` has an interval there too.
+
     Args:
         one: numerators and denominators, one of each per prompt.
         other: those of the same prompts.

@@ -85,6 +85,14 @@ def test_the_interval_at_a_bound_is_cut_too() -> None:
         assert (found.low, found.high) == (-0.1, pytest.approx(wilson_bound(4), rel=1e-6))
 
 
+def test_a_difference_of_ratios_that_do_not_vary_has_no_width_as_its_docstring_says() -> None:
+    found = difference_of_ratios(([3.0] * 3, [3.0] * 3), ([0.0] * 3, [3.0] * 3))
+    assert found == (1.0, 1.0, 1.0, 3)
+    assert p_value(found, 0.0) == 0.0
+    assert paired_difference([1.0] * 3, [0.0] * 3).low < 0
+    assert "no width" in str(difference_of_ratios.__doc__)
+
+
 def test_no_verdict_is_certain_from_two_prompts_that_agree() -> None:
     found = ratio_over_prompts([0.0, 0.0], [1.0, 1.0])
     assert is_below(found, 0.5).verdict == "undecided"
