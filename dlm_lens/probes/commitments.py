@@ -13,6 +13,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, flag
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.probes.predictions import read_predictions, result_of
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -168,8 +169,9 @@ class Commitment(ShowsItself):
         where: Bool[Tensor, "batch position"],
         bounds: Bounds | None = None,
     ) -> Estimate:
-        rows = where.nonzero()[:, 0]
-        return estimate_mean(values[where].numpy(), rows.numpy(), len(where), bounds=bounds, seed=self.seed)
+        (prompt,) = prompt_numbers([self.run])
+        of_prompt = prompt[where.nonzero()[:, 0]].numpy()
+        return estimate_mean(values[where].numpy(), of_prompt, len(prompt), bounds=bounds, seed=self.seed)
 
 
 def settled_at(

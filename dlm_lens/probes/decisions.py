@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, one_of
 from dlm_lens.display import ShowsItself
+from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
@@ -66,8 +67,9 @@ class DecisionOrder(ShowsItself):
     def mean(self) -> Estimate:
         """The mean of tau over rows; the interval is over prompts."""
         rows = self.tau.isfinite().nonzero().flatten()
+        (prompt,) = prompt_numbers([self.run])
         return estimate_mean(
-            self.tau[rows].numpy(), rows.numpy(), len(self.tau), bounds=CORRELATION_BOUNDS, seed=self.seed
+            self.tau[rows].numpy(), prompt[rows].numpy(), len(prompt), bounds=CORRELATION_BOUNDS, seed=self.seed
         )
 
     @property

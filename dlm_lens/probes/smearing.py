@@ -12,6 +12,7 @@ from torch import Tensor
 from dlm_lens.arguments import Rule, checked_arguments, flag, is_real, whole
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
@@ -103,7 +104,7 @@ class TokenSmearing(ShowsItself):
             raise ValueError(f"place is {place!r}; it must be one of {', '.join(PLACES)}")
         counts = self.places.sum(0).double()
         pairs = torch.stack([counts[:, PLACES.index(place)], counts.sum(-1)], -1)
-        return estimate(pairs.numpy(), mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
+        return self._by_prompt(pairs, torch.arange(len(pairs)), SHARE_BOUNDS)
 
     def table(self) -> pd.DataFrame:
         """One line per step: predicted positions, the three means, and the numbers of likely tokens by place."""
@@ -124,10 +125,16 @@ class TokenSmearing(ShowsItself):
 
     def _mean(self, values: Float[Tensor, "step batch position"], bounds: Bounds | None) -> Estimate:
         where = self._defined
-        rows = where.nonzero()[:, 1].numpy()
         found = values[where].double()
-        pairs = torch.stack([found, torch.ones_like(found)], -1).numpy()
-        return estimate(summed(pairs, rows, values.shape[1]), mean_of, bounds=bounds, seed=self.seed)
+        return self._by_prompt(torch.stack([found, torch.ones_like(found)], -1), where.nonzero()[:, 1], bounds)
+
+    def _by_prompt(
+        self, pairs: Float[Tensor, "entry two"], rows: Int[Tensor, "entry"], bounds: Bounds | None
+    ) -> Estimate:
+        """A mean of sums and counts; the interval is over prompts, each with all of its rows."""
+        (prompt,) = prompt_numbers([self.run])
+        sums = summed(pairs.numpy(), prompt[rows].numpy(), len(prompt))
+        return estimate(sums, mean_of, bounds=bounds, seed=self.seed)
 
 
 @checked_arguments(threshold=PROBABILITY, decided=flag(), radius=whole(least=1, most=2**20))
