@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices
 from dlm_lens.attention import HookLike, SinkLayout, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
@@ -92,6 +93,7 @@ class SinkWrites(ShowsItself):
 
     def summary(self) -> pd.DataFrame:
         """Per layer, for sinks and others: mean norm and entropy of W_O^h v_j, with intervals over prompts."""
+        (prompt,) = prompt_numbers([self.run])
         lines = []
         for layer in self.layer.unique().tolist():
             for sink in (True, False):
@@ -99,8 +101,8 @@ class SinkWrites(ShowsItself):
                 line: dict[str, Any] = {"layer": layer, "group": "sink" if sink else "other"}
                 line["entries"] = int(group.sum())
                 for name in ("norm", "entropy"):
-                    values, rows = getattr(self, name)[group], len(self.run.tokens)
-                    e = estimate_mean(values, self.batch[group], rows, bounds=POSITIVE_BOUNDS, seed=self.seed)
+                    values, of_prompt = getattr(self, name)[group], prompt[self.batch[group]]
+                    e = estimate_mean(values, of_prompt, len(prompt), bounds=POSITIVE_BOUNDS, seed=self.seed)
                     line |= e.columns(name)
                 lines.append(line)
         return pd.DataFrame(lines)

@@ -38,3 +38,20 @@ def test_remasked_positions_are_drawn_by_row_and_summed_by_prompt() -> None:
     found = probes.remask(model, PROMPTS * 4, at=[2], steps=4, gen_length=8)
     assert found.mean("direct", 2).prompts == len(PROMPTS)
     assert found.mean("direct", 2).value == pytest.approx(float(found.direct.nanmean()))
+
+
+@pytest.mark.parametrize("name", ["logit_lens", "sink_writes"])
+def test_the_tables_of_entries_have_the_intervals_of_the_prompts(name: str) -> None:
+    model, tables = tiny("llada"), []
+    for copies in (1, 8):
+        run = dl.denoise(model, PROMPTS * copies, steps=4, gen_length=8)
+        if name == "logit_lens":
+            tables.append(dl.logit_lens(model, run, steps=[2]).summary())
+        else:
+            rec = dl.record(model, PROMPTS * copies, [dl.ReceivedAttention()], steps=4, gen_length=8)
+            sinks = dl.find_sinks(rec, dl.AboveMean(eps=0.2))
+            table = probes.sink_writes(model, rec.run, sinks, steps=[2], limit=100_000).summary()
+            tables.append(table[table["group"] == "sink"])  # the others are drawn
+    assert len(tables[0])
+    for column in [column for column in tables[0] if column.endswith(("_low", "_high"))]:
+        assert tables[1][column].tolist() == pytest.approx(tables[0][column].tolist(), rel=1e-3, nan_ok=True)
