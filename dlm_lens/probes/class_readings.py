@@ -12,7 +12,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, chosen_indices, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import RIDGES, prompt_numbers, split_by_prompt, warn_of_one_prompt
+from dlm_lens.probes.clock.fitting import RIDGES, split_by_prompt, warn_of_one_prompt
 from dlm_lens.probes.clock.states import POSITIONS, read_states
 from dlm_lens.probes.commitments import Commitment, commitment, settled_at
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
@@ -161,7 +161,7 @@ class ClassReadability(ShowsItself):
         return self.layers.index(layer)
 
     def _mean(self, values: Tensor, rows: Tensor, bounds: Bounds | None = None) -> Estimate:
-        (prompt,) = prompt_numbers([self.settled.run])  # rows of equal prompts are one
+        prompt = self.settled.run.row_prompts
         return estimate_mean(values.numpy(), prompt[rows].numpy(), len(prompt), bounds=bounds, seed=self.seed)
 
 

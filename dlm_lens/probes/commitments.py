@@ -13,7 +13,6 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, flag
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.probes.predictions import read_predictions, result_of
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -169,7 +168,7 @@ class Commitment(ShowsItself):
         where: Bool[Tensor, "batch position"],
         bounds: Bounds | None = None,
     ) -> Estimate:
-        (prompt,) = prompt_numbers([self.run])
+        prompt = self.run.row_prompts
         of_prompt = prompt[where.nonzero()[:, 0]].numpy()
         return estimate_mean(values[where].numpy(), of_prompt, len(prompt), bounds=bounds, seed=self.seed)
 

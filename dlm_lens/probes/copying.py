@@ -150,7 +150,7 @@ class RetrievalHeads(ShowsItself):
     formula; taking the query of the position that is decided, at its step, is ours.
 
     Args:
-        sums: of `MEASURES`, over the steps.
+        sums: of `MEASURES`, over the steps; prompts by their numbers in `DenoisingRun.row_prompts`.
         layers: index of each layer in the model.
         decided: how many tokens the run decided, special ones left out.
         seed: of the intervals.
@@ -261,4 +261,5 @@ def retrieval_heads(
     reducer = CopyAttention({step: decisions for step, (decisions, _) in found.items()})
     rec = rerun(model, run, [reducer], hooks=hooks, layers=layers, progress=progress)
     sums = rec.copy_attention.nan_to_num().sum(0)
-    return RetrievalHeads(sums, rec.layers, sum(total for _, total in found.values()), seed)
+    of_prompts = torch.zeros_like(sums).index_add_(0, run.row_prompts, sums)
+    return RetrievalHeads(of_prompts, rec.layers, sum(total for _, total in found.values()), seed)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, one_of
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
@@ -67,7 +66,7 @@ class DecisionOrder(ShowsItself):
     def mean(self) -> Estimate:
         """The mean of tau over rows; the interval is over prompts."""
         rows = self.tau.isfinite().nonzero().flatten()
-        (prompt,) = prompt_numbers([self.run])
+        prompt = self.run.row_prompts
         return estimate_mean(
             self.tau[rows].numpy(), prompt[rows].numpy(), len(prompt), bounds=CORRELATION_BOUNDS, seed=self.seed
         )

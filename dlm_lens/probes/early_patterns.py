@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dlm_lens.arguments import Rule, checked_arguments, is_real, one_of, whole
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import prompts_of_rows
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import Recording
 from dlm_lens.recording.recording import as_recording
+from dlm_lens.sampling.run_rows import prompts_of_rows
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import (
     CORRELATION_BOUNDS,
@@ -51,7 +51,8 @@ class EarlyAttention(ShowsItself):
     single block has no other one); differences are over those that have both predictors.
 
     Args:
-        by_head: sums over blocks and steps, and their numbers.
+        by_head: sums over blocks and steps, and their numbers; prompts by their numbers in
+            `DenoisingRun.row_prompts`.
         by_lag: the same over layers and heads, by the steps since the block began.
         common: where a predictor and the first steps are both defined: sums of the first steps, of the predictor
             (mean over its rows), and their numbers.
@@ -240,22 +241,23 @@ def early_attention(
         torch.zeros(*shape, *sums.shape[2:4], 3, dtype=torch.float64),
         torch.zeros(len(rows), 2, dtype=torch.float64),
     )
-    prompts = prompts_of_rows(recording.run)
+    prompts, numbers = prompts_of_rows(recording.run), recording.run.row_prompts.tolist()
     for row, blocks in enumerate(rows):
+        of = numbers[row]
         for block in blocks:
             count = int(block.keys.sum())
             top = max(1, round(share * count))
-            chance[row] += torch.tensor([top / count, 1.0]) * (len(block.steps) - first)
+            chance[of] += torch.tensor([top / count, 1.0]) * (len(block.steps) - first)
             both: dict[int, Tensor] = {}
             for kind, predictor in _predictors(sums, rows, prompts, row, block, first):
                 target = sums[block.steps[first:], row][..., block.keys]
                 values, known = _measured(predictor[..., block.keys].expand_as(target), target, top)
                 found = torch.stack([values.where(known, 0.0), known.double()], -1)
                 both[kind] = both.get(kind, 0) + found
-                by_head[kind, :, row] += found.sum(1)
-                by_lag[kind, :, row, first : len(block.steps)] += found.sum((2, 3))
+                by_head[kind, :, of] += found.sum(1)
+                by_lag[kind, :, of, first : len(block.steps)] += found.sum((2, 3))
             for kind, found in both.items():
-                common[kind, :, row] += _common(both[0], found).sum(1)
+                common[kind, :, of] += _common(both[0], found).sum(1)
     return EarlyAttention(by_head, by_lag, common, chance, recording.layers, first, share, keys, seed)
 
 

@@ -29,6 +29,7 @@ from dlm_lens.sinks.statistics import (
     difference_of,
     estimate,
     mean_of,
+    summed,
 )
 
 PLACES: dict[str, Any] = {"all": None, "open": "open", "decided": "decided"}
@@ -161,7 +162,7 @@ class InsertionLoss(ShowsItself):
         return sums[self.layers.index(layer), self.insertions.index(insertion), self.places.index(place)]
 
     def _sum(self, values: Tensor, steps: Iterable[int] | None = None) -> Floats:
-        """Sums over the steps, one per prompt."""
+        """Sums over the steps, one per row."""
         at = list(range(len(self.steps))) if steps is None else [self.steps.index(step) for step in steps]
         found: Floats = values[at].double().sum(0).numpy()
         return found
@@ -169,7 +170,9 @@ class InsertionLoss(ShowsItself):
     def _estimate(
         self, sums: Sequence[Floats], statistic: Callable[[Floats], Floats], bounds: Bounds | None = None
     ) -> Estimate:
-        return estimate(np.stack(sums, -1), statistic, bounds=bounds, seed=self.seed)
+        prompt = self.run.row_prompts
+        of_prompts = summed(np.stack(sums, -1), prompt, len(prompt))
+        return estimate(of_prompts, statistic, bounds=bounds, seed=self.seed)
 
 
 @dataclass(eq=False)

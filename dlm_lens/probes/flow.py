@@ -1,17 +1,17 @@
 """`region_flow`: attention between regions of queries and of keys, over the steps of a run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, estimate, mean_of
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, estimate, mean_of, prompts_or_rows, summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,7 @@ class RegionFlow(ShowsItself):
         query_regions: names of the regions of queries.
         key_regions: names of the regions of keys; they overlap, except self, past, future and learned sinks.
         seed: of the intervals.
+        prompt: the number of each row's prompt (`DenoisingRun.row_prompts`); None: every row is one of its own.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -36,6 +37,7 @@ class RegionFlow(ShowsItself):
     query_regions: tuple[str, ...]
     key_regions: tuple[str, ...]
     seed: int = 0
+    prompt: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_shapes(
@@ -64,7 +66,7 @@ class RegionFlow(ShowsItself):
             raise ValueError(f"layer {layer} was not recorded; there are {self.layers}")
         kept = slice(None) if layer is None else [self.layers.index(layer)]
         mass = self.mass[:, :, kept].double().nanmean(2)
-        lines = []
+        lines, prompt = [], prompts_or_rows(self.prompt, mass.shape[1])
         for place, step in enumerate(self.steps):
             for i, query in enumerate(self.query_regions):
                 for j, key in enumerate(self.key_regions):
@@ -73,7 +75,8 @@ class RegionFlow(ShowsItself):
                     if not bool(known.any()):
                         continue
                     pairs = torch.stack([values.nan_to_num(), known.double()], -1)
-                    e = estimate(pairs, mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
+                    of_prompts = summed(pairs, prompt, len(prompt))
+                    e = estimate(of_prompts, mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
                     line = {"step": step, "queries": query, "keys": key}
                     lines.append({**line, "mass": e.value, "low": e.low, "high": e.high, "prompts": e.prompts})
         return pd.DataFrame(lines)
@@ -99,4 +102,5 @@ def region_flow(recording: Recording, *, seed: int = 0) -> RegionFlow:
         query_regions=tuple(labels["query_region"]),
         key_regions=tuple(labels["key_region"]),
         seed=seed,
+        prompt=recording.run.row_prompts,
     )

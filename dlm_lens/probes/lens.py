@@ -14,7 +14,6 @@ from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indi
 from dlm_lens.attention import HookLike, SinkLayout, attach_hooks, attention_blocks, exclusive
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.printable import shown
-from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.probes.lens_positions import LensPositions, choose_positions
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.tuned_lens import TunedLens
@@ -190,7 +189,7 @@ class LogitLens(ShowsItself):
         return [self.layers.index(layer)]
 
     def _mean(self, name: str, values: Tensor, kept: Tensor) -> dict[str, float]:
-        (prompt,) = prompt_numbers([self.run])
+        prompt = self.run.row_prompts
         bounds = SHARE_BOUNDS if name == "found" else POSITIVE_BOUNDS
         of_prompt = prompt[self.batch[kept]]
         return estimate_mean(values[kept], of_prompt, len(prompt), bounds=bounds, seed=self.seed).columns(name)

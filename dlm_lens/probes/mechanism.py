@@ -136,18 +136,19 @@ class SinkMechanism(ShowsItself):
     def _sums(self, values: Tensor, predicted: Tensor, dependent: Tensor) -> Floats:
         """Per prompt: sum and count of the dependent positions, sum and count of the others."""
         columns: list[Any] = []
+        prompt = self.run.row_prompts
         for kept in (dependent, predicted & ~dependent):
             kept = kept & values.isfinite()
             rows = kept.nonzero()[:, 1]
             pairs = torch.stack([values[kept].double(), torch.ones(int(kept.sum())).double()], -1)
-            columns.append(summed(pairs, rows, values.shape[1]))
+            columns.append(summed(pairs, prompt[rows], len(prompt)))
         return np.concatenate(columns, -1)
 
     def _correlation(self, dependence: Tensor, values: Tensor, predicted: Tensor) -> Estimate:
         rho, defined = spearman(dependence, values, predicted & values.isfinite())
-        return estimate_mean(
-            rho[defined], defined.nonzero()[:, 1], values.shape[1], bounds=CORRELATION_BOUNDS, seed=self.seed
-        )
+        prompt = self.run.row_prompts
+        of_prompt = prompt[defined.nonzero()[:, 1]]
+        return estimate_mean(rho[defined], of_prompt, len(prompt), bounds=CORRELATION_BOUNDS, seed=self.seed)
 
 
 def _above_median(values: Float[Tensor, "*axes position"], kept: Tensor) -> Bool[Tensor, "*axes position"]:

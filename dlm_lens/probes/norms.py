@@ -53,7 +53,7 @@ class ValueNorms(ShowsItself):
         other: norm of the value of the token that it is paired with.
         percentile: share of the other tokens of the same pattern whose value is shorter, ties by half: 0 for the
             shortest of all.
-        prompt: row of each pair; the bootstrap resamples rows.
+        prompt: the number of each pair's prompt (`DenoisingRun.row_prompts`); the bootstrap resamples prompts.
         layer: index in the model.
         rule: rule, scale and level of the sinks.
         formula: formula of the norm.
@@ -227,7 +227,7 @@ def value_norms(
         sink=sink[kept],
         other=other[kept],
         percentile=percentile[kept],
-        prompt=drawn[kept, 1],
+        prompt=recording.run.row_prompts[drawn[kept, 1]],
         layer=layers[drawn[kept, 2]],
         rule=_rule(sinks),
         formula="||v_j^m||_2 (2601.19657, Eq. 15)" if found.ndim == 5 else "1/M sum_m ||v_j^m||_2 (Eq. 16)",
@@ -328,7 +328,7 @@ def _pairs(
 def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tensor, seed: int) -> pd.DataFrame:
     """Per layer, over all sinks and all others: mean norms, and the share of attention that the sinks get."""
     canvas = recording.run.tokens.shape[1]
-    received = "received" in recording.specs
+    received, prompt = "received" in recording.specs, recording.run.row_prompts
     lines = []
     for place, layer in enumerate(recording.layers):
         values, here = norms.of_layer(place), found[:, :, place]
@@ -337,8 +337,9 @@ def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tens
         other[..., canvas:] = False
         line: dict[str, float | int] = {"layer": layer, "sinks": int((here & usable).sum())}
         for name, kept in (("sink", here & usable), ("other", other)):
+            pairs = torch.stack([_per_row(values.nan_to_num(), kept), _per_row(kept, kept)], -1)
             e = estimate(
-                torch.stack([_per_prompt(values.nan_to_num(), kept), _per_prompt(kept, kept)], -1),
+                summed(pairs, prompt, len(prompt)),
                 mean_of,
                 bounds=POSITIVE_BOUNDS,
                 seed=seed,
@@ -350,14 +351,14 @@ def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tens
             sums = sums.mean(2) if here.ndim == 3 else sums
             # As `Received.shares`: the sums leave out keys without a score, as the last ones of an AR model.
             given = recording.counted().double().sum(0) * (1 if here.ndim == 3 else here.shape[2])
-            pairs = torch.stack([_per_prompt(sums, here), given], -1)
-            e = estimate(pairs, mean_of, bounds=SHARE_BOUNDS, seed=seed)
+            pairs = torch.stack([_per_row(sums, here), given], -1)
+            e = estimate(summed(pairs, prompt, len(prompt)), mean_of, bounds=SHARE_BOUNDS, seed=seed)
             line |= e.columns("share")
         lines.append(line)
     return pd.DataFrame(lines)
 
 
-def _per_prompt(values: Tensor, kept: Tensor) -> Float[Tensor, "batch"]:
+def _per_row(values: Tensor, kept: Tensor) -> Float[Tensor, "batch"]:
     """Sum over all axes but that of the rows, axis 1."""
     return (values.double() * kept).transpose(0, 1).flatten(1).sum(-1)
 

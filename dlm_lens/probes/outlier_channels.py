@@ -40,7 +40,8 @@ class ChannelRemoval(ShowsItself):
         random: the channels of every control.
         ratio: of every layer and channel.
         magnitude: m_lc.
-        sums: per kind (outliers, random), prompt and measure of `MEASURES`: the sum over entries, and their number.
+        sums: per kind (outliers, random), prompt (by its number in `DenoisingRun.row_prompts`) and measure of
+            `MEASURES`: the sum over entries, and their number.
         layers: index of each layer in the model.
         detector: the rule for sinks.
         seed: of the controls and the intervals.
@@ -184,15 +185,15 @@ def channel_removal(
         random=drawn,
         ratio=ratio.float(),
         magnitude=magnitude.float(),
-        sums=sums,
+        sums=torch.zeros_like(sums).index_add_(1, run.row_prompts, sums),
         layers=rec.layers,
         detector=detector,
         seed=seed,
     )
 
 
-def _effects(found: Replay, detector: Detector) -> Float[Tensor, "prompt measure 2"]:
-    """Sum and number of entries of every measure, per prompt."""
+def _effects(found: Replay, detector: Detector) -> Float[Tensor, "batch measure 2"]:
+    """Sum and number of entries of every measure, per row."""
     assert found.received is not None
     assert found.received_hooked is not None
     predicted = found.predicted

@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, is_real, whole
 from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.sampling import DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate_mean
@@ -87,7 +86,7 @@ class RemaskSensitivity(ShowsItself):
             raise ValueError(f"nothing was masked at step {step}; there are {', '.join(map(str, self.steps))}")
         values = getattr(self, name)[self.steps.index(step)]
         rows = values.isfinite().nonzero().flatten()
-        (prompt,) = prompt_numbers([self.run])
+        prompt = self.run.row_prompts
         of_prompt = prompt[rows].numpy()
         return estimate_mean(values[rows].numpy(), of_prompt, len(prompt), bounds=SHARE_BOUNDS, seed=self.seed)
 

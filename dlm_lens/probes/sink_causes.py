@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, flag, whole
@@ -20,7 +20,16 @@ from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_of
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, Bounds, Estimate, difference_of, estimate, estimate_mean, summed
+from dlm_lens.sinks.statistics import (
+    SHARE_BOUNDS,
+    Bounds,
+    Estimate,
+    difference_of,
+    estimate,
+    estimate_mean,
+    prompts_or_rows,
+    summed,
+)
 
 CAUSES = ("norms", "angles", "either", "together")
 """What explains a sink: it survives with norms alone, with angles alone, with either alone, or with neither."""
@@ -46,6 +55,7 @@ class SinkAnatomy(ShowsItself):
         position: whether patterns without position are known.
         detector: the rule.
         seed: of permutations and intervals.
+        prompt: the number of each row's prompt (`DenoisingRun.row_prompts`); None: every row is one of its own.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -61,6 +71,7 @@ class SinkAnatomy(ShowsItself):
     position: bool
     detector: Detector
     seed: int = 0
+    prompt: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_shapes(self, layer=len(self.layers), part=len(PARTS), share=len(SHARES))
@@ -174,7 +185,11 @@ class SinkAnatomy(ShowsItself):
             other = torch.arange(len(self.layers)) != self.layers.index(layer)
             own = own & ~other[:, None, None]
         where = own.nonzero()
-        return where, where[:, 1], self.is_sink[tuple(where.T)]
+        return where, self._prompts[where[:, 1]], self.is_sink[tuple(where.T)]
+
+    @property
+    def _prompts(self) -> Int[Tensor, "batch"]:
+        return torch.from_numpy(prompts_or_rows(self.prompt, self.is_sink.shape[1]))
 
     def _survival(self, place: int, layer: int | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Per sink: whether it survives in a pattern, and its chance to, each with its prompt."""
@@ -196,7 +211,7 @@ class SinkAnatomy(ShowsItself):
         return estimate(torch.cat(list(map(torch.from_numpy, sums)), -1).numpy(), difference_of, seed=self.seed)
 
     def _masked(self, values: Tensor, chosen: Bool[Tensor, "step batch *axes"]) -> Estimate:
-        return self._mean(values[chosen].double(), chosen.nonzero()[:, 1], None)
+        return self._mean(values[chosen].double(), self._prompts[chosen.nonzero()[:, 1]], None)
 
 
 @checked_arguments(position=flag(), seed=whole(least=0))
@@ -275,6 +290,7 @@ def sink_anatomy(
         position=position,
         detector=detector,
         seed=seed,
+        prompt=run.row_prompts,
     )
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from dlm_lens.arguments import Rule, checked_arguments, flag, is_real, whole
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
@@ -132,7 +131,7 @@ class TokenSmearing(ShowsItself):
         self, pairs: Float[Tensor, "entry two"], rows: Int[Tensor, "entry"], bounds: Bounds | None
     ) -> Estimate:
         """A mean of sums and counts; the interval is over prompts, each with all of its rows."""
-        (prompt,) = prompt_numbers([self.run])
+        prompt = self.run.row_prompts
         sums = summed(pairs.numpy(), prompt[rows].numpy(), len(prompt))
         return estimate(sums, mean_of, bounds=bounds, seed=self.seed)
 

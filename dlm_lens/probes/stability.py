@@ -1,7 +1,7 @@
 """`pattern_stability`: how similar a head's patterns are from step to step, and what its sink does meanwhile."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -16,7 +16,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate_mean
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate_mean, prompts_or_rows
 
 MEASURES = ("cosine", "overlap", "kept", "best")
 
@@ -139,6 +139,7 @@ class PatternStability(ShowsItself):
         keep: share of the keys kept.
         rule: rule, scale and level of the sinks.
         seed: of the intervals.
+        prompt: the number of each row's prompt (`DenoisingRun.row_prompts`); None: every row is one of its own.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -154,6 +155,7 @@ class PatternStability(ShowsItself):
     keep: float
     rule: str
     seed: int = 0
+    prompt: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_shapes(self, layer=len(self.layers))
@@ -214,9 +216,9 @@ class PatternStability(ShowsItself):
 
     def _mean(self, values: Float[Tensor, "step batch *axes"]) -> Estimate:
         defined = values.isfinite()
-        return estimate_mean(
-            values[defined], defined.nonzero()[:, 1], values.shape[1], bounds=SHARE_BOUNDS, seed=self.seed
-        )
+        prompt = prompts_or_rows(self.prompt, values.shape[1])
+        of_prompt = prompt[defined.nonzero()[:, 1]]
+        return estimate_mean(values[defined], of_prompt, len(prompt), bounds=SHARE_BOUNDS, seed=self.seed)
 
 
 @exclusive
@@ -265,5 +267,12 @@ def pattern_stability(
     sinks = find_sinks(rec, detector)
     values = dict(zip(MEASURES, rec.pattern_similarity.unbind(-1), strict=True))
     return PatternStability(
-        **values, main=sinks.main(), layers=rec.layers, reference=chosen, keep=keep, rule=sinks.rule, seed=seed
+        **values,
+        main=sinks.main(),
+        layers=rec.layers,
+        reference=chosen,
+        keep=keep,
+        rule=sinks.rule,
+        seed=seed,
+        prompt=run.row_prompts,
     )

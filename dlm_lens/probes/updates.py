@@ -1,13 +1,13 @@
 """`sink_updates`: is attention to a sink a no-op?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments
@@ -21,7 +21,15 @@ from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 from dlm_lens.sinks.detection import FOUND
-from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, POSITIVE_BOUNDS, estimate, mean_of, ratio_of
+from dlm_lens.sinks.statistics import (
+    CORRELATION_BOUNDS,
+    POSITIVE_BOUNDS,
+    estimate,
+    mean_of,
+    prompts_or_rows,
+    ratio_of,
+    summed,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +48,7 @@ class SinkUpdates(ShowsItself):
         rule: rule, scale and level of the sinks.
         attends: a query attends to the sinks if it has more than this share of its attention there.
         seed: of the intervals.
+        prompt: the number of each row's prompt (`DenoisingRun.row_prompts`); None: every row is one of its own.
 
     Raises:
         ValueError: shapes that contradict each other, or a share out of range.
@@ -54,6 +63,7 @@ class SinkUpdates(ShowsItself):
     rule: str
     attends: float = 0.5
     seed: int = 0
+    prompt: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_shapes(self, layer=len(self.layers))
@@ -87,11 +97,13 @@ class SinkUpdates(ShowsItself):
     def _line(self, values: Tensor, mass: Tensor) -> dict[str, float | int]:
         known = values.isfinite() & mass.isfinite()
         attends = known & (mass > self.attends)
-        sums = torch.stack([x for kept in (attends, known & ~attends) for x in _sums(values, kept)], -1)
+        prompt = prompts_or_rows(self.prompt, values.shape[1])
+        rows = torch.stack([x for kept in (attends, known & ~attends) for x in _sums(values, kept)], -1)
+        sums = summed(rows, prompt, len(prompt))
         ratio = estimate(sums, ratio_of, bounds=POSITIVE_BOUNDS, seed=self.seed)
-        totals = sums.sum(0)
+        totals = rows.sum(0)
         rho = estimate(
-            torch.stack(_sums(*spearman(mass, values, known)), -1),
+            summed(torch.stack(_sums(*spearman(mass, values, known)), -1), prompt, len(prompt)),
             mean_of,
             bounds=CORRELATION_BOUNDS,
             seed=self.seed,
@@ -157,6 +169,7 @@ def sink_updates(
         rule=sinks.rule,
         attends=attends,
         seed=seed,
+        prompt=run.row_prompts,
     )
 
 

@@ -13,7 +13,6 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices
 from dlm_lens.attention import HookLike, SinkLayout, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
@@ -93,7 +92,7 @@ class SinkWrites(ShowsItself):
 
     def summary(self) -> pd.DataFrame:
         """Per layer, for sinks and others: mean norm and entropy of W_O^h v_j, with intervals over prompts."""
-        (prompt,) = prompt_numbers([self.run])
+        prompt = self.run.row_prompts
         lines = []
         for layer in self.layer.unique().tolist():
             for sink in (True, False):

@@ -21,7 +21,7 @@ from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview, prompts_and_answers
 from dlm_lens.sampling.run_parts import RunPart
-from dlm_lens.sampling.run_rows import in_own_blocks, sampler_class, steps_of_rows
+from dlm_lens.sampling.run_rows import in_own_blocks, prompt_numbers, sampler_class, steps_of_rows
 
 
 @dataclass(frozen=True)
@@ -373,6 +373,11 @@ class DenoisingRun(ShowsItself):
         is alone; a step at which it waits for others in the middle of a run counts.
         """
         return steps_of_rows(self)
+
+    @property
+    def row_prompts(self) -> Int[Tensor, "batch"]:
+        """The number of each row's prompt; several seeds of one prompt have the same (`prompt_numbers`)."""
+        return prompt_numbers([self])[0]
 
     @property
     def steps_in_all(self) -> Int[Tensor, "batch"]:

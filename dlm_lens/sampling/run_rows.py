@@ -1,9 +1,9 @@
-"""What the rows of a run do not share: after how many steps each is over, its own blocks, canvas and plan.
+"""What the rows of a run do not share: their prompts, after how many steps each is over, blocks, canvas and plan.
 
 Rows of a batch may end at different steps, and rows of joined runs began on canvases and with plans of their own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,3 +84,24 @@ def own_canvas(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     """The positions of each row's own canvas: all but those that joining padded it with."""
     starts = torch.tensor(run.joined_at or (0,) * len(run.tokens), device="cpu")
     return torch.arange(run.tokens.shape[1], device="cpu") >= starts[:, None]
+
+
+def prompts_of_rows(run: "DenoisingRun") -> list[tuple[int, ...]]:
+    """The tokens of every row's prompt."""
+    content = run.attention_mask & run.in_own_blocks & ~run.answer
+    return [tuple(run.canvases[0, row][content[row]].tolist()) for row in range(len(run.tokens))]
+
+
+def prompt_numbers(runs: Sequence["DenoisingRun"]) -> list[Int[Tensor, "batch"]]:
+    """Run by run the number of each row's prompt, counted from 0 as they come; equal prompts have one number.
+
+    A row without a prompt, or with special tokens alone, is drawn like no other, and has a number of its own.
+    """
+    found: dict[Any, int] = {}
+    numbers = []
+    for place, run in enumerate(runs):
+        special = {*run.eos_token_ids, *getattr(run.tokenizer, "all_special_ids", ())}
+        prompts = enumerate(prompts_of_rows(run))
+        keys = [(place, row) if special.issuperset(prompt) else (prompt,) for row, prompt in prompts]
+        numbers.append([found.setdefault(key, len(found)) for key in keys])
+    return [torch.tensor(each, dtype=torch.long, device="cpu") for each in numbers]

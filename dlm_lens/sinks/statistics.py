@@ -170,6 +170,11 @@ def estimate_mean(
     return estimate(pairs, mean_of, bounds=bounds, seed=seed)
 
 
+def prompts_or_rows(prompt: Any, rows: int) -> NDArray[np.int64]:
+    """The number of each row's prompt (`DenoisingRun.row_prompts`); where it is None, every row is a prompt."""
+    return np.arange(rows) if prompt is None else np.asarray(prompt)
+
+
 def summed(values: Any, prompt: Any, prompts: int) -> Floats:
     """Sums of values [entry, summand] over the entries of every prompt: [prompt, summand]."""
     values = np.asarray(values, dtype=np.float64)

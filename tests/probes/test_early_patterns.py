@@ -82,12 +82,12 @@ def test_rows_of_equal_prompts_are_no_other_prompts() -> None:
     place = PREDICTORS.index("other prompt")
     four = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[0]]
     found = early_attention(dl.record(model, four, reducers, **settings), share=0.4)
-    # Six later steps of three blocks: one other prompt for the rows with the repeated one, three for the other row.
-    assert found.by_head[place, 1, :, 0, 0, 1].tolist() == [6, 6, 18, 6]
+    # Six later steps of three blocks: one other prompt for each of three rows, summed, three for the other row.
+    assert found.by_head[place, 1, :, 0, 0, 1].tolist() == [3 * 6, 18, 0, 0]
     same = dl.record(model, [PROMPTS[0]] * 4, reducers, **settings)
     alone = early_attention(same, share=0.4)
     assert not bool(alone.by_head[place].any())
-    assert bool(alone.by_head[0, 1, ..., 1].all())
+    assert bool(alone.by_head[0, 1, 0, ..., 1].all())
     assert alone.mean("recall", "other prompt").value != alone.mean("recall", "other prompt").value  # NaN
 
 

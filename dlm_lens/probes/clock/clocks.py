@@ -17,7 +17,6 @@ from dlm_lens.probes.clock.fitting import (
     GroupMeans,
     count_prompts,
     permuted,
-    prompt_numbers,
     split_by_prompt,
     warn_of_one_prompt,
 )
@@ -33,6 +32,7 @@ from dlm_lens.probes.clock.states import (
     read_states,
 )
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.run_rows import prompt_numbers
 from dlm_lens.shapes import check_shapes
 
 MAX_BYTES = 4 * 2**30

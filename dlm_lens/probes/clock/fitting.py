@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.probes.clock.states import POSITIONS, QUANTITIES, StepStates, quantities_of
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.run_rows import prompt_numbers, prompts_of_rows
 
 if TYPE_CHECKING:
     from dlm_lens.probes.clock.clocks import DenoisingClock
@@ -214,18 +215,6 @@ def warn_of_one_prompt(
             max(RIDGES),
             remedy,
         )
-
-
-def prompts_of_rows(run: DenoisingRun) -> list[tuple[int, ...]]:
-    """The tokens of every row's prompt."""
-    content = run.attention_mask & run.in_own_blocks & ~run.answer
-    return [tuple(run.canvases[0, row][content[row]].tolist()) for row in range(len(run.tokens))]
-
-
-def prompt_numbers(runs: Sequence[DenoisingRun]) -> list[Int[Tensor, "batch"]]:
-    """Run by run the number of each row's prompt, counted from 0 as they come; equal prompts have one number."""
-    found: dict[tuple[int, ...], int] = {}
-    return [torch.tensor([found.setdefault(key, len(found)) for key in prompts_of_rows(run)]) for run in runs]
 
 
 def count_prompts(numbers: Sequence[Int[Tensor, "batch"]]) -> int:

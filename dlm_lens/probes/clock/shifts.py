@@ -15,7 +15,6 @@ from dlm_lens.attention import Hook, SinkLayout, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import SteerAlong, at_layers
 from dlm_lens.probes.clock.clocks import DenoisingClock
-from dlm_lens.probes.clock.fitting import prompt_numbers
 from dlm_lens.probes.clock.states import EMBEDDING
 from dlm_lens.probes.residual_reader import ResidualReader, reading
 from dlm_lens.probes.unembedding import kl_divergence
@@ -275,7 +274,7 @@ def clock_steering(
         count.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
         sums.index_add_(1, rows, changes)
     amounts, names = zip(*labels, strict=True)
-    return ClockSteering(where, along, amounts, names, sums, count, prompt_numbers([run])[0], seed)
+    return ClockSteering(where, along, amounts, names, sums, count, run.row_prompts, seed)
 
 
 def _redirected(shift: SteerAlong, direction: Tensor) -> _Redirected:
