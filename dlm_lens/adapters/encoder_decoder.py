@@ -134,7 +134,8 @@ class CanvasModel(DiffusionGemmaModel):
             ValueError: as `canvas_span`, images beside a cache that holds positions already, a mask that is not
                 `[batch, position]`, or an embedding that is offloaded.
         """
-        if self.decoder.embed_tokens.weight.is_meta and input_ids is not None and not input_ids.is_meta:
+        shapes_alone = any(ids is not None and ids.is_meta for ids in (input_ids, decoder_input_ids))
+        if self.decoder.embed_tokens.weight.is_meta and not shapes_alone:
             raise ValueError(
                 "the decoder's embedding is offloaded, and self-conditioning reads its numbers: give a device_map "
                 "that keeps the weights on devices, or a quantization_config"
