@@ -102,12 +102,12 @@ def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) ->
         assert hook.run.queries is not None
         whole = torch.empty(rows, hook.run.tokens.shape[-1] + layout.count, device=tensor.device)
         return where(positions, whole, hook, who)[:, slice(*hook.run.queries)]
-    if positions is not None and hook.reach not in (None, length):
-        assert hook.reach is not None
-        found = where(positions, torch.empty(rows, hook.reach, device=tensor.device), hook, who)
+    reach = hook.reach
+    if positions is not None and reach is not None and reach != length:
+        found = where(positions, torch.empty(rows, reach, device=tensor.device), hook, who)
         chosen = torch.zeros(rows, length, dtype=torch.bool, device=tensor.device)
         # A static cache has room after the last position.
-        chosen[:, : hook.reach] = found[:, hook.missing(length) :]
+        chosen[:, :reach] = found[:, hook.missing(length) :]
         return chosen
     canvas = layout.canvas(length)
     chosen = torch.zeros(rows, length, dtype=torch.bool, device=tensor.device)
