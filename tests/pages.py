@@ -90,18 +90,22 @@ def figures(directory: Path) -> list[Path]:
     return [path for path in named if "Matplotlib" in Image.open(path).info.get("Software", "")]
 
 
-def distance(one: Path, two: Path) -> float:
-    """The mean difference of grey levels, 0 to 255; infinite where the sizes differ by more than two pixels."""
-    first, second = (Image.open(path).convert("L") for path in (one, two))
-    if any(abs(a - b) > 2 for a, b in zip(first.size, second.size, strict=True)):
-        return float("inf")
-    values = [np.asarray(image.resize(first.size), dtype=float) for image in (first, second)]
+def distance(one: Image.Image, two: Image.Image) -> float:
+    """The mean difference of grey levels, 0 to 255, after scaling to one size."""
+    values = [np.asarray(image.resize(one.size), dtype=float) for image in (one, two)]
     return float(np.abs(values[0] - values[1]).mean())
+
+
+def apart_from_stored(path: Path) -> float:
+    """The distance of a figure from the stored one; infinite where the sizes differ by more than two pixels."""
+    drawn, stored = (Image.open(each).convert("L") for each in (path, IMAGES / path.name))
+    alike = all(abs(a - b) <= 2 for a, b in zip(drawn.size, stored.size, strict=True))
+    return distance(drawn, stored) if alike else float("inf")
 
 
 def stale(directory: Path) -> dict[str, float]:
     """The pictures of docs/images that are not what a page wrote now, with their distance."""
-    apart = {path.name: distance(path, IMAGES / path.name) for path in figures(directory)}
+    apart = {path.name: apart_from_stored(path) for path in figures(directory)}
     return {name: far for name, far in apart.items() if not far <= SAME}
 
 
@@ -111,8 +115,9 @@ def renew(page: Path) -> None:
         run_blocks(page, Path(folder))
         if blocks(page, "bash"):
             run_commands(page, Path(folder))
+        changed = stale(Path(folder))
         for path in figures(Path(folder)):
-            if path.name in stale(Path(folder)):
+            if path.name in changed:
                 shutil.copyfile(path, IMAGES / path.name)
                 sys.stdout.write(f"{page.name}: {path.name}\n")
 

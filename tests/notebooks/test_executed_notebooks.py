@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from tests.notebooks.execution import FOLDER, NOTEBOOKS, executed, printed, read, source_of
+from tests.pages import distance
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])")
 RENEW = "run `make notebooks`"
@@ -37,12 +37,6 @@ def differences(fresh: str, stored: str, tolerance: tuple[float, float] = (0.05,
 
 def picture(data: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(data))).convert("L")
-
-
-def distance(one: Image.Image, two: Image.Image) -> float:
-    """The mean difference of grey levels, 0 to 255, after scaling to one size."""
-    values = [np.asarray(image.resize(one.size), dtype=float) for image in (one, two)]
-    return float(np.abs(values[0] - values[1]).mean())
 
 
 @pytest.mark.parametrize(
