@@ -246,6 +246,7 @@ def checked_arguments(
 
         @wraps(call)
         def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            """Check the arguments, and call the function."""
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as error:

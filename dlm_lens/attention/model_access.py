@@ -217,6 +217,7 @@ def exclusive(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function while other threads wait for its model."""
         given: list[Any] = list(args)
         if given:
             given[0] = model = network_of(given[0])
