@@ -428,5 +428,6 @@ def _received(
             min_viewers=min_viewers,
             sinks=count,
             tokenizer=run.tokenizer,
+            row_prompts=run.row_prompts,
             viewers=viewers,
         )

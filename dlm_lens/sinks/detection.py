@@ -43,6 +43,7 @@ class Sinks(ShowsItself):
         tokenizer: decodes token ids; None if there is none.
         padding: how many keys of each row are padding on its left; None for none.
         final_tokens: ids of the keys after the last step, on the batch and key axes among `dims`; None if unknown.
+        row_prompts: as in `Received`.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -65,6 +66,7 @@ class Sinks(ShowsItself):
     tokenizer: Any = field(default=None, repr=False)
     padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
     final_tokens: Int[Tensor, "*batch key"] | None = field(default=None, repr=False)
+    row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(self.is_sink.shape)
@@ -275,6 +277,7 @@ def _detected(given: Received | KeyStatistic, detector: Detector) -> Sinks:
         padding=given.padding,
         tokenizer=given.tokenizer,
         final_tokens=_squeeze(given.final_tokens, given, ("batch", "key")),
+        row_prompts=given.row_prompts,
     )
 
 

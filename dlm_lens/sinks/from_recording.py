@@ -157,6 +157,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
         min_viewers=min_viewers,
         sinks=recording.sinks,
         tokenizer=run.tokenizer,
+        row_prompts=run.row_prompts,
         viewers=recording.viewers_by_layer(queries)[:, :, :, None],
     )
 
@@ -197,6 +198,7 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
         dims=tuple(axis for axis in AXES if axis != "head") if quantity == "max activation" else AXES,
         sinks=recording.sinks,
         tokenizer=recording.run.tokenizer,
+        row_prompts=recording.run.row_prompts,
         final_tokens=_final(recording),
     )
 

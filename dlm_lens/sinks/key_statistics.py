@@ -23,7 +23,7 @@ class KeyStatistic:
         quantity: "max activation" (no head axis) or "key norm" (for every query head, of the key that it uses).
         median: median over positions and features of |h|, the reference of "max activation"; None for the median of
             `values` over the positions.
-        tokens, masked, valid, layers, steps, heads, tokenizer, sinks, final_tokens: as in `Received`.
+        tokens, masked, valid, layers, steps, heads, tokenizer, sinks, final_tokens, row_prompts: as in `Received`.
         dims: the axes that exist.
 
     Raises:
@@ -43,6 +43,7 @@ class KeyStatistic:
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
     final_tokens: Int[Tensor, "batch key"] | None = None
+    row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.quantity not in ("max activation", "key norm"):

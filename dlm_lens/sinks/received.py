@@ -80,6 +80,8 @@ class Received(ShowsItself):
         tokenizer: decodes token ids; None if there is none.
         viewers: n_j, how many counted queries see each key; None if unknown. Only needed for the mean attention,
             and only if not every counted query sees every key.
+        row_prompts: the number of each row's prompt (`DenoisingRun.row_prompts`), which intervals resample; None:
+            every row is one of its own.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -103,6 +105,7 @@ class Received(ShowsItself):
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
     viewers: Float[Tensor, "step batch #layer #head key"] | None = None
+    row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.scale not in (RELATIVE, COLUMN_SUM):
@@ -218,6 +221,7 @@ class Received(ShowsItself):
             masked=per_step(self.masked),
             valid=None if self.valid is None else self.valid[rows],
             final_tokens=None if self.final_tokens is None else self.final_tokens[rows],
+            row_prompts=None if self.row_prompts is None else self.row_prompts[rows],
             layers=self.layers[layers] if self.layers else (),
             steps=self.steps[steps],
             heads=self.heads if heads == slice(None) else self.head_numbers[heads],

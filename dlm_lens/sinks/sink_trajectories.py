@@ -67,8 +67,8 @@ class Trajectories(ShowsItself):
         static_position: the position that is active at most steps; -1 if there is never a sink.
         static_share: its share of the steps that have a sink.
         scored: which keys have a score.
-        tokens, masked, final_tokens, scale, level, layers, steps, heads, queries, sinks, tokenizer: as in
-            `Received`.
+        tokens, masked, final_tokens, scale, level, layers, steps, heads, queries, sinks, tokenizer, row_prompts:
+            as in `Received`.
         padding: how many keys of each row are padding on its left; None for none.
         detector: the rule of the onset.
         hysteresis: factor of the rule's setting below which an active position ends.
@@ -104,6 +104,7 @@ class Trajectories(ShowsItself):
     sinks: int = 0
     tokenizer: Any = field(default=None, repr=False)
     padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
+    row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         known = {"layer": len(self.layers), "step": len(self.steps), "head": len(self.heads)}
@@ -356,7 +357,7 @@ def trajectories(
     )
 
 
-_CARRIED = ("sinks", "tokenizer", "padding")
+_CARRIED = ("level", "layers", "steps", "heads", "queries", "sinks", "tokenizer", "padding", "row_prompts")
 _PER_STEP = ("main", "main_score", "counts", "defined", "switched")
 _PER_PATTERN = ("static_position", "static_share")
 
@@ -413,22 +414,7 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
         detector = as_detector(detector)
         received = sinks.at_level(level)
         scale = received.part(slice(0, 0)).read(detector.quantity)[1]
-        context = {
-            name: getattr(received, name)
-            for name in (
-                "tokens",
-                "masked",
-                "final_tokens",
-                "level",
-                "layers",
-                "steps",
-                "heads",
-                "queries",
-                "sinks",
-                "tokenizer",
-                "padding",
-            )
-        }
+        context = {name: getattr(received, name) for name in ("tokens", "masked", "final_tokens", *_CARRIED)}
         return _Input(received.values, received, None, scale, detector, received.dims, context)
     if not isinstance(sinks, Sinks):
         raise TypeError(f"trajectories of a {type(sinks).__name__}; give a Received and a detector, or Sinks")
@@ -442,7 +428,7 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
         "tokens": with_all_axes(sinks.tokens, sinks.dims, ("step", "batch", "key")),
         "masked": with_all_axes(sinks.masked, sinks.dims, ("step", "batch", "key")),
         "final_tokens": with_all_axes(sinks.final_tokens, sinks.dims, ("batch", "key")),
-        **{name: getattr(sinks, name) for name in ("level", "layers", "steps", "heads", "queries", *_CARRIED)},
+        **{name: getattr(sinks, name) for name in _CARRIED},
     }
     scores, entered = (with_all_axes(tensor, sinks.dims) for tensor in (sinks.scores, sinks.is_sink))
     return _Input(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, context)

@@ -175,6 +175,11 @@ def prompts_or_rows(prompt: Any, rows: int) -> NDArray[np.int64]:
     return np.arange(rows) if prompt is None else np.asarray(prompt)
 
 
+def count_prompts(prompt: Any, rows: int) -> int:
+    """How many prompts the rows have; `prompt` as for `prompts_or_rows`."""
+    return len(np.unique(prompts_or_rows(prompt, rows)))
+
+
 def summed(values: Any, prompt: Any, prompts: int) -> Floats:
     """Sums of values [entry, summand] over the entries of every prompt: [prompt, summand]."""
     values = np.asarray(values, dtype=np.float64)
@@ -204,19 +209,21 @@ def ratio_of(sums: Floats) -> Floats:
 def ratio_by_prompt(
     numerator: Floats,
     denominator: Floats,
+    prompt: Any = None,
     *,
     bounds: Bounds | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> tuple[Floats, Floats, Floats]:
-    """Ratio of the sums over the first axis (prompts), entry by entry, and its interval (`expanded`).
+    """Ratio of the sums over the first axis (rows), entry by entry, and its interval (`expanded`) over prompts.
 
-    Each resample draws as many prompts as there are, with replacement, and takes both sums over the same draw.
-    An entry with fewer than two prompts that have a denominator has no interval (NaN).
+    Each resample draws as many prompts as there are, with replacement, and takes both sums over the rows of the
+    same draw. An entry with fewer than two prompts that have a denominator has no interval (NaN).
 
     Args:
-        numerator: [prompt, *entry].
+        numerator: [row, *entry].
         denominator: the same shape.
+        prompt: the number of each row's prompt, as for `prompts_or_rows`.
         bounds: as for `estimate`.
         resamples: how many draws.
         seed: of the draws.
@@ -224,7 +231,9 @@ def ratio_by_prompt(
     Returns:
         The ratio, and the lower and the upper bound of its interval.
     """
-    prompts = len(numerator)
+    _, numbers = np.unique(prompts_or_rows(prompt, len(numerator)), return_inverse=True)
+    prompts = int(numbers.max(initial=-1)) + 1
+    numerator, denominator = (summed(each, numbers, prompts) for each in (numerator, denominator))
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.asarray(numerator.sum(0) / denominator.sum(0))
         draws = _resamples(prompts, resamples, seed)

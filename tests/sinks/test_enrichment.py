@@ -202,7 +202,7 @@ def test_place_enrichment_equals_a_loop(sinks):
 def test_without_sinks_the_tables_have_their_columns_and_no_line(by):
     received, rare = run_like(seed=3), AboveMean(1000.0)
     groups = {"all": [], "head": ["layer", "head"], "pattern": ["batch", "layer", "head"]}[by]
-    wanted = [*groups, "class", "sinks", "share", "base", "enrichment", "low", "high", "sequences"]
+    wanted = [*groups, "class", "sinks", "share", "base", "enrichment", "low", "high", "sequences", "prompts"]
     for table in (
         token_enrichment(trajectories(received, rare), by, classes=lambda token: "odd" if token % 2 else "even"),
         position_enrichment(trajectories(received, rare), by),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -23,7 +23,7 @@ from dlm_lens.probes.attribution.streams import Differences, Streams
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, estimate, ratio_of
+from dlm_lens.sinks.statistics import Estimate, estimate, prompts_or_rows, ratio_of, summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,7 @@ class Faithfulness:
         base: with all edges in the base.
         source: with all edges in the other run.
         seed: of the interval.
+        row_prompts: the number of each row's prompt (`DenoisingRun.row_prompts`); None: each row is one of its own.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -50,6 +51,7 @@ class Faithfulness:
     base: Float[Tensor, "step batch"]
     source: Float[Tensor, "step batch"]
     seed: int = 0
+    row_prompts: Int[Tensor, "batch"] | None = None
 
     def __post_init__(self) -> None:
         check_shapes(self, step=len(self.steps))
@@ -61,11 +63,13 @@ class Faithfulness:
     def normalised(self) -> Estimate:
         """Sum (kept - source) / sum (base - source): 1 for the whole network, 0 for none (2403.17806, section 4).
 
-        The sums are over steps and rows; the interval is over rows.
+        The sums are over steps and rows; the interval is over prompts.
         """
         above, whole = ((one - self.source).sum(0).double().numpy() for one in (self.kept, self.base))
         ones = np.ones_like(above)
-        return estimate(np.stack([above, ones, whole, ones], -1), ratio_of, seed=self.seed)
+        rows, prompt = len(ones), prompts_or_rows(self.row_prompts, len(ones))
+        sums = summed(np.stack([above, ones, whole, ones], -1), prompt, rows)
+        return estimate(sums, ratio_of, seed=self.seed)
 
 
 @checked_arguments(steps=None)
@@ -129,6 +133,7 @@ def faithfulness(
         base=torch.stack([one.base for one in starts]),
         source=torch.stack([one.source for one in starts]),
         seed=seed,
+        row_prompts=run.row_prompts,
     )
 
 

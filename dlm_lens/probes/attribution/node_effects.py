@@ -115,7 +115,7 @@ class NodeEffects(ShowsItself):
     def agreement(self, other: "NodeEffects") -> Estimate:
         """Spearman's rank correlation with other effects of the same nodes, over the nodes of a step and row.
 
-        The mean over steps and rows, with an interval over rows. It says how well an estimate ranks the nodes as
+        The mean over steps and rows, with an interval over prompts. It says how well an estimate ranks the nodes as
         exact patching does.
 
         Raises:
@@ -129,6 +129,5 @@ class NodeEffects(ShowsItself):
         one, two = (each.effects.double().flatten(2) for each in (self, other))
         known = one.isfinite() & two.isfinite()
         rho, defined = spearman(one.nan_to_num(), two.nan_to_num(), known)
-        return estimate_mean(
-            rho[defined], defined.nonzero()[:, 1], one.shape[1], bounds=CORRELATION_BOUNDS, seed=self.seed
-        )
+        prompt = self.run.row_prompts[defined.nonzero()[:, 1]]
+        return estimate_mean(rho[defined], prompt, one.shape[1], bounds=CORRELATION_BOUNDS, seed=self.seed)

@@ -15,7 +15,7 @@ from dlm_lens.sinks.detection import FOUND, Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
 from dlm_lens.sinks.received import RECEIVED, Level, Received
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, count_prompts, prompts_or_rows, ratio_by_prompt
 
 ENTRIES_AT_ONCE = 2**19
 
@@ -53,9 +53,9 @@ def compare_detectors(
 
     J = |A and B| / |A or B| over all keys with a score of both, all patterns together; NaN where neither finds a
     sink.
-    Columns: `first`, `second`; `jaccard` with its 95% interval `low`, `high` (bootstrap by sequence; NaN for one
-    sequence); `kept_first`, `kept_second`, the share of keys that are sinks; `same_main`, the share of the patterns
-    with a sink by both in which the largest is the same; `n` keys and `sequences`.
+    Columns: `first`, `second`; `jaccard` with its 95% interval `low`, `high` (bootstrap over prompts; NaN for
+    one); `kept_first`, `kept_second`, the share of keys that are sinks; `same_main`, the share of the patterns
+    with a sink by both in which the largest is the same; `n` keys, `sequences`, `prompts`.
 
     Args:
         attention: what `find_sinks` takes; None if all `detectors` are `Sinks`.
@@ -66,13 +66,14 @@ def compare_detectors(
         TypeError: a rule, but no attention.
         ValueError: fewer than two, or sinks on other axes.
     """
-    found = []
+    found, prompt = [], None
     for rule in detectors:
         if not isinstance(rule, Sinks):
             if attention is None:
                 raise TypeError(f"{rule!r} needs attention; give a Received, or Sinks instead of the rule")
             rule = find_sinks(attention, rule, level=level)
         found.append((repr(rule.detector), rule.is_sink, ~rule.scores.isnan(), rule.main(), rule.dims))
+        prompt = prompt if rule.row_prompts is None else rule.row_prompts
     if len(found) < 2:
         raise ValueError(f"{len(found)} detectors; give at least two")
     for name, is_sink, _, _, dims in found[1:]:
@@ -81,10 +82,10 @@ def compare_detectors(
                 f"{name} has sinks on {dims} of shape {list(is_sink.shape)}, {found[0][0]} on {found[0][4]} of "
                 f"shape {list(found[0][1].shape)}; compare what has the same axes"
             )
-    return pd.DataFrame([_pair(first, second) for first, second in combinations(found, 2)])
+    return pd.DataFrame([_pair(first, second, prompt) for first, second in combinations(found, 2)])
 
 
-def _pair(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
+def _pair(first: tuple[Any, ...], second: tuple[Any, ...], prompt: Tensor | None) -> dict[str, Any]:
     (name, a, a_defined, a_main, dims), (other, b, b_defined, b_main, _) = first, second
     both = a_defined & b_defined
     a, b = a & both, b & both
@@ -94,7 +95,8 @@ def _pair(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
         rows = mask[None] if batch is None else mask.movedim(batch, 0)
         return rows.flatten(1).sum(1).double().numpy()
 
-    jaccard, low, high = ratio_by_prompt(per_sequence(a & b), per_sequence(a | b), bounds=SHARE_BOUNDS)
+    rows = 1 if batch is None else a.shape[batch]
+    jaccard, low, high = ratio_by_prompt(per_sequence(a & b), per_sequence(a | b), prompt, bounds=SHARE_BOUNDS)
     n, compared = int(both.sum()), (a_main >= 0) & (b_main >= 0)
     same = (a_main == b_main)[compared].double().mean()
     return {
@@ -107,7 +109,8 @@ def _pair(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
         "kept_second": int(b.sum()) / max(n, 1),
         "same_main": float(same),
         "n": n,
-        "sequences": 1 if batch is None else a.shape[batch],
+        "sequences": rows,
+        "prompts": count_prompts(prompt, rows),
     }
 
 
@@ -124,11 +127,11 @@ def eps_sweep(
     (docs/sinks.md), so that sequences of different lengths are never mixed: one line per S and eps.
 
     Columns: `S`, how many keys of a sequence ever have a score; `eps`; `kept` with its 95% interval `low`, `high`
-    (bootstrap by sequence; NaN for one) and `removed` = 1 - kept; `with_sink`, the share of patterns with at least
-    one sink; `n` keys, `patterns`, `sequences`; `scale`, `level`.
+    (bootstrap over prompts; NaN for one) and `removed` = 1 - kept; `with_sink`, the share of patterns with at least
+    one sink; `n` keys, `patterns`, `sequences`, `prompts`; `scale`, `level`.
 
     Args:
-        received: of one run, or of several.
+        received: of one run, or of several, whose prompts count apart.
         eps_values: thresholds.
         level: the level of the patterns.
         literal: Eq. 3 on A-bar from 0 to 1, as `AboveMean(eps, literal=True)`.
@@ -142,17 +145,21 @@ def eps_sweep(
     runs = list(received) if isinstance(received, Iterable) else [received]
     for run in runs:
         RECEIVED.check("received", run)
-    counts, labels = [], []
+    counts, labels, prompts = [], [], 0
     for run in runs:
         given = run.at_level(level)
         labels.append(given.part(slice(0, 0)).read(rules[0].quantity)[1])
-        counts += [_count_row(given.part(rows=slice(row, row + 1)), rules) for row in range(given.values.shape[1])]
+        of_rows = [_count_row(given.part(rows=slice(row, row + 1)), rules) for row in range(given.values.shape[1])]
+        numbers = prompts_or_rows(given.row_prompts, len(of_rows)) + prompts
+        prompts = int(numbers.max(initial=prompts - 1)) + 1
+        counts += [row | {"prompt": number} for row, number in zip(of_rows, numbers.tolist(), strict=True)]
     lines = []
     for length in sorted({row["S"] for row in counts}):
         rows = [row for row in counts if row["S"] == length]
         kept, low, high = ratio_by_prompt(
             np.stack([row["kept"] for row in rows]),
             np.stack([np.full(len(rules), float(row["n"])) for row in rows]),
+            [row["prompt"] for row in rows],
             bounds=SHARE_BOUNDS,
         )
         patterns = sum(row["patterns"] for row in rows)
@@ -166,6 +173,7 @@ def eps_sweep(
                 n=sum(row["n"] for row in rows),
                 patterns=patterns,
                 sequences=len(rows),
+                prompts=len({row["prompt"] for row in rows}),
                 scale=labels[0],
                 level=level,
             )

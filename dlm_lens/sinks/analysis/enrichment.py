@@ -15,10 +15,10 @@ from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.received import in_model
 from dlm_lens.sinks.sink_trajectories import FOLLOWED, GROUPS, By, Trajectories
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, Floats, ratio_by_prompt
+from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, Floats, count_prompts, ratio_by_prompt
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 
-COLUMNS = ("class", "sinks", "share", "base", "enrichment", "low", "high", "sequences")
+COLUMNS = ("class", "sinks", "share", "base", "enrichment", "low", "high", "sequences", "prompts")
 
 POSITION_CLASSES = ("prompt", "written", "masked", "in the block", "after the block", "learned sink")
 
@@ -49,9 +49,9 @@ def token_enrichment(
     of sinks. enrichment = share / base: 1 for no preference.
 
     Columns: layer, head (by `by`); `class`; `sinks`, how many sink-steps; `share`, `base`, `enrichment` with its
-    95% interval `low`, `high` (bootstrap over sequences; NaN for one); `sequences`. The classes exclude each other,
-    in the order of `TOKEN_CLASSES`; see `dlm_lens.sinks.token_classes`. In models without a mask token "mask" is
-    "open", whatever these positions hold.
+    95% interval `low`, `high` (bootstrap over prompts; NaN for one); `sequences`, `prompts`. The classes exclude
+    each other, in the order of `TOKEN_CLASSES`; see `dlm_lens.sinks.token_classes`. In models without a mask token
+    "mask" is "open", whatever these positions hold.
 
     Args:
         paths: from `trajectories`, with tokens.
@@ -160,19 +160,19 @@ def _enrichment(paths: Trajectories, labels: _KeyClasses, by: By) -> pd.DataFram
     merged = tuple(axis + 1 for axis, name in enumerate(("layer", "head")) if name not in groups)
     seen, base = seen.sum(merged), base.sum(merged)
     total = seen_total(paths).sum(merged)
-    sequences: list[tuple[dict[str, int], Floats, Floats, Floats]] = (
+    sequences: list[tuple[dict[str, int], Floats, Floats, Floats, Any]] = (
         [
-            ({"batch": row}, seen[row : row + 1], base[row : row + 1], total[row : row + 1])
+            ({"batch": row}, seen[row : row + 1], base[row : row + 1], total[row : row + 1], None)
             for row in range(len(seen))
         ]
         if by == "pattern"
-        else [({}, seen, base, total)]
+        else [({}, seen, base, total, paths.row_prompts)]
     )
     lines = [
         {**row, **where, **line}
-        for row, counts, bases, totals in sequences
+        for row, counts, bases, totals, prompt in sequences
         for where, index in _group_indices(paths, groups, counts.shape[1:-1])
-        for line in _lines(labels.names, counts[index], bases[index], totals[index])
+        for line in _lines(labels.names, counts[index], bases[index], totals[index], prompt)
     ]
     columns = [*(["batch"] if by == "pattern" else []), *groups, *COLUMNS]
     return pd.DataFrame(lines, columns=columns)
@@ -189,8 +189,10 @@ def _group_indices(
     return found
 
 
-def _lines(names: tuple[str, ...], seen: Floats, base: Floats, total: Floats) -> list[dict[str, object]]:
-    ratio, low, high = ratio_by_prompt(seen, base, bounds=POSITIVE_BOUNDS)
+def _lines(
+    names: tuple[str, ...], seen: Floats, base: Floats, total: Floats, prompt: Any
+) -> list[dict[str, object]]:
+    ratio, low, high = ratio_by_prompt(seen, base, prompt, bounds=POSITIVE_BOUNDS)
     everything = max(total.sum(), 1.0)
     return [
         {
@@ -202,6 +204,7 @@ def _lines(names: tuple[str, ...], seen: Floats, base: Floats, total: Floats) ->
             "low": low[number],
             "high": high[number],
             "sequences": len(seen),
+            "prompts": count_prompts(prompt, len(seen)),
         }
         for number, name in enumerate(names)
         if base[:, number].sum() > 0

@@ -35,7 +35,7 @@ def frontier_alignment(
 
     Columns: layer, head (by `by`); `reference`; `distance` in positions, mean over steps and patterns; `chance`,
     the same for a random key with a score at the step; `ratio` = distance / chance (1: unrelated, below 1: closer)
-    with its 95% interval `low`, `high` (bootstrap over sequences; NaN for one); `within_1`, part of the steps at
+    with its 95% interval `low`, `high` (bootstrap over prompts; NaN for one); `within_1`, part of the steps at
     most one position away, and `chance_within_1`; `correlation` of sink position and reference over steps (Pearson,
     mean over the patterns where both vary; references that are one position only), and `n` steps of patterns. The
     steps after the last one that decodes a position of the row (MMaDA's `eot_token` ends rows early) do not count.
@@ -155,7 +155,9 @@ def _against(
     }
     merged = tuple(axis + 1 for axis, axis_name in enumerate(("layer", "head")) if axis_name not in groups)
     totals = {key: value.sum(merged).astype(float) for key, value in sums.items()}
-    ratio, low, high = ratio_by_prompt(totals["distance"], totals["chance"], bounds=POSITIVE_BOUNDS)
+    ratio, low, high = ratio_by_prompt(
+        totals["distance"], totals["chance"], paths.row_prompts, bounds=POSITIVE_BOUNDS
+    )
     n = totals["n"].sum(0)
     columns: dict[str, object] = _columns(paths, groups, n.shape) | {"reference": name}
     with np.errstate(invalid="ignore", divide="ignore"):

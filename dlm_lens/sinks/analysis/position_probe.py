@@ -1,7 +1,7 @@
 """`position_or_token`: whether a sink stays at its position or moves with its token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +24,7 @@ from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.from_recording import received_over_steps
 from dlm_lens.sinks.received import MERGED, Level
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, count_prompts, ratio_by_prompt
 
 OUTCOMES = ("token", "position", "both", "neither")
 
@@ -41,11 +41,13 @@ class PositionOrToken(ShowsItself):
             those on the canvas.
         detector: the rule.
         level: the level of the patterns.
+        row_prompts: the number of each row's prompt (`DenoisingRun.row_prompts`); None: each row is one of its own.
     """
 
     trials: pd.DataFrame
     detector: Detector
     level: Level
+    row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"PositionOrToken({len(self.trials)} trials; {self.detector}; level: {self.level})"
@@ -55,7 +57,7 @@ class PositionOrToken(ShowsItself):
         return self.trials
 
     def summary(self, by: Sequence[str] = ()) -> pd.DataFrame:
-        """Share of each outcome per change, with 95% intervals (bootstrap over sequences; NaN for one).
+        """Share of each outcome per change, with 95% intervals (bootstrap over prompts; NaN for one).
 
         In the control, which does not touch the sink's token, "position" and "both" are how often a sink survives a
         swap of other tokens, "token" and "both" how often an uninvolved position becomes a sink: the baselines.
@@ -69,20 +71,21 @@ class PositionOrToken(ShowsItself):
         if self.trials.empty:
             raise ValueError("no trial: no pattern had a sink on the canvas at these steps; try another detector")
         sequences = sorted(self.trials["batch"].unique())
-        lines = []
+        prompt = None if self.row_prompts is None else self.row_prompts[sequences]
+        lines, rows = [], len(sequences)
         for names, group in self.trials.groupby([*by, "change"], sort=True):
             n = np.array([(group["batch"] == row).sum() for row in sequences], dtype=float)
             line = dict(zip([*by, "change"], names if isinstance(names, tuple) else (names,), strict=True))
             for outcome in OUTCOMES:
                 hits = group["outcome"] == outcome
                 count = np.array([(hits & (group["batch"] == row)).sum() for row in sequences], dtype=float)
-                share, low, high = ratio_by_prompt(count[:, None], n[:, None], bounds=SHARE_BOUNDS)
+                share, low, high = ratio_by_prompt(count[:, None], n[:, None], prompt, bounds=SHARE_BOUNDS)
                 line |= {
                     outcome: float(share[0]),
                     f"{outcome}_low": float(low[0]),
                     f"{outcome}_high": float(high[0]),
                 }
-            lines.append({**line, "n": len(group), "sequences": len(sequences)})
+            lines.append({**line, "n": len(group), "sequences": rows, "prompts": count_prompts(prompt, rows)})
         return pd.DataFrame(lines)
 
 
@@ -149,7 +152,7 @@ def position_or_token(
     table = from_prompt(table, run.padding, run.tokens.shape[1], ("position", "to"))
     at_token, at_position = table["at_token"].astype(bool), table["at_position"].astype(bool)
     outcome = np.select([at_token & at_position, at_token, at_position], ["both", "token", "position"], "neither")
-    return PositionOrToken(table.assign(outcome=outcome), rule, level)
+    return PositionOrToken(table.assign(outcome=outcome), rule, level, run.row_prompts)
 
 
 @dataclass(frozen=True)

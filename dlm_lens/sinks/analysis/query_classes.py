@@ -10,7 +10,7 @@ from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
 from dlm_lens.sinks.received import RECEIVED, Level, Received, in_model
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
+from dlm_lens.sinks.statistics import SHARE_BOUNDS, count_prompts, ratio_by_prompt
 
 
 @checked_arguments(masked=RECEIVED, unmasked=RECEIVED)
@@ -24,9 +24,10 @@ def compare_query_classes(
     have enough queries for a score.
 
     Columns: layer, head; `differ`, part of the steps with a sink of both classes whose largest sinks differ, with
-    its 95% interval `low`, `high` (bootstrap over sequences; NaN for one); `disjoint`, part of them in which no
+    its 95% interval `low`, `high` (bootstrap over prompts; NaN for one); `disjoint`, part of them in which no
     position is a sink of both; `jaccard` of all sinks; `only_masked`, `only_unmasked`, part of the steps in which
-    one class alone has a sink; `both`, how many steps have a sink of both, of `steps` compared; `sequences`.
+    one class alone has a sink; `both`, how many steps have a sink of both, of `steps` compared; `sequences`,
+    `prompts`.
 
     Args:
         masked: `received_over_steps(model, run, queries="masked")`, or "open".
@@ -49,7 +50,7 @@ def compare_query_classes(
     rule = AboveMean(3.0) if detector is None else detector
     first, second = (find_sinks(given.at_level(level), rule, level=level) for given in (masked, unmasked))
     counts = _counts(first, second)
-    differ, low, high = ratio_by_prompt(counts["differ"], counts["both"], bounds=SHARE_BOUNDS)
+    differ, low, high = ratio_by_prompt(counts["differ"], counts["both"], masked.row_prompts, bounds=SHARE_BOUNDS)
     sums = {name: value.sum(0) for name, value in counts.items()}
     groups = [name for name in ("layer", "head") if name in first.dims]
     at = dict(zip(map(str, groups), map(np.ravel, np.indices(differ.shape)), strict=True))
@@ -67,7 +68,8 @@ def compare_query_classes(
             "steps": sums["steps"].astype(int),
         }
     flat = {name: np.ravel(value) for name, value in columns.items()}
-    return pd.DataFrame({**places, **flat}).assign(sequences=len(counts["both"]))
+    rows = len(counts["both"])
+    return pd.DataFrame({**places, **flat}).assign(sequences=rows, prompts=count_prompts(masked.row_prompts, rows))
 
 
 def _counts(first: Sinks, second: Sinks) -> dict[str, np.ndarray]:

@@ -38,7 +38,7 @@ def score_distribution(
 
     After Figures 3 and 9 of 2510.15731, drawn as the tail of the distribution, which shows a share of one key in
     1,000. The scores are those of single heads: of all layers, of one layer, or of one head. Bands are 95%
-    intervals (bootstrap over sequences; none for one sequence). The grey line is the median threshold of the rule.
+    intervals (bootstrap over prompts; none for one). The grey line is the median threshold of the rule.
 
     Args:
         received: from `received_over_steps`, or a recording with ReceivedAttention.
@@ -63,7 +63,9 @@ def score_distribution(
     axes = figure.add_subplot()
     for number, steps in enumerate(groups):
         colour = colormaps["viridis"](0.75 * number / max(1, len(groups) - 1))
-        above, low, high = ratio_by_prompt(counts.above[:, number], counts.defined[:, number], bounds=SHARE_BOUNDS)
+        above, low, high = ratio_by_prompt(
+            counts.above[:, number], counts.defined[:, number], received.row_prompts, bounds=SHARE_BOUNDS
+        )
         first, last = (received.step_numbers[steps[end]] for end in (0, -1))
         label = f"steps {first} to {last}" if len(steps) > 1 else f"step {first}"
         shown = np.where(above > 0, above, np.nan)

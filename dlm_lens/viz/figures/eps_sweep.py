@@ -35,7 +35,7 @@ def sinks_over_eps(
 
     After Figure 10 of 2510.15731. One line for every sequence length S, since scores relative to uniform range from
     0 to S: the same eps is another share of attention at another length. Bands are 95% intervals (bootstrap over
-    sequences; none for one sequence).
+    prompts; none for one).
 
     Args:
         sweep: the table of `eps_sweep`, a `Received` or a recording.

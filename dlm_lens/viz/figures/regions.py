@@ -51,7 +51,7 @@ def region_mass(
 
     One panel per region of keys. Prompt, masked, unmasked and block are sets of positions that may overlap; sink is
     the set that `RegionMass(sinks=...)` defines; self, past and future are relative to the query. Lines are means
-    over the recorded layers and heads, and over sequences, bands 95% intervals (bootstrap over sequences; none for
+    over the recorded layers and heads, and over sequences, bands 95% intervals (bootstrap over prompts; none for
     one). The thin grey line is the share under uniform attention, for regions where it does not depend on the
     pattern. A line breaks where a sequence ends (dotted lines) or has no queries of the class left, since the mean
     is over other sequences from there on. A panel without attention has a note.
@@ -87,7 +87,7 @@ def region_mass(
             )
         for name in queries:
             values = mass[..., QUERY_CLASSES.index(name), number]
-            _line(axes, recording.steps, values, name, words.get(name, name))
+            _line(axes, recording, values, name, words.get(name, name))
         _finish_panel(axes, mass[..., [QUERY_CLASSES.index(name) for name in queries], number], region, words, ends)
     for axes in panels[4:]:
         axes.set_xlabel("step", fontsize=8)
@@ -176,15 +176,19 @@ def _chosen(
     return mass.nanmean((2, 3))
 
 
-def _line(axes: Axes, steps: tuple[int, ...], mass: Float[Tensor, "step batch"], name: str, word: str) -> None:
+def _line(axes: Axes, recording: Recording, mass: Float[Tensor, "step batch"], name: str, word: str) -> None:
     """Draw the mean over the sequences in which the class has queries, with its interval; `word` is its name."""
     values = mass.T.numpy()
     there = np.isfinite(values)
-    mean, low, high = ratio_by_prompt(np.where(there, values, 0.0), there.astype(float), bounds=SHARE_BOUNDS)
+    mean, low, high = ratio_by_prompt(
+        np.where(there, values, 0.0), there.astype(float), recording.run.row_prompts, bounds=SHARE_BOUNDS
+    )
     colour, dashes = QUERY_STYLES[name]
     # The mean is over other sequences after one ends or has no queries of the class left: the line breaks there.
     breaks = np.flatnonzero((there[:, 1:] != there[:, :-1]).any(0)) + 1
-    x, mean, low, high = (np.insert(np.asarray(v, dtype=float), breaks, np.nan) for v in (steps, mean, low, high))
+    x, mean, low, high = (
+        np.insert(np.asarray(v, dtype=float), breaks, np.nan) for v in (recording.steps, mean, low, high)
+    )
     known = np.pad(np.isfinite(mean), 1)
     alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()
     style: dict[str, Any] = {"marker": "o", "markersize": 2.5, "markevery": alone} if alone else {}
