@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import dlm_lens as dl
+from tests.browser.report_sinks import PROMPTS, STEPS
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -77,3 +80,25 @@ def opened(chromium):
         assert [url for url in page.requests if not url.startswith(("file:", "blob:", "data:"))] == []
         assert len(page.requests) == 1  # the file itself
         page.close()
+
+
+@pytest.fixture(scope="module")
+def recordings():
+    def recorded(name, **settings):
+        return dl.record(dl.load(name), PROMPTS, **settings)
+
+    return {
+        "toy": recorded("toy", steps=STEPS, gen_length=16),
+        "toy-sink": recorded("toy-sink", steps=STEPS, gen_length=16),
+        "toy-ar": recorded("toy-ar"),
+    }
+
+
+@pytest.fixture(scope="module")
+def files(recordings, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports")
+    made = {name: dl.viz.report(rec, folder / f"{name}.html", row=1) for name, rec in recordings.items()}
+    made["both"] = dl.viz.report(
+        recordings["toy"], folder / "both.html", compare=recordings["toy-ar"], labels=("masked", "AR"), row=1
+    )
+    return made

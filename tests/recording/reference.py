@@ -102,3 +102,13 @@ EVERYTHING = (
     TopKeys(2),
 )
 """A reducer of every kind."""
+
+RUN = {"steps": 6, "gen_length": 12, "temperature": 0.7, "seed": [3, 4]}
+
+
+def equal(found, wanted):
+    """Recordings of the same numbers, bit by bit."""
+    for name in wanted.specs:
+        a, b = getattr(found, name), getattr(wanted, name)
+        assert a.shape == b.shape, name
+        assert torch.equal(torch.nan_to_num(a, -7), torch.nan_to_num(b, -7)), name

@@ -4,17 +4,20 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from dlm_lens.testing import tiny
 from dlm_lens.training import (
     DataSettings,
     MaskedDiffusionLoss,
     MaskedDiffusionTrainer,
+    NextToken,
     Optimisation,
     TrainingSettings,
 )
@@ -60,6 +63,26 @@ def job(
 
 def losses(trainer: MaskedDiffusionTrainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def dropping(output: Path, **values: Any) -> MaskedDiffusionTrainer:
+    """Two steps of GPT-2 with dropout in embedding, residual stream and attention."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.2, embd_pdrop=0.2,
+        attn_pdrop=0.2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    settings = TrainingSettings(
+        output=str(output), steps=2, save_steps=1, batch_size=4, micro_batch_size=2, precision="fp32", log_steps=1,
+        data=DataSettings(length=12, column="input_ids"), optimisation=Optimisation(rate=1e-2), report_to=(),
+        objective=NextToken(),
+    )  # fmt: skip
+    rows = [{"input_ids": [(7 * i + j) % 60 for j in range(12)]} for i in range(16)]
+    return MaskedDiffusionTrainer(GPT2LMHeadModel(config), replace(settings, **values), rows)
 
 
 if __name__ == "__main__":
