@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.arguments import store_plain_numbers
-from dlm_lens.attention import Hook, PointContext, Site, Stage
+from dlm_lens.attention import Hook, PointContext, Site, Stage, rows_of_one
 from dlm_lens.hooks.base import call_of
 from dlm_lens.hooks.positions import (
     GivenPositions,
@@ -67,8 +67,10 @@ class ScaleAttention(Hook):
         if self.stage == "before_softmax":
             hidden = tensor <= torch.finfo(tensor.dtype).min / 2
             return torch.where(keys & ~hidden, tensor + math.log(self.factor), tensor)
-        scaled = torch.where(keys, tensor * self.factor, tensor)
-        return scaled / scaled.sum(-1, keepdim=True).clamp(min=1e-30) if self.renormalise else scaled
+        # In float32, where a small factor does not make entries 0 before they are normalised.
+        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if self.renormalise else tensor
+        scaled = torch.where(keys, wide * self.factor, wide)
+        return rows_of_one(scaled).to(tensor.dtype) if self.renormalise else scaled
 
 
 def scale_attention(

@@ -67,7 +67,7 @@ class Steer(Hook):
         features, given = tensor.shape[2:], self.direction.shape
         if given[-1] != features[-1] or (len(given) > 1 and given != features):
             raise ValueError(f"{self}: {self.site} has {list(features)} features a position")
-        added = self.scale * self._direction_on(tensor, hook)
+        added = self._added(tensor, hook)
         if self.schedule is not None:
             weights = weights_of(self.schedule, tensor, hook, self)
             if not any(weights):
@@ -75,15 +75,20 @@ class Steer(Hook):
             added = spread_weights(weights, tensor, hook) * added
         return torch.where(spread(where(self.positions, tensor, hook, self), tensor), tensor + added, tensor)
 
-    def _direction_on(self, tensor: Tensor, hook: PointContext) -> Tensor:
-        """The direction in the activation's dtype and on its device; in a run it is copied there once a step."""
+    def _added(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        """What is added, in the activation's dtype on its device; in a run it is copied there once a step."""
         run = hook.run
         if run is None or self.direction.device == tensor.device:
-            return self.direction.to(tensor)
+            return self._scaled(tensor.dtype).to(tensor)
         moved: Tensor = run.once(
-            ("direction", id(self), tensor.device, tensor.dtype), lambda: self.direction.to(tensor)
+            ("direction", id(self), tensor.device, tensor.dtype), lambda: self._scaled(tensor.dtype).to(tensor)
         )
         return moved
+
+    def _scaled(self, dtype: torch.dtype) -> Tensor:
+        """The scaled direction, at least in float32: in float16 a small one would be 0 before, a large one inf."""
+        wide = torch.promote_types(torch.promote_types(self.direction.dtype, dtype), torch.float32)
+        return self.scale * self.direction.to(wide)
 
 
 def steer(

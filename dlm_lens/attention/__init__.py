@@ -74,6 +74,7 @@ from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
 from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, sink
 from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
+from dlm_lens.attention.softmax_variants import rows_of_one
 from dlm_lens.attention.streaming import received_by_class, stream_columns
 from dlm_lens.attention.tile_sums import QUERY_STATS, QueryStat
 from dlm_lens.attention.tiled import pattern_tiles
@@ -165,6 +166,7 @@ __all__ = [
     "received_by_class",
     "received_sums",
     "refuse_row_lists",
+    "rows_of_one",
     "run_of",
     "sees_observed_first",
     "sees_window",

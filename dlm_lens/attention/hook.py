@@ -19,6 +19,7 @@ from dlm_lens.attention.column_masking import (
 from dlm_lens.attention.column_stats import ColumnStats, DeferredColumnStats, columns_of
 from dlm_lens.attention.hook_context import HookContext, PointContext, RunStep
 from dlm_lens.attention.sink_layout import SinkLayout, SinkToken
+from dlm_lens.attention.softmax_variants import rows_of_one
 from dlm_lens.attention.visibility import AttentionPass, visible_in
 from dlm_lens.printable import shown
 from dlm_lens.shapes import edited_by
@@ -485,7 +486,7 @@ def hide_columns(hook: Any, tensor: Tensor, context: HookContext | None) -> Tens
     edited = tensor.masked_fill(entries, 0.0)
     if not hidden.renormalise:
         return edited
-    whole = edited / edited.sum(-1, keepdim=True).clamp(min=1e-30)
+    whole = rows_of_one(edited).to(edited.dtype)
     # Rows may sum to less than 1 for another reason, such as a spare entry: those of other heads stay so.
     return torch.where(hidden.acts_in(rows, heads, tensor.device)[..., None, None], whole, edited)
 

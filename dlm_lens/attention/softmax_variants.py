@@ -37,6 +37,15 @@ def spare_logits(attention: Any) -> Float[Tensor, "head"] | None:
     return torch.zeros(config.num_attention_heads, device=attention.q_proj.weight.device)
 
 
+def rows_of_one(pattern: Float[Tensor, "*leading key"]) -> Float[Tensor, "*leading key"]:
+    """A_ij / sum_k A_ik, at least in float32; a row of zeros stays so.
+
+    The least divisor, 1e-30, is 0 in float16, where a row of zeros would become NaN.
+    """
+    wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
+    return wide / wide.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
 def with_spare_key(
     q: Float[Tensor, "batch head query d_head"],
     k: Float[Tensor, "batch kv_head key d_head"],

@@ -194,3 +194,17 @@ def test_reference_quirks_take_the_likeliest_tokens_where_torch_refuses_the_prob
         propose = DreamPropose(settings, SharedNoise(seed), SpecialIds(63), reference_quirks=True)
         assert propose(canvas, logits, everywhere, everywhere).tokens[0].equal(expected)
     assert 10 < refused < 390
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.6}, {"top_k": 2}], ids=str)
+def test_the_entropy_of_half_precision_is_a_number(filters: dict[str, Any], dtype: torch.dtype) -> None:
+    """In float16 1e-10 is 0, and tokens without probability made every confidence NaN."""
+    settings = DreamSettings(steps=1, gen_length=12, remasking="entropy", **filters)
+    canvas, everywhere = torch.zeros(1, 12, dtype=torch.long), torch.ones(1, 12, dtype=torch.bool)
+    logits = (12 * torch.randn(12, 64, generator=torch.Generator().manual_seed(1))).to(dtype)
+    propose = DreamPropose(settings, SharedNoise(0), SpecialIds(63), reference_quirks=False)
+    found, wanted = (propose(canvas, one, everywhere, everywhere) for one in (logits, logits.double()))
+    assert found.tokens.equal(wanted.tokens)
+    # The probabilities are of half precision: 2^-9 of each, times logarithms of up to 20.
+    torch.testing.assert_close(found.confidence.double(), wanted.confidence.double(), atol=0.02, rtol=0.02)

@@ -195,9 +195,9 @@ class DreamPropose(FilteredPropose):
     """x0 from softmax(filtered(logits / temperature)), and the confidence of the rule.
 
     maskgit_plus and confidence_threshold: the probability of x0; topk_margin: largest minus second largest
-    probability; entropy: sum p ln(p + 1e-10). With `origin` the confidence is not used. [MASK] is never an x0
-    unless `reference_quirks`: the filter is one of the other tokens, and without a filter the probabilities are
-    those of all tokens.
+    probability; entropy: sum p ln(p + 1e-10), without `reference_quirks` at least in float32. With `origin` the
+    confidence is not used. [MASK] is never an x0 unless `reference_quirks`: the filter is one of the other tokens,
+    and without a filter the probabilities are those of all tokens.
 
     The authors' code draws with `torch.distributions.Categorical`, which refuses probabilities that do not sum to 1
     within 1e-6, as can happen in bfloat16; it then catches the exception and takes the most likely token of every
@@ -251,6 +251,9 @@ class DreamPropose(FilteredPropose):
             first, second = likely.topk(2).values.unbind(-1)
             return first - second
         if self.rule == "entropy":
+            if not self.reference_quirks:
+                # In float16 1e-10 is 0, and a probability of 0 would give NaN.
+                likely = likely.to(torch.promote_types(likely.dtype, torch.float32))
             return (likely * torch.log(likely + 1e-10)).sum(-1)
         return likely.gather(-1, chosen[:, None]).squeeze(-1)
 
