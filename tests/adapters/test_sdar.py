@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dlm_lens
 from dlm_lens.attention import check_hook_points
@@ -68,11 +70,14 @@ def test_bfloat16_is_near_the_original() -> None:
     model, stored = dlm_lens.load(SDAR, dtype="bfloat16"), stored_case(SDAR, "block_causal")
     ids, visible, positions = pass_of(stored)
     mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
-    logits = model(input_ids=ids, attention_mask={"full_attention": mask}, position_ids=positions).logits
-    difference = (logits.float() - stored["logits_bfloat16"].float()).abs()
-    # As in test_dream.py: sums differ by a few ulps of logits of up to 4.2.
-    assert difference.max() <= 0.15
-    assert difference.mean() < 0.02
+    for kernel, most, mean in ((sdpa_kernel(SDPBackend.MATH), 0.03, 0.004), (nullcontext(), 0.1, 0.015)):
+        with kernel:
+            logits = model(input_ids=ids, attention_mask={"full_attention": mask}, position_ids=positions).logits
+        difference = (logits.float() - stored["logits_bfloat16"].float()).abs()
+        # The same operations as the original with plain attention, 0 here; on another processor sums may differ by
+        # an ulp (0.016 at 2 to 4). A fused kernel keeps its weights in another precision: 0.055 here.
+        assert difference.max() <= most
+        assert difference.mean() < mean
 
 
 @pytest.mark.parametrize("bias", [False, True])

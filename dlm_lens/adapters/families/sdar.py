@@ -1,11 +1,13 @@
 """SDAR: Qwen3 layers under block causal attention, whose blocks are counted from the first token of the text."""
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
+from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dlm_lens.adapters.masked_diffusion import SDAR_SAMPLER, MaskedDiffusionFields, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
+from dlm_lens.adapters.weighted_norm import use_weighted_norms
 
 
 class SDARConfig(MaskedDiffusionFields, Qwen3Config):
@@ -22,9 +24,16 @@ class SDARConfig(MaskedDiffusionFields, Qwen3Config):
 
 
 class SDARModel(MaskedDiffusionMixin, Qwen3ForCausalLM):
-    """Qwen3 layers without causality; `denoise` gives them the blocks. Parity: tests/adapters/test_sdar.py."""
+    """Qwen3 layers without causality; `denoise` gives them the blocks. Parity: tests/adapters/test_sdar.py.
+
+    Norms, also of queries and keys, are those of the authors' fused kernel.
+    """
 
     config_class = SDARConfig
+
+    def __init__(self, config: SDARConfig) -> None:
+        super().__init__(config)
+        use_weighted_norms(cast(nn.Module, self.model))
 
 
 _EXPERTS = (

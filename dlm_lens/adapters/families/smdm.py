@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import SMDM_SAMPLER, Float32RotaryEmbedding
 from dlm_lens.adapters.registry import Family, Shapes, WeightsOnly
 from dlm_lens.adapters.sink_tokens import SinkDecoder, SinkMaskedDiffusion
+from dlm_lens.adapters.weighted_norm import use_weighted_norms
 from dlm_lens.attention import Placement, SinkLayout
 
 
@@ -215,26 +215,13 @@ class RoundedRotaryEmbedding(Float32RotaryEmbedding):
         return cos.bfloat16().float(), sin.bfloat16().float()
 
 
-class WeightedRMSNorm(LlamaRMSNorm):
-    """RMSNorm that multiplies by the weight before it casts back, as SMDM's fused kernel does; bfloat16 differs."""
-
-    def forward(self, hidden_states: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Return x / sqrt(mean(x^2) + eps) * weight, computed in float32, in the dtype of x."""
-        wide = hidden_states.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return (normed * self.weight.float()).to(hidden_states.dtype)
-
-
 class SMDMModel(SinkDecoder, LlamaModel):
     """Llama's decoder with SMDM's rotary tables, norms and embedding rows, and sinks around the canvas."""
 
     def __init__(self, config: SMDMConfig) -> None:
         super().__init__(config)
         self.rotary_emb = RoundedRotaryEmbedding(config)
-        self.norm = WeightedRMSNorm(config.hidden_size, config.rms_norm_eps)
-        for layer in cast(Any, self.layers):
-            layer.input_layernorm = WeightedRMSNorm(config.hidden_size, config.rms_norm_eps)
-            layer.post_attention_layernorm = WeightedRMSNorm(config.hidden_size, config.rms_norm_eps)
+        use_weighted_norms(self)
 
 
 class SMDMForMaskedLM(SinkMaskedDiffusion, LlamaForCausalLM):
