@@ -19,6 +19,7 @@ from dlm_lens.cli.options import (
     quiet_transformers,
 )
 from dlm_lens.cli.output import show_json
+from dlm_lens.files.text_files import read_utf8
 
 if TYPE_CHECKING:
     from dlm_lens.findings import Finding
@@ -68,7 +69,7 @@ def doctor_command(
 
         source = findings()
     else:
-        lines = None if texts is None else texts.read_text(encoding="utf-8").splitlines()
+        lines = None if texts is None else read_utf8(texts).splitlines()
         source = _of_checkpoint(model, lines, reference, gen_length, device, dtype, seed)
     console, found = Console(), []
     for finding in source:

@@ -7,6 +7,7 @@ import typer
 
 from dlm_lens.cli.options import DTYPE, check_device, check_dtype, device_or_gpu, quiet_transformers
 from dlm_lens.cli.output import show_json
+from dlm_lens.cli.stopped_training import one_sentence_of_a_stop
 from dlm_lens.files.paths import check_directory
 from dlm_lens.option_values import words
 from dlm_lens.printable import echo
@@ -69,7 +70,8 @@ def experiment_command(
         echo(plan_experiment(experiment, device=device or "cpu", **chosen))
         return
     if not render:
-        results = run_experiment(experiment, directory, loading=_loading(device, dtype), **chosen)
+        with one_sentence_of_a_stop("; the same command continues"):
+            results = run_experiment(experiment, directory, loading=_loading(device, dtype), **chosen)
         if results.missing:
             echo(f"{results.missing} items are left to other processes; merge with --render", err=True)
             return

@@ -1,10 +1,10 @@
 """`dlm-lens train`: from a config to checkpoints."""
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dlm_lens.cli.stopped_training import one_sentence_of_a_stop
 from dlm_lens.option_values import one_of
 from dlm_lens.printable import echo
 
@@ -49,14 +49,10 @@ def train_command(
     if dry_run:
         _show_plan(settings, device or "h100", devices, 0.4 if utilisation is None else utilisation)
         return
-    from dlm_lens.training.checkpoints import TrainingStoppedError
     from dlm_lens.training.trainer import end_processes, run_training
 
-    try:
+    with one_sentence_of_a_stop():
         path = run_training(settings)
-    except TrainingStoppedError as error:
-        echo(f"dlm-lens: {error}", fg=typer.colors.RED, err=True)
-        sys.exit(1)
     end_processes()
     echo(f"trained: {path} (dlm_lens.load opens it); logs: tensorboard --logdir {settings.output}")
 

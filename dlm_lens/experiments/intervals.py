@@ -316,5 +316,8 @@ def plus_minus(interval: Interval, digits: int = 3, sign: bool = False) -> str:
 
 
 def signed(interval: Interval, digits: int = 3) -> str:
-    """A difference with its sign: `+0.042 [+0.010, +0.074]`."""
-    return f"{interval.value:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+    """A difference with its sign: `+0.042 [+0.010, +0.074]`, without bounds where there are none; else `-`."""
+    if math.isnan(interval.value):
+        return "-"
+    bounds = f" [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+    return f"{interval.value:+.{digits}f}{'' if math.isnan(interval.low) else bounds}"

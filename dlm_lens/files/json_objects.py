@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.files.text_files import read_utf8
 from dlm_lens.printable import one_line, printable_name, shown
 
 LARGEST = 64 * 2**20
@@ -53,11 +54,7 @@ def read_json_lines(path: Path, what: str, form: str) -> Iterator[tuple[str, str
     Raises:
         ValueError: a file that is not UTF-8, or a line that is not JSON.
     """
-    try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 (byte {error.start}), the encoding of JSON lines") from None
-    for number, text in enumerate(lines, 1):
+    for number, text in enumerate(read_utf8(path, "JSON lines").split("\n"), 1):
         if not text.strip():
             continue
         where = f"{path} line {number}"

@@ -30,6 +30,7 @@ from dlm_lens.attention import (
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.sealed_json import Document, fitted, parsed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
+from dlm_lens.files.text_files import read_utf8
 from dlm_lens.placement import input_device
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.unembedding import Unembedding, kl_divergence
@@ -245,7 +246,7 @@ def _ids(model: Any, path: Path) -> Int[Tensor, "token"]:
         raise FileNotFoundError(f"{path} is not there; a tuned lens is trained on a text file")
     if model.tokenizer is None:
         raise ValueError("this model has no tokenizer, which reads the text; set model.tokenizer")
-    ids = model.tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+    ids = model.tokenizer(read_utf8(path), add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < 2:
         raise ValueError(f"{path} has {len(ids)} tokens; a tuned lens needs at least 2")
     return torch.tensor(ids)

@@ -22,7 +22,7 @@ from dlm_lens.files.sealed_json import Document, fitted, parsed, sealed, unseale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.printable import shown
 from dlm_lens.recording.activation_stream import ActivationBatch, prepared_stream, run_batches
-from dlm_lens.recording.model_identity import in_both, request_of_model, weights_digest
+from dlm_lens.recording.model_identity import check_named, in_both, request_of_model, weights_digest
 from dlm_lens.recording.reducers.features import POSITION_CLASSES
 
 HEADER = "activations.json"
@@ -153,6 +153,7 @@ def write_activations(
         raise ValueError(f"dtype is {shown(dtype)}; it must be one of {', '.join(DTYPES)}")
     if not is_whole(shard_size) or shard_size < 1:
         raise ValueError(f"shard_size is {shown(shard_size)}; it must be at least 1")
+    check_named(model, settings, "write_activations")
     request, batches, collect, recorder = prepared_stream(
         model, prompts, layer, classes, share, batch_size, DTYPES[dtype], seed, settings
     )

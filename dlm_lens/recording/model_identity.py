@@ -13,6 +13,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from dlm_lens.adapters import family_of
+from dlm_lens.attention import attached_hooks
 from dlm_lens.placement import dequantised, float32_products, input_device, named_weights
 
 SPAN = 2**16
@@ -56,6 +57,29 @@ def request_of_model(model: Any, settings: Mapping[str, Any]) -> dict[str, dict[
         "config": {name: text for name, text in config_fields(config).items() if name not in ELSEWHERE},
         "defaults": {"sampler": repr(sampler), **own},
     }
+
+
+def check_named(model: Any, settings: Mapping[str, Any], who: str) -> None:
+    """Refuse what the header of a file cannot name: a run could be continued without it, or never.
+
+    Args:
+        model: of the run.
+        settings: that were given to `denoise`.
+        who: the function that writes the files.
+
+    Raises:
+        ValueError: a function in the settings, or hooks of `attach_hooks`.
+    """
+    for name in ("on_logits", "on_canvas"):
+        if settings.get(name) is not None:
+            raise ValueError(
+                f"{name} with to=: functions cannot be compared when a run is continued; leave one out"
+            )
+    if attached := attached_hooks(model):
+        raise ValueError(
+            f"{', '.join(map(repr, attached))} of attach_hooks with to=: the files would not name it, and could be "
+            f"continued without it; give {who}(hooks=[...]) instead"
+        )
 
 
 def in_both(name: str, old: Any, new: Any) -> tuple[Any, Any]:

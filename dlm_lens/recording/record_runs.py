@@ -10,11 +10,12 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, instance
-from dlm_lens.attention import HookLike, attached_hooks, checked, exclusive, refuse_row_lists
+from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.files.locks import held
 from dlm_lens.files.paths import check_directory
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import parts_of
+from dlm_lens.recording.model_identity import check_named
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.reducers.received import ReceivedAttention
@@ -248,16 +249,8 @@ def _check(model: Any, settings: dict[str, Any], to: Path | None) -> None:
     for name in ("observers", "resume", "attention_mask"):
         if name in settings:
             raise ValueError(f"record takes no {name}; give dlm_lens.denoise a dlm_lens.Recorder as observer")
-    for name in ("on_logits", "on_canvas"):
-        if to is not None and settings.get(name) is not None:
-            raise ValueError(
-                f"{name} with to=: functions cannot be compared when a run is continued; leave one out"
-            )
-    if to is not None and (attached := attached_hooks(model)):
-        raise ValueError(
-            f"{', '.join(map(repr, attached))} of attach_hooks with to=: the recording would not name it, and "
-            "could be continued without it; give record(hooks=[...]) instead"
-        )
+    if to is not None:
+        check_named(model, settings, "record")
 
 
 def _check_batches(model: Any, batches: Batches, hooks: Sequence[HookLike], settings: dict[str, Any]) -> None:

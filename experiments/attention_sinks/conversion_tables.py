@@ -140,9 +140,12 @@ def _table(results: Results, scale: str) -> Table:
 
 
 def _cell(found: Interval) -> str:
-    if np.isnan(found.value):
-        return "-"
-    return f"{found.value:.3f}" if np.isnan(found.low) else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+    bounds = "" if np.isnan([found.value, found.low]).any() else f" [{found.low:.3f}, {found.high:.3f}]"
+    return f"{_number(found.value)}{bounds}"
+
+
+def _number(value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.3f}"
 
 
 def over_training(results: Results, model: str) -> "Figure":
@@ -251,7 +254,7 @@ def _by_training(results: Results, model: str, variant: str, known: Sequence[int
         outcome = {"agrees": ", as expected", "disagrees": ", against the expectation"}.get(judged.verdict, "")
         yield Finding(
             f"expected to {wanted.removesuffix('s')} over the training: {statistic.label}",
-            f"{model}, {variant}: {before.value:.3f} at step {first}, {after.value:.3f} at step {last:,} "
+            f"{model}, {variant}: {_number(before.value)} at step {first}, {_number(after.value)} at step {last:,} "
             f"({count:,} tokens), a change of {_cell(found)}: {_direction(found)}{outcome} "
             f"(n = {found.n} prompts)",
             "no counterpart",

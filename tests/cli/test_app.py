@@ -22,6 +22,7 @@ from dlm_lens.cli import errors
 from dlm_lens.cli import installation as doctor
 from dlm_lens.cli.demo_run import run_demo
 from dlm_lens.testing import tiny
+from dlm_lens.training.checkpoints import TrainingStoppedError
 from dlm_lens.viz import emerging_lines
 
 
@@ -160,6 +161,34 @@ def test_what_the_system_says_becomes_a_sentence_with_a_remedy(
     assert shown.startswith("dlm-lens: ")
     assert sentence in shown
     assert "Errno" not in shown
+
+
+@pytest.mark.parametrize("command", [["train", "toy.yaml"], ["experiment", "beyond-conversion", "--small"]])
+def test_a_training_that_stops_ends_its_command_with_a_sentence(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*_: object, **__: object) -> None:
+        raise TrainingStoppedError("SIGTERM at step 15 of 150; resume from runs/a/checkpoint-15, which is complete")
+
+    monkeypatch.setattr("dlm_lens.training.trainer.run_training", stops)
+    monkeypatch.setattr("dlm_lens.training.config_files.read_settings", lambda *_: None)
+    monkeypatch.setattr("dlm_lens.experiments.run_experiment", stops)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, command)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("dlm-lens: SIGTERM at step 15 of 150; resume from runs/a/checkpoint-15, which ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_bytes(b"w1\n\xff\xfe")
+    sentence = r"texts\.txt is not UTF-8 \(byte 3\)"
+    result = CliRunner().invoke(cli.app, ["doctor", "toy", "--texts", str(tmp_path / "texts.txt")])
+    with pytest.raises(ValueError, match=sentence):
+        raise result.exception or AssertionError("no error")
+    with pytest.raises(ValueError, match=sentence):
+        dlm_lens.probes.train_tuned_lens(tiny("llada"), tmp_path / "texts.txt", steps=1)
 
 
 def test_an_interrupted_command_says_so(

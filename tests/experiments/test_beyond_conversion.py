@@ -228,6 +228,16 @@ def test_findings_name_the_direction(before: float, after: float, word: str) -> 
     assert [len(axes.get_lines()) >= 2 for axes in figure.axes] == [True] * 7
 
 
+def test_a_finding_without_a_last_number_says_so() -> None:
+    results = planted(0.5, 0.4)
+    for name, pairs in results.records[-1].value.items():
+        if name != "tokens":
+            pairs[:] = [[0, 0]] * len(pairs)
+    training = [one for one in EXPERIMENT.render(results).findings if one.paper.startswith("expected to ")]
+    assert all(": 0.499 at step 0, - at step 100 (" in one.here for one in training)
+    assert not any("nan" in one.here for one in training)
+
+
 def test_items_are_in_the_order_of_training() -> None:
     steps = {"": [5, 0], "smollm2": [0, 7]}
     config = EXPERIMENT.config(True, given={"models": ["toy-ar", "smollm2"], "steps": steps})

@@ -9,11 +9,13 @@ from scipy import stats
 from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, mean_match, mean_ratio
 from dlm_lens.experiments.attention_sinks.recorded_runs import average, ratio
 from dlm_lens.experiments.intervals import (
+    Interval,
     difference_of_ratios,
     mean_over_prompts,
     over_networks,
     paired_difference,
     ratio_over_prompts,
+    signed,
 )
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.experiments.verdicts import is_below, p_value
@@ -265,3 +267,9 @@ def test_counts_stay_within_0_and_1_and_one_prompt_has_no_interval() -> None:
     assert mean_over_prompts([0.9, 0.9, 0.2]).high > 0.9
     assert math.isnan(ratio_over_prompts([0, 3, 0], [0, 4, 0]).low)
     assert over_networks([([0.9, 0.9, 0.2], [1.0] * 3)], bounds=(0.0, 1.0)).high == 1.0
+
+
+def test_a_signed_difference_says_what_is_not_known() -> None:
+    assert signed(Interval(0.042, 0.01, 0.074, 9)) == "+0.042 [+0.010, +0.074]"
+    assert signed(Interval(-0.1, math.nan, math.nan, 1), 2) == "-0.10"
+    assert signed(Interval(math.nan, math.nan, math.nan, 0)) == "-"

@@ -174,6 +174,17 @@ def test_other_arguments_and_damage_are_refused(tmp_path):
         list(ActivationShards(tmp_path / "shards"))
 
 
+def test_what_no_header_names_is_refused_before_anything_is_written(tmp_path):
+    model = tiny("llada")
+    for name in ("on_logits", "on_canvas"):
+        with pytest.raises(ValueError, match=f"{name} with to=: functions cannot be compared"):
+            write_activations(model, PROMPTS, 1, tmp_path / "shards", **RUN, **{name: lambda *_: None})
+    why = r"of attach_hooks with to=.*; give write_activations\(hooks=\[\.\.\.\]\) instead"
+    with dl.hooks.attach_hooks(model, dl.hooks.zero_value(0)), pytest.raises(ValueError, match=why):
+        write_activations(model, PROMPTS, 1, tmp_path / "shards", **RUN)
+    assert not (tmp_path / "shards").exists()
+
+
 def test_activations_that_float16_cannot_hold_are_refused(tmp_path):
     model = tiny("llada")
     model.get_input_embeddings().weight.data.mul_(1e6)
