@@ -288,35 +288,6 @@ def test_a_run_that_its_settings_do_not_repeat_is_refused():
         dl.viz.explore(model, run)
 
 
-@pytest.mark.parametrize("name", ["llada", "sink_qwen", "causal"])
-def test_the_code_computes_what_is_shown(name):
-    explorer = explorer_of(name, "w1 w2 w3", temperature=0.7, seed=5)
-    explorer.select(step=2, layer=1, head=3, position=4)
-    for change in (
-        lambda: None,
-        lambda: explorer.plant(1, 4, "w9"),
-        lambda: explorer.hide(1),
-        lambda: explorer.hide_head(1, 2),
-    ):
-        change()
-        space = {"model": explorer._exploration.model}
-        exec(explorer.code, space)  # noqa: S102  # our own code
-        assert space["recording"].run.tokens.equal(explorer.run.tokens)
-        if explorer.twin is not None:
-            assert space["twin"].run.tokens.equal(explorer.twin.tokens)
-        shown = explorer.twin_received if explorer.twin is not None else explorer.received
-        torch.testing.assert_close(space["received"], shown.values[2, 0, 1, 3], equal_nan=True)
-        lens = explorer.lens(twin=explorer.twin is not None)
-        assert space["lens"].top_tokens.equal(lens.top_tokens)
-        pattern = torch.tensor(space["pattern"].pieces[0].props["attention"])
-        there = explorer.pattern(twin=explorer.twin is not None)
-        # The view has the learned sink's own row too, and no positions that are not decoded yet.
-        sinks = int(name == "sink_qwen")
-        seen = len(pattern) - sinks
-        keys = [*range(seen), *range(there.shape[1] - sinks, there.shape[1])]
-        torch.testing.assert_close(pattern[:seen], there[:seen, keys], rtol=0, atol=5.1e-5)
-
-
 def test_the_selection_is_read_and_set():
     explorer = explorer_of("sink_qwen")
     page = Page(explorer)

@@ -5,20 +5,39 @@ from typing import Any
 
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import SinkToken
-from dlm_lens.hooks.expressions import hook_names
+from dlm_lens.hooks.expressions import hook_names, hooks_of_run
 from dlm_lens.sampling.token_text import TokenTexts
+from dlm_lens.sinks.detector_registry import DETECTORS
 from dlm_lens.viz.exploring.changes import CanvasEdit, edits_of
 from dlm_lens.viz.exploring.exploration import Exploration, Selection
+
+GIVEN = "given_hooks"
+"""The name that the code has for hooks that only the caller of explore can make, such as `steer` of a tensor."""
 
 
 def script_of(exploration: Exploration, selection: Selection) -> str:
     """Python that makes the run and its twin, and computes what is selected of the latter (else of the run)."""
-    hooks = [repr(hook) for hook in (exploration.base if exploration.twin is None else exploration.twin).hooks]
-    names = sorted(set(re.findall(r"\b([a-z_]+)\(", " ".join(hooks))) & {*hook_names(), "sink"})
+    own = _given_hooks(exploration)
+    side = exploration.base if exploration.twin is None else exploration.twin
+    hooks = [*own, *map(repr, side.hooks[len(exploration.base.hooks) :])]
+    called = set(re.findall(r"\b(\w+)\(", " ".join(hooks)))
+    names = sorted(called & {*hook_names(), "sink"})
+    detectors = sorted(called & {entry.kind for entry in DETECTORS.values()})
     lines = ["import dlm_lens as dl"]
     lines += [f"from dlm_lens.hooks import {', '.join(names)}"] if names else []
-    lines += ["", *_inputs(exploration), *_runs(exploration, hooks), *_selected(exploration, selection)]
+    lines += [f"from dlm_lens.sinks import {', '.join(detectors)}"] if detectors else []
+    lines += ["", *_inputs(exploration)]
+    lines += [f"# {GIVEN}: the list of hooks that explore was given"] if own == [f"*{GIVEN}"] else []
+    lines += [*_runs(exploration, own, hooks), *_selected(exploration, selection)]
     return "\n".join(lines) + "\n"
+
+
+def _given_hooks(exploration: Exploration) -> list[str]:
+    """The hooks of the plain run as Python; the name of a list where their text does not make them again."""
+    try:
+        return [repr(hook) for hook in hooks_of_run(exploration.run)]
+    except ValueError:
+        return [f"*{GIVEN}"]
 
 
 def _inputs(exploration: Exploration) -> list[str]:
@@ -31,8 +50,7 @@ def _inputs(exploration: Exploration) -> list[str]:
     ]
 
 
-def _runs(exploration: Exploration, hooks: list[str]) -> list[str]:
-    own = [repr(hook) for hook in exploration.base.hooks]
+def _runs(exploration: Exploration, own: list[str], hooks: list[str]) -> list[str]:
     of_plain = f", hooks=[{', '.join(own)}]" if own else ""
     lines = [f"recording = dl.record(model, prompt{of_plain}, **settings)"]
     if exploration.twin is None:
