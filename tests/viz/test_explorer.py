@@ -128,6 +128,49 @@ def test_an_opened_position_is_open_at_its_step_and_filled_in_again():
     assert int(explorer.comparison.answer.sum()) == 8
 
 
+def test_negative_steps_positions_and_heads_count_from_the_end():
+    explorer = explorer_of("llada")
+    model, position = explorer._exploration.model, explorer.run.tokens.shape[1] - 1
+    explorer.plant(-1, 4, "w11")
+    assert explorer._changes[0] == {"kind": "edit", "step": 7, "position": 4, "text": "w11"}
+    token = model.tokenizer("w11")["input_ids"][0]
+
+    def plant(step, canvas):
+        if step == 7:
+            canvas[:, 4] = token
+        return canvas
+
+    assert explorer.twin.tokens.equal(dl.denoise(model, PROMPT, gen_length=8, on_canvas=plant).tokens)
+    explorer.clear()
+    explorer.open_again(-6, -1)
+    assert explorer.changes == (dl.viz.CanvasEdit(2, position, 63),)
+    explorer.plant(2, position, "w9")  # another edit of the same place
+    assert len(explorer.changes) == 1
+    explorer.clear()
+    explorer.hide_head(-1, 0)
+    assert explorer.changes == (dl.viz.HiddenHead(1, 0),)
+    explorer.hide_head(1, 0)  # the same head, which is given back
+    assert explorer.changes == ()
+    explorer.hide(-1)
+    assert explorer.changes == (dl.viz.HiddenKey(position),)
+    for do, sentence in (
+        (lambda: explorer.plant(-9, 4, 9), "step -9 of 8"),
+        (lambda: explorer.plant(0, -12, 9), "position -12 of 11"),
+        (lambda: explorer.plant(0, sink(0), 9), r"position is sink\(0\); give a whole number"),
+        (lambda: explorer.hide_head(-3, 0), "layer -3 of 2"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            do()
+
+
+def test_a_negative_position_of_an_ar_model_is_one_of_the_answer():
+    explorer = explorer_of("causal")
+    explorer.plant(0, -2, 9)
+    steps, position = explorer.run.steps, explorer.run.tokens.shape[1] - 2
+    assert explorer.changes == (dl.viz.CanvasEdit(steps - 2, position, 9),)
+    assert explorer.twin.tokens[0, position] == 9
+
+
 def test_an_ar_model_decodes_the_planted_token():
     explorer = explorer_of("causal")
     position = explorer.run.prompt_length + 2

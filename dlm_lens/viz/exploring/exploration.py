@@ -178,7 +178,7 @@ class Exploration:
         Raises:
             ValueError: a position, head, step or token that is not there.
         """
-        self._check(change)
+        change = self._counted_from_start(change)
         if change in self.changes:
             return tuple(one for one in self.changes if one != change)
         kept = self.changes
@@ -304,18 +304,20 @@ class Exploration:
         Raises:
             ValueError: it is not there.
         """
-        self._check_position(position)
-        negative = not isinstance(position, SinkToken) and position < 0
-        return position + self.run.tokens.shape[1] if negative else position  # type: ignore[operator]
+        if isinstance(position, SinkToken):
+            check_index("sink token", position.index, SinkLayout.of(self.model).count)
+            return position
+        return self._canvas_position(position)
 
     def edit(self, step: int, position: int, token: int) -> CanvasEdit:
         """An edit of the canvas; in AR decoding at the step that decodes the position.
 
         Raises:
-            ValueError: in AR decoding, a position of the prompt.
+            ValueError: in AR decoding, a position that is not there or in the prompt.
         """
         if not self.run.autoregressive:
             return CanvasEdit(step, position, token)
+        position = self._canvas_position(position)
         decoded = position - self.run.prompt_length
         if decoded < 0:
             raise ValueError(
@@ -343,29 +345,42 @@ class Exploration:
             position = self.key_at(position)
         return replace(selection, step=step, position=position)
 
-    def _check_position(self, position: int | SinkToken) -> None:
-        if isinstance(position, SinkToken):
-            check_index("sink token", position.index, SinkLayout.of(self.model).count)
-        else:
-            widest = max(side.run.tokens.shape[1] for side in self.sides.values())
-            _index("position", position, widest)
+    def _canvas_position(self, position: int) -> int:
+        """A position of the canvas counted from the start."""
+        widest = max(side.run.tokens.shape[1] for side in self.sides.values())
+        return _index("position", position, self.run.tokens.shape[1], widest)
 
-    def _check(self, change: Change) -> None:
+    def _counted_from_start(self, change: Change) -> Change:
+        """The change with indices that are not negative: one place has one name, and hooks and pages have it."""
         if isinstance(change, HiddenKey):
-            self._check_position(change.position)
-        elif isinstance(change, HiddenHead):
-            check_index("layer", change.layer, len(attention_blocks(self.model)))
-            check_index("head", change.head, self.base.received.values.shape[3])
-        else:
-            self._check_position(change.position)
-            _index("step", change.step, max(side.run.steps for side in self.sides.values()))
+            return HiddenKey(self.key_at(change.position))
+        if isinstance(change, HiddenHead):
+            layers, heads = len(attention_blocks(self.model)), self.base.received.values.shape[3]
+            check_index("layer", change.layer, layers)
+            check_index("head", change.head, heads)
+            return HiddenHead(int(change.layer) % layers, int(change.head) % heads)
+        position = self._canvas_position(change.position)
+        longest = max(side.run.steps for side in self.sides.values())
+        return replace(change, step=_index("step", change.step, self.run.steps, longest), position=position)
 
 
-def _index(name: str, value: Any, count: int) -> int:
+def _index(name: str, value: Any, count: int, most: int | None = None) -> int:
+    """An index counted from the start.
+
+    Args:
+        name: what is counted.
+        value: the index; a negative one counts from the end of the plain run.
+        count: how many the plain run has.
+        most: how many the run or its twin has, if they may differ.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    most = count if most is None else most
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}; give a whole number from 0 to {count - 1}")
-    check_index(name, value, count)
-    return value % count
+        raise ValueError(f"{name} is {value!r}; give a whole number from 0 to {most - 1}")
+    check_index(name, value, count if value < 0 else most)
+    return value % count if value < 0 else value
 
 
 def _single_token(tokenizer: Any, text: str) -> int:

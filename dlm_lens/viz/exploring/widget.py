@@ -14,7 +14,7 @@ from dlm_lens.probes import LogitLens
 from dlm_lens.sampling import Comparison, DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import Received
-from dlm_lens.viz.exploring.changes import CanvasEdit, Change, HiddenHead, HiddenKey, coded, decoded
+from dlm_lens.viz.exploring.changes import Change, HiddenHead, HiddenKey, coded, decoded
 from dlm_lens.viz.exploring.exploration import Exploration, Selection
 from dlm_lens.viz.exploring.messages import module, split
 from dlm_lens.viz.exploring.script import script_of
@@ -44,7 +44,7 @@ class Explorer(anywidget.AnyWidget):
     """A run in a notebook: its steps, canvas, heads and sinks, and its twin with what was hidden or edited.
 
     Made by `dl.viz.explore`. What a click selects is at `selection`, and may be set; what a click changes can be
-    changed by the methods too.
+    changed by the methods too. Negative steps, positions, layers and heads count from the end of the plain run.
 
     Args:
         exploration: the run and what is known of it, an `Exploration`.
@@ -176,7 +176,7 @@ class Explorer(anywidget.AnyWidget):
         Raises:
             ValueError: a position that is not there.
         """
-        self._change(HiddenKey(self._exploration.key_at(position)))
+        self._change(HiddenKey(position))
 
     def hide_head(self, layer: int, head: int) -> None:
         """Set the output of a head to zero, or give it back; the run is repeated.
@@ -200,7 +200,7 @@ class Explorer(anywidget.AnyWidget):
         Raises:
             ValueError: a model without a mask token, or a step or position that is not there.
         """
-        self._change(CanvasEdit(step, position, self._exploration.mask_id()))
+        self._change(self._exploration.edit(step, position, self._exploration.mask_id()))
 
     def undo(self) -> None:
         """Go back to the changes before the last one."""
