@@ -87,6 +87,33 @@ def test_only_a_crop_of_attention_says_what_its_rows_sum_to(model, run):
     assert weighted == f"{shown}. Give canvas positions= to show others."
 
 
+def test_the_labels_of_a_crop_have_positions(model, run, monkeypatch):
+    place = {"step": 3, "layer": 1, "head": 2}
+    note = "After @ is the position of a token; the numbers in parentheses count the shown keys from 0."
+    whole = dl.viz.attention_pattern(run, model, **place)
+    texts = whole.pieces[0].props["tokens"]
+    chosen = [3, 16, 12]
+    view = dl.viz.attention_pattern(run, model, positions=chosen, **place)
+    assert view.pieces[0].props["tokens"] == [f"{texts[i]} @{i}" for i in chosen]
+    assert note in view.sentences
+    # The labels of circuitsvis count the positions of a beginning.
+    first = dl.viz.attention_pattern(run, model, positions=range(5), **place)
+    assert first.pieces[0].props["tokens"] == texts[:5]
+    # Positions of a padded row count from its first token.
+    own = run.tokens.shape[1] - 2
+    padded = dl.viz.value_weighted_pattern(run, model, row=1, positions=[own], **place)
+    (label,) = padded.pieces[0].props["tokens"]
+    assert label.endswith(f" @{own - 7}")
+    monkeypatch.setattr(heads, "ENTRIES", 4 * 100)
+    sunk = tiny("sink_qwen", num_sinks=2)
+    view = dl.viz.attention_heads(denoise(sunk, TEXTS[0], steps=4, gen_length=8), sunk, step=3, layer=0)
+    labels = view.pieces[0].props["tokens"]
+    assert [label.split(" @")[1] for label in labels[:-2]] == [str(i) for i in range(9, 17)]
+    assert labels[-2:] == ["sink(0)", "sink(1)"]
+    assert note in view.sentences
+    assert note not in whole.sentences + first.sentences
+
+
 def test_a_crop_is_around_the_block_of_the_row(monkeypatch):
     network = tiny("llada2")
     batch = denoise(network, [[*range(5, 45)], [9, 8, 7]], gen_length=8)

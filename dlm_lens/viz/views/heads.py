@@ -56,7 +56,8 @@ def attention_heads(
     kept, cropped = _cropped(shot, run, positions, len(shot.pattern))
     names = [f"head {head}" for head in range(len(shot.pattern))]
     props = _props(shot, shot.pattern, kept) | {"attentionHeadNames": names}
-    about = (_where(shot, "level: head"), _scale(f"attention A_ij, {rows_sum(shot)}", props), *cropped)
+    scale = _scale(f"attention A_ij, {rows_sum(shot)}", props)
+    about = (_where(shot, "level: head"), scale, *_numbering(shot, kept), *cropped)
     return View(f"Attention heads of layer {shot.layer} at step {step}", about, (Piece("AttentionHeads", props),))
 
 
@@ -71,7 +72,10 @@ def attention_pattern(
     hooks: Sequence[HookLike] = (),
     positions: Sequence[int] | None = None,
 ) -> View:
-    """Pattern of one head at one step; the tooltip of an entry shows positions, tokens and A_ij.
+    """Pattern of one head at one step; the tooltip of an entry shows tokens and A_ij.
+
+    circuitsvis numbers the shown keys from 0. Where those are not the positions, a token's label has its position
+    too, as in "w7 @12".
 
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
@@ -168,7 +172,7 @@ def _one_head(
     place = index_of("head", head, range(len(values)))
     kept, cropped = _cropped(shot, run, positions, 1, sums=sums)
     props = _props(shot, values[place], kept) | {"showAxisLabels": True}
-    about = (_where(shot, f"level: head (head {head})"), _scale(unit, props), *cropped)
+    about = (_where(shot, f"level: head (head {head})"), _scale(unit, props), *_numbering(shot, kept), *cropped)
     title = f"{name} of layer {shot.layer}, head {head} at step {shot.step}"
     return View(title, about, (Piece("AttentionPattern", props),))
 
@@ -177,6 +181,8 @@ def _props(shot: Snapshot, values: Float[Tensor, "*head query key"], kept: Tenso
     """The props of circuitsvis, without its triangular mask, which would hide half of a DLM's attention."""
     shown = values[..., kept, :][..., kept]
     labels = web_labels([shot.tokens[i] for i in kept.tolist()], shot.tokenizer)
+    for place, number in enumerate(_positions_to_name(shot, kept)):
+        labels[place] += f" @{number}"
     top = max(float(shown.max()), 1e-9)
     return {
         "tokens": labels,
@@ -186,6 +192,19 @@ def _props(shot: Snapshot, values: Float[Tensor, "*head query key"], kept: Tenso
         "positiveColor": COLOUR,
         "maskUpperTri": False,
     }
+
+
+def _positions_to_name(shot: Snapshot, kept: Tensor) -> list[int]:
+    """Positions of the shown tokens; none where they are 0, 1, ..., by which circuitsvis numbers tokens."""
+    numbers = [shot.positions[i] - shot.padding for i in kept.tolist() if i < len(shot.positions)]
+    return [] if numbers == list(range(len(numbers))) else numbers
+
+
+def _numbering(shot: Snapshot, kept: Tensor) -> tuple[str, ...]:
+    """What the numbers in the view count, if those of circuitsvis are not positions."""
+    if not _positions_to_name(shot, kept):
+        return ()
+    return ("After @ is the position of a token; the numbers in parentheses count the shown keys from 0.",)
 
 
 def _cropped(
