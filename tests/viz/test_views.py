@@ -178,6 +178,20 @@ def test_tokens_coloured_by_what_they_receive(model):
     assert "level: head (layer 1, head 2)" in view.sentences[0]
 
 
+def test_tokens_without_a_score_are_marked():
+    recording = record(tiny("causal"), ["w1 w2 w3 w4 w5 w6 w7 w8 w9 w1 w2 w3"], gen_length=6)
+    view = dl.viz.received_tokens(recording, layer=0, head=1, steps=[0, 5])
+    for piece, step in zip(view.pieces, (0, 5), strict=True):
+        undefined = recording.received[step, 0, 0, 1].isnan()
+        marked = [token.endswith("† ") for token in piece.props["tokens"]]
+        assert marked == undefined.tolist()
+        assert 0 < sum(marked) < len(marked)
+    assert "† has no score: it is visible to fewer than 8 counted queries." in view.sentences
+    whole = record(tiny("llada"), TEXTS[0], steps=4, gen_length=8)
+    view = dl.viz.received_tokens(whole, layer=0, head=1)
+    assert "†" not in "".join([*view.sentences, *(token for one in view.pieces for token in one.props["tokens"])])
+
+
 def test_text_emerges(run):
     view = dl.viz.emerging_text(run, row=0, steps=[0, 2, 3])
     before = run.masked[0, 0]

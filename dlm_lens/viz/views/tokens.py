@@ -28,6 +28,8 @@ LINES = 8
 RECEIVED, WRITTEN = "#b2182b", "#1b7837"
 REVISED = "↻"
 """Before a token that was rewritten."""
+UNSCORED = "†"
+"""After a token without a defined score."""
 
 
 def received_tokens(
@@ -39,6 +41,8 @@ def received_tokens(
     steps: Sequence[int] | None = None,
 ) -> View:
     """The canvas at a few steps, every token coloured by the attention that it receives; its tooltip is the score.
+
+    A token without a defined score has † after it; its tooltip is 0, since circuitsvis takes numbers alone.
 
     Args:
         received: from `received_over_steps`, or a recording with ReceivedAttention.
@@ -59,13 +63,16 @@ def received_tokens(
     chosen = _steps(steps, numbers, shown.steps)
     content, cropped = _last_positions(shown.content, len(chosen))
     top = float(shown.scores[chosen][:, content].nan_to_num(nan=0.0).max())
+    unscored = shown.scores[chosen][:, content].isnan()
     pieces = []
-    for step in chosen:
+    for step, without in zip(chosen, unscored.tolist(), strict=True):
         ids = shown.received.tokens[step, 0, content].tolist()
         masked = torch.zeros(len(ids)).bool() if shown.masked is None else shown.masked[step, content]
         labels = [
-            MASK if hidden else label
-            for label, hidden in zip(web_labels(ids, received.tokenizer), masked.tolist(), strict=True)
+            (MASK if hidden else label) + UNSCORED * undefined
+            for label, hidden, undefined in zip(
+                web_labels(ids, received.tokenizer), masked.tolist(), without, strict=True
+            )
         ]
         pieces.append(
             Piece(
@@ -75,10 +82,12 @@ def received_tokens(
             )
         )
     word = "open" if holds_random_tokens(received.tokens, received.masked) else "masked"
+    no_score = f"{UNSCORED} has no score: it is visible to fewer than {received.min_viewers} counted queries."
     about = (
         f"scale: {received.scale}; {level}; queries: {received.queries}; "
         f"{counted_keys(len(content), received.sinks)}, n = 1 sequence (row {shown.row}). {MASK} is {word}; "
         f"white is 0, the darkest {top:.3g}.",
+        *([no_score] if bool(unscored.any()) else []),
         *cropped,
     )
     return View("Received attention of every token", about, tuple(pieces))
