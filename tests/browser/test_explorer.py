@@ -169,6 +169,45 @@ def test_everything_is_reached_by_keys(model, notebook):
     assert unnamed == []
 
 
+def go(shown, step):
+    shown.page.eval_on_selector(
+        "#step", "(e, v) => { e.value = v; e.dispatchEvent(new Event('input', {bubbles: true})); }", step
+    )
+
+
+def test_a_lens_and_a_pattern_that_fail_leave_no_others_under_their_name(model, notebook, monkeypatch):
+    explorer = dl.viz.explore(model, PROMPT, **SETTINGS)
+    shown = notebook(explorer)
+    for name in ("lens", "pattern"):
+        shown.page.click(f"#{name}_on")
+    shown.page.click(".cell[data-key='3']")
+    lines = "host.shadowRoot.querySelectorAll('table.lens tbody tr').length"
+    canvas = "host.shadowRoot.querySelector('canvas.pattern')"
+    shown.until(f"{lines} === 4 && {canvas}.width > 0 && host.dlmLens.page.panes[0].shownPattern")
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for name in ("lens", "pattern"):
+        monkeypatch.setattr(explorer._exploration, name, interrupted)
+    go(shown, 9)
+    sentence = "Interrupted; nothing was changed."
+    for part in (".lensnote", ".pair"):
+        shown.until(f"host.shadowRoot.querySelector('{part}').textContent === '{sentence}'")
+    assert shown.page.evaluate(f"[{lines}, {canvas}.width]") == [0, 0]
+    assert shown.page.evaluate(f"{canvas}.getAttribute('aria-label')") == sentence
+    shown.page.focus("canvas.pattern")
+    shown.page.keyboard.press("ArrowDown")  # there is no entry to read
+    assert shown.text(".pair") == sentence
+    monkeypatch.undo()
+    # The same selection is computed when the page paints again.
+    shown.page.evaluate("host.dlmLens.page.paint()")
+    shown.until(f"{lines} === 4 && host.dlmLens.page.panes[0].shownPattern")
+    drawn = shown.page.evaluate("[...host.dlmLens.page.panes[0].shownPattern.values]")
+    assert drawn == explorer.pattern().flatten().tolist()
+    assert explorer.selection.step == 9
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_narrow_and_follows_the_theme(model, notebook, scheme):
     shown = notebook(dl.viz.explore(model, PROMPT, **SETTINGS), width=390, scheme=scheme)

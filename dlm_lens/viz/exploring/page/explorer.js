@@ -442,6 +442,10 @@ class ExplorerPage extends Page {
       const answer = await this.kernel.ask(request);
       if (answer && pane.lensOf === wanted) paintLens(pane, answer);
     } catch (error) {
+      if (pane.lensOf !== wanted) return;
+      // The next picture asks for it again.
+      pane.lensOf = null;
+      pane.root.querySelector("table.lens").tBodies[0].replaceChildren();
       note.textContent = error.message;
     }
   }
@@ -465,7 +469,9 @@ class ExplorerPage extends Page {
       pane.shownPattern = { queries: answer.queries, keys: answer.keys, values, largest, pair: pane.shownPattern?.pair ?? null };
       paintPattern(pane, pane.shownPattern);
     } catch (error) {
-      pane.root.querySelector(".pair").textContent = error.message;
+      if (pane.patternOf !== wanted) return;
+      [pane.patternOf, pane.shownPattern] = [null, null];
+      clearPattern(pane, error.message);
     }
   }
 }

@@ -25,6 +25,14 @@ function paintPattern(pane, shown) {
   canvas.setAttribute("aria-label", pane.root.querySelector(".pair").textContent);
 }
 
+// No pattern, and why.
+function clearPattern(pane, reason) {
+  const canvas = pane.root.querySelector("canvas.pattern");
+  sized(canvas, 0, 0);
+  canvas.setAttribute("aria-label", reason);
+  pane.root.querySelector(".pair").textContent = reason;
+}
+
 function pairText(pane, { pair, queries, keys, values, largest }) {
   if (!pair) return [`${queries} queries, ${keys} keys; the darkest is ${number(largest)}. Point at an entry, or use the arrow keys.`];
   const [query, key] = pair;
