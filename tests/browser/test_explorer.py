@@ -8,9 +8,10 @@ import torch
 import dlm_lens as dl
 from dlm_lens.hooks import ablate, at_heads, at_layers, mask_positions
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sinks import Received, received_of
+from dlm_lens.sinks import Received, find_sinks, received_of
 from dlm_lens.testing import tiny
 from dlm_lens.viz.exploring.messages import split
+from dlm_lens.viz.exploring.sides import Side
 from tests.browser.kernel_page import Notebook
 from tests.viz.test_hostile_tokens import HOSTILE, Decodes
 
@@ -206,6 +207,33 @@ def test_a_lens_and_a_pattern_that_fail_leave_no_others_under_their_name(model, 
     drawn = shown.page.evaluate("[...host.dlmLens.page.panes[0].shownPattern.values]")
     assert drawn == explorer.pattern().flatten().tolist()
     assert explorer.selection.step == 9
+
+
+def test_sinks_over_steps_are_counted_when_all_steps_are_known(model, notebook, monkeypatch):
+    explorer = dl.viz.explore(model, PROMPT, steps=48, gen_length=48)
+    sinks = find_sinks(explorer.received, dl.AboveMean(3.0)).is_sink[:, 0].any(-1).sum(0)
+    shown = notebook(explorer)
+    layer, head = divmod(int(sinks.flatten().argmax()), sinks.shape[1])
+    other = (layer + 1) % len(sinks)
+    summary = "host.shadowRoot.querySelector('.summary').textContent"
+    over_steps = Side.over_steps
+    fails = []
+
+    def interrupted(self, level, *place):
+        fails.append(place)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Side, "over_steps", interrupted)
+    shown.page.evaluate(f"host.dlmLens.page.choose({other}, {head})")
+    shown.page.evaluate(f"host.dlmLens.page.choose({layer}, {head})")
+    shown.until(f"{summary}.startsWith('Waiting for the kernel')")
+    shown.page.wait_for_timeout(700)
+    assert shown.page.evaluate(summary).startswith("Waiting for the kernel")
+    assert (layer, head) in fails
+    assert len(fails) < 60  # one request a picture, not one after another
+    monkeypatch.setattr(Side, "over_steps", over_steps)
+    shown.page.evaluate("host.dlmLens.page.paint()")
+    shown.until(f"{summary}.startsWith('A sink at {int(sinks[layer, head])} of 48 steps')")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -7,7 +7,7 @@ class Live extends Recorded {
   static async from(kernel, side, version, content) {
     const given = await new Live().take(content);
     Object.assign(given, { kernel, side, version, known_steps: new Map(), paths: new Map(), busy: false, asking: null });
-    Object.assign(given, { wanted: 0, page: null, failed: false, bytes: 0 });
+    Object.assign(given, { wanted: 0, wantedPath: null, page: null, failed: false, bytes: 0 });
     await given.keep(0, content.first_step);
     [given.first] = given.known_steps.values();
     return given;
@@ -42,12 +42,13 @@ class Live extends Recorded {
     this.fetchStep();
     const { layers, heads } = this.level(state.level);
     const place = [Math.min(state.layer, layers - 1), Math.min(state.head, heads - 1)];
-    this.fetchPath(state.level, this.pattern(state.level, ...place), place);
+    this.wantedPath = this.pattern(state.level, ...place);
+    this.fetchPath(state.level, this.wantedPath, place);
     return this.known_steps.has(step);
   }
 
   known(pattern) {
-    return this.paths.has(pattern) ? "all" : `${this.known_steps.size}`;
+    return this.paths.has(pattern) || this.known_steps.size === this.steps ? "all" : `${this.known_steps.size}`;
   }
 
   exactAt(step) {
@@ -96,9 +97,10 @@ class Live extends Recorded {
       const answer = await this.kernel.ask({ kind: "path", side: this.side, version: this.version, level, layer, head });
       if (answer) this.paths.set(pattern, await Scores.from(answer, this.steps, this.keys));
     } catch {
-      this.paths.set(pattern, null);
+      // The kernel says why.
     }
     this.asking = null;
-    this.page.paint();
+    // What failed is asked for when the page paints again; painting here would ask without end.
+    if (this.paths.has(pattern) || this.wantedPath !== pattern) this.page.paint();
   }
 }

@@ -98,6 +98,7 @@ function paintPathAxes(pen, pane, shape, spot) {
 
 function pathText(pane, places) {
   const { recorded } = pane;
+  if (recorded.known(pane.pattern) !== "all") return ["Waiting for the kernel, which has the scores of the other steps."];
   const found = [...places].sort((a, b) => b[1] - a[1]);
   if (!found.length) return [`No sink at any of ${counted(recorded.steps, "step")}.`];
   const steps = found.reduce((sum, [, count]) => sum + count, 0);

@@ -142,7 +142,7 @@ class Recorded {
     return true;
   }
 
-  // Changes when more scores of a pattern become known.
+  // Changes when more scores of a pattern become known; "all" when those of every step are.
   known() {
     return "all";
   }
