@@ -44,6 +44,12 @@ def notebook(chromium, tmp_path):
         one.page.close()
 
 
+def go(shown, step):
+    shown.page.eval_on_selector(
+        "#step", "(e, v) => { e.value = v; e.dispatchEvent(new Event('input', {bubbles: true})); }", step
+    )
+
+
 def cells(notebook, pane):
     return notebook.page.evaluate(
         "(i) => host.dlmLens.page.panes[i].cellOf.map((c) => [c.textContent, c.className])", pane
@@ -114,6 +120,20 @@ def test_numbers_on_the_page_are_those_of_the_kernel(model, notebook):
     assert "[2], steps=[6]" in shown.page.evaluate("host.shadowRoot.getElementById('code').textContent")
 
 
+def test_python_selects_what_the_page_selected_before(model, notebook):
+    explorer = dl.viz.explore(model, PROMPT, **SETTINGS)
+    shown = notebook(explorer)
+    for step in (3, 5):
+        go(shown, step)
+        shown.until(f"model.get('_selection').step === {step}")
+    for step in (3, 5, 3):
+        explorer.select(step=step)
+        shown.from_python()
+        shown.until(f"host.dlmLens.page.panes[0].step === {step}")
+    shown.page.wait_for_timeout(400)  # after which the page has told what it shows
+    assert explorer.selection.step == 3
+
+
 def test_the_canvas_is_edited_and_errors_are_sentences(model, notebook):
     explorer = dl.viz.explore(model, PROMPT, **SETTINGS)
     shown = notebook(explorer)
@@ -168,12 +188,6 @@ def test_everything_is_reached_by_keys(model, notebook):
         .filter((e) => !e.labels?.length && !e.getAttribute('aria-label')).map((e) => e.outerHTML)"""
     )
     assert unnamed == []
-
-
-def go(shown, step):
-    shown.page.eval_on_selector(
-        "#step", "(e, v) => { e.value = v; e.dispatchEvent(new Event('input', {bubbles: true})); }", step
-    )
 
 
 def test_a_lens_and_a_pattern_that_fail_leave_no_others_under_their_name(model, notebook, monkeypatch):

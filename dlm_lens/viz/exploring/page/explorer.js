@@ -260,15 +260,22 @@ class ExplorerPage extends Page {
       const text = JSON.stringify(selected);
       if (text === JSON.stringify(this.model.get("_selection"))) return;
       this.sent = [...this.sent.slice(-20), text];
-      this.kernel.ask({ kind: "select", ...selected }).catch(() => {});
+      this.kernel.ask({ kind: "select", ...selected }).catch(() => this.isEcho(text));
     }, 120);
+  }
+
+  // Whether the page has told this selection; its echo comes once, after which an equal one is Python's.
+  isEcho(text) {
+    const at = this.sent.indexOf(text);
+    if (at >= 0) this.sent.splice(at, 1);
+    return at >= 0;
   }
 
   // Python has set the selection, unless it is the echo of what was told.
   takeSelection() {
     const given = this.model.get("_selection");
     const { step, layer, head, position } = given;
-    if (!this.panes.length || this.sent.includes(JSON.stringify({ step, layer, head, position }))) return;
+    if (!this.panes.length || this.isEcho(JSON.stringify({ step, layer, head, position }))) return;
     this.take_(given, this.panes[0].recorded);
     this.paint();
   }
