@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.testing import tiny
 from tests.browser.report_sinks import STEPS, of_page, of_python
 
 pytestmark = pytest.mark.browser
@@ -37,6 +38,32 @@ def test_a_comparison_is_linked_by_progress_and_by_step(recordings, files, opene
     box = page.locator("canvas.path").nth(1).bounding_box()
     page.mouse.click(box["x"] + 50, box["y"] + 40)
     assert page.evaluate("dlmLens.panes[1].step") == 0
+
+
+def test_every_prompt_of_a_comparison_has_the_link_of_its_own_steps(opened, tmp_path):
+    prompts = ["w1 w2 w3 w4 w5 w6 w7 w8", "w7 w8 w9 w1 w2 w5 w9 w3"]
+    masked = dl.record(tiny("llada"), prompts, steps=16, gen_length=16)
+    ended = dl.record(tiny("causal", seed=9), prompts, gen_length=16)
+    assert ended.run.row_steps.tolist() == [16, 5]
+    progress = [recording.run.progress[:, 1] for recording in (masked, ended)]
+    by_progress = (progress[1][:5] - progress[0][8]).abs().argmin().item()
+    assert by_progress < 4
+    page = opened(dl.viz.report(masked, tmp_path / "rows.html", compare=ended))
+
+    def choose(row):
+        page.select_option("#prompt", row)
+        page.wait_for_selector(f"html[data-prompt='{row}']")
+        page.set("#step", 8)
+        return [page.input_value("#link"), page.evaluate("dlmLens.panes.map(p => p.step)")]
+
+    assert page.input_value("#link") == "step"
+    assert choose("1") == ["progress", [8, by_progress]]
+    assert choose("0") == ["step", [8, 8]]
+    # What the reader chooses stays.
+    page.select_option("#link", "step")
+    assert choose("1") == ["step", [8, 4]]
+    page.select_option("#link", "progress")
+    assert choose("0")[0] == "progress"
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 // The report: a page whose recordings are in the file.
 
 const page = new Page(document, document.documentElement);
+let linkChosen = false; // by the reader, for all prompts
 
 // The pattern with which the page starts: the one with the highest score at any step.
 function strongestPattern(recorded) {
@@ -23,6 +24,10 @@ function strongestPattern(recorded) {
 async function show(data, index) {
   const recordings = await Promise.all(data.prompts[index].map((given) => Recorded.from(given)));
   page.take(recordings, data.recordings.map(({ label }) => label));
+  if (!linkChosen) {
+    page.state.link = new Set(recordings.map((recorded) => recorded.steps)).size > 1 ? "progress" : "step";
+    page.control("link").value = page.state.link;
+  }
   page.control("prompted").textContent = `prompt ${index + 1} of ${data.prompts.length}` +
     (recordings[0].about.rows > data.prompts.length ? ` (the recording has ${recordings[0].about.rows})` : "");
   // For the console and for tests.
@@ -62,8 +67,7 @@ async function start() {
   page.listRules(sharedRules(data));
   page.listLevels(recordings);
   [page.state.layer, page.state.head] = strongestPattern(recordings[0]);
-  page.state.link = new Set(recordings.map((recorded) => recorded.steps)).size > 1 ? "progress" : "step";
-  page.control("link").value = page.state.link;
+  page.control("link").addEventListener("change", () => { linkChosen = true; });
   page.control("linking").hidden = recordings.length < 2;
   page.listen();
   page.takeRule(data.rule.name, data.rule.value);
