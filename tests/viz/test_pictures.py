@@ -25,6 +25,8 @@ from dlm_lens.sinks import (
 from dlm_lens.testing import tiny
 from dlm_lens.viz.attention_snapshot import snapshot
 from dlm_lens.viz.figures.maps import MASKED
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import plots
 
 TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9", "w4 w5", "w10 w11 w12 w13"]
 SETTINGS = {"steps": 4, "gen_length": 8, "seed": 3}
@@ -357,6 +359,20 @@ def test_norms_are_drawn_as_they_are(recording):
     rendered(layers)
     with pytest.raises(TypeError, match="give the ValueNorms"):
         dl.viz.value_norm_scatter(recording)
+
+
+@pytest.mark.parametrize(("family", "before"), [("causal", 1), ("dream", 1), ("llada", 0)])
+def test_the_plotted_lens_table_has_the_state_that_predicts_the_first_token(family, before):
+    network = tiny(family)
+    recording = record(network, [[5, 6, 7], [8, 9]], gen_length=6)
+    for row, prompt in ((0, 3), (1, 2)):
+        options = PlotOptions({"rec": recording}, row=row, steps=(0,))
+        vars(options)["network"] = network  # which the recording does not name
+        labels = plots()["lens-table"].draw(options).axes[0].get_xticklabels()
+        shown = [int(label.get_text().split("\n")[0]) for label in labels]
+        # An AR model has read only the prompt at step 0.
+        last = prompt - 1 if family == "causal" else prompt + 5
+        assert shown == [*range(prompt - before, last + 1)]
 
 
 def test_the_lens_table_names_the_likeliest_tokens(model, recording):

@@ -110,7 +110,10 @@ def _draw(options: PlotOptions) -> Figure:
         return lens_table(lens, position=position, row=options.row, title=options.name)
     (step,) = step_places([options.step()], options.run.step_numbers)
     block = range(*row_blocks(options.run, options.row)[step]) or range(*options.run.spans[step])
-    lens = logit_lens(options.network, options.run, block, steps=[step], progress=True)
+    # Where states predict the next position, the one before the block predicts its first token.
+    before = int(options.run.predicts_next(step, options.network.config))
+    positions = range(max(0, block.start - before), block.stop)
+    lens = logit_lens(options.network, options.run, positions, steps=[step], progress=True)
     return lens_table(lens, step=step, row=options.row, title=options.name)
 
 
