@@ -255,9 +255,13 @@ def test_a_run_of_a_batch_is_shown_alone_and_rows_are_chosen():
     explorer.hide(0)
     direct = dl.denoise(model, "w4 w5", gen_length=8, seed=4, temperature=0.5, hooks=[mask_positions(0)])
     assert explorer.twin.tokens.equal(direct.tokens)
-    Page(explorer).ask("row", row=0)
+    page = Page(explorer)
+    facts = page.ask("run")["content"]
+    assert (facts["row"], facts["rows"], facts["some_rows"]) == (1, 2, False)
+    page.ask("row", row=0)
     assert explorer.run.tokens.equal(batch.tokens[:1])
     assert explorer.twin is None
+    assert page.ask("run")["content"]["row"] == 0
     prompts = dl.viz.explore(model, ["w1 w2 w3", "w4 w5"], row=1, gen_length=8, seed=[3, 4], temperature=0.5)
     assert prompts.run.tokens[0].equal(batch.tokens[1, 1:])
 

@@ -316,6 +316,9 @@ class Explorer(anywidget.AnyWidget):
     def _asked_run(self, request: Mapping[str, Any]) -> dict[str, Any]:
         side = self._side(request)
         own = {"first_step": side.at_step(0), "rule": rule_of(self._exploration.rule)}
+        if self._exploration.rows > 1:
+            # The row was run alone; the page names it as its menu does.
+            own |= {"row": self._exploration.row, "rows": self._exploration.rows, "some_rows": False}
         return {"content": {**side.content, **own}}
 
     def _asked_step(self, request: Mapping[str, Any]) -> dict[str, Any]:
