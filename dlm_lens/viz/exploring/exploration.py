@@ -115,6 +115,7 @@ class Exploration:
         prompt = self._prompt(row)
         side = self._base(row, prompt)
         self.row, self.prompt, self.base = row, prompt, side
+        self._as_given = self.source is not None and side.source is self.source[1]
         self.twin: Side | None = None
         self.changes: tuple[Change, ...] = ()
         self.past: list[tuple[Change, ...]] = []
@@ -141,6 +142,14 @@ class Exploration:
         alone = len(run.tokens) == 1 and not int(run.padding[0])
         if source is not None and alone and has_all_scores(source, self.model):
             return Side(source, self.hooks, self.rule)
+        return self._repeated(run, row, prompt)
+
+    def _repeated(self, run: DenoisingRun, row: int, prompt: Prompt) -> Side:
+        """A row of a given run, made again.
+
+        Raises:
+            ValueError: it comes out otherwise.
+        """
         side = made_side(self.model, prompt, (), self.rule, self.progress)
         count, first = int(run.row_steps[row]), int(run.padding[row])
         was, now = run.first_steps(count).tokens[row, first:], side.run.tokens[0]
@@ -191,11 +200,20 @@ class Exploration:
         return (*kept, change)
 
     def take_changes(self, changes: tuple[Change, ...], *, undoing: bool = False) -> None:
-        """Run the twin with these changes; if it fails, everything stays as it was."""
+        """Run the twin with these changes; if it fails, everything stays as it was.
+
+        Raises:
+            ValueError: a given recording that its prompt, seed and settings do not repeat, or what `denoise`
+                refuses.
+        """
         if changes == self.changes:
             return
         twin = self._made.get(changes)
         if twin is None and changes:
+            if self._as_given:
+                # What differs from a recording with callbacks or of another model is not due to the changes.
+                self._repeated(self.run, self.row, self.prompt)
+                self._as_given = False
             ar = self.run.autoregressive
             twin = made_side(self.model, self.prompt, changes, self.rule, self.progress, autoregressive=ar)
             self._made[changes] = twin

@@ -41,8 +41,8 @@ def explore(
         model: from `dlm_lens.load`.
         prompt: as for `dlm_lens.denoise`, which then runs; or a `DenoisingRun`, a `Recording` with received
             attention of all queries, or a tuple of a `Received` and its run. A recording of one prompt with every
-            layer and head is shown as it is. Other runs are repeated from their prompt, seed and settings, and must
-            come out the same.
+            layer and head is shown as it is, and repeated before the first change. Other runs are repeated at once.
+            Repeated from its prompt, seed and settings, a run must come out the same.
         row: which of several prompts to show first.
         hooks: interventions under which the run is made too; for a run, those that it had.
         detector: the rule with which the widget starts, or its text, such as "above-std:3"; `AboveMean(3.0)` by
