@@ -138,6 +138,14 @@ def on_passes(model: Any, before: Callable[..., Any], after: Callable[..., Any])
                 handle.remove()
 
 
+def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The positional arguments of a module's forward by their names."""
+    signature = inspect.signature(module.forward)
+    # In place of the bound method nnsight sets an object that has the signature of the class's function.
+    whole = (module, *args) if next(iter(signature.parameters), "") == "self" else args
+    return signature.bind_partial(*whole).arguments
+
+
 class _ForwardRecorder(Recorder):
     """A recorder whose steps are forward passes."""
 
@@ -151,7 +159,7 @@ class _ForwardRecorder(Recorder):
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward pass begins."""
-        given = inspect.signature(module.forward).bind_partial(*args).arguments | kwargs
+        given = _by_name(module, args) | kwargs
         ids: Int[Tensor, "batch position"] | None = given.get("input_ids", args[0] if args else None)
         mask, cache = given.get("attention_mask"), given.get("past_key_values")
         if not isinstance(ids, Tensor):

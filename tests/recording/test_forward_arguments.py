@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForMaskedLM, StaticCache
 
-from dlm_lens import add_hook_points
+from dlm_lens import DiffusionLM, add_hook_points
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.recording import ReceivedAttention, record_forward
 from dlm_lens.testing import tiny
@@ -43,3 +43,19 @@ def test_record_forward_refuses_a_static_cache() -> None:
         pytest.raises(ValueError, match="run the forward without a cache"),
     ):
         model(torch.tensor([[5, 9, 14]]), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_record_forward_reads_positional_arguments_after_a_trace_was_prepared() -> None:
+    # DiffusionLM sets another `forward` in every module, whose signature begins with self.
+    model = tiny("llada")
+    ids = torch.tensor([[61, 61, 14, 3, 7, 8, 1, 2, 11, 12, 5, 9]])
+    mask = torch.tensor([[0, 0] + [1] * 10])
+    DiffusionLM(model)
+    for given, content in (((ids, mask), 10), ((ids,), 12)):
+        with record_forward(model, [ReceivedAttention(min_viewers=1)]) as rec:
+            model.model(*given)
+        assert torch.equal(rec.tokens[0], ids)
+        received = rec.received[0, 0, 1, 0]
+        assert int(received.isnan().sum()) == 12 - content
+        torch.testing.assert_close(float(received.nansum()), float(content), rtol=1e-5, atol=1e-5)
