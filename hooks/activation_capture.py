@@ -1,7 +1,7 @@
 """`capture`: keep activations of some steps of a run, to inspect them or to patch them into another run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from dlm_lens.attention import (
 )
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
-from dlm_lens.sampling import DenoisingRun, StepObserver, StepPlan, denoise
+from dlm_lens.sampling import DenoisingRun, NonFiniteLogitsError, StepObserver, StepPlan, denoise
 from dlm_lens.sampling.stored_run import StoredRun
 
 MAX_BYTES = 4 * 2**30
 """Default limit of the bytes of a capture."""
+
+OF_HOOKS = ("hooks", "columns_hidden", "mass_hidden")
+"""Settings of a run that have an entry for each hook."""
 
 Key = tuple[Site, int, int]
 
@@ -265,8 +268,21 @@ def capture(
             raise ValueError(f"{', '.join(settings)}: settings go with a prompt; this run is finished")
         _go_over(model, prompt, keeper, hooks)
         return keeper.result(prompt)
-    run = denoise(model, prompt, hooks=[*hooks, *keeper.hooks()], observers=keeper, **settings)
-    return keeper.result(run)
+    own = keeper.hooks()
+    try:
+        run = denoise(model, prompt, hooks=[*hooks, *own], observers=keeper, **settings)
+    except NonFiniteLogitsError as error:
+        error.partial = error.partial and _without_last_hooks(error.partial, len(own))
+        raise
+    return keeper.result(_without_last_hooks(run, len(own)))
+
+
+def _without_last_hooks(run: DenoisingRun, count: int) -> DenoisingRun:
+    """The run with settings that leave out its last hooks, which change nothing and cannot be made from a text."""
+    kept = {name: run.settings[name][:-count] for name in OF_HOOKS if name in run.settings}
+    # A run without hooks has no such settings.
+    others = {name: value for name, value in run.settings.items() if name not in OF_HOOKS}
+    return replace(run, settings=others | {name: values for name, values in kept.items() if values})
 
 
 def _go_over(model: Any, run: DenoisingRun, keeper: _Keeper, hooks: Sequence[HookLike]) -> None:

@@ -12,8 +12,11 @@ import dlm_lens as dl
 from dlm_lens.hooks import (
     MeanActivations,
     ablate,
+    at_steps,
     attach_hooks,
     capture,
+    hooks_of_run,
+    mask_top_sinks,
     mean_activations,
     patch_from,
     scale_attention,
@@ -23,6 +26,7 @@ from dlm_lens.hooks import (
     steer_along,
     zero_value,
 )
+from dlm_lens.sampling import NonFiniteLogitsError
 from dlm_lens.testing import tiny
 from tests.tracing.reference import run64
 
@@ -68,6 +72,31 @@ def test_hooks_act_before_activations_are_kept(model: Any) -> None:
     hooked = capture(model, plain.run, "v", hooks=[zero_value(sink(0), 2)])
     assert hooked["v", 0, 2][:, [0, 3]].abs().max() == 0
     assert hooked["v", 0, 2][:, [1, 2, 4]].equal(plain["v", 0, 2][:, [1, 2, 4]])
+
+
+def test_the_run_of_a_capture_names_the_given_hooks_alone(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plain = capture(model, IDS, ["z", "resid"], **RUN).run
+    assert plain.settings == dl.denoise(model, IDS, **RUN).settings
+    dl.received_over_steps(model, plain)
+    assert "was made under the hooks" not in caplog.text
+    hook = mask_top_sinks(1)
+    hooked = capture(model, IDS, ["z", "resid"], hooks=[hook], **RUN).run
+    assert hooked.settings == dl.denoise(model, IDS, hooks=[hook], **RUN).settings
+    assert hooks_of_run(hooked) == (hook,)
+    assert hooked.settings["columns_hidden"] == (1.0,)
+
+
+def test_the_partial_run_of_a_capture_names_the_given_hooks_alone(model: Any) -> None:
+    class Spoilt:
+        site = "resid"
+
+        def __call__(self, tensor: Tensor, hook: Any = None) -> Tensor:
+            return tensor * math.nan
+
+    hook = at_steps(Spoilt(), slice(2, None))
+    with pytest.raises(NonFiniteLogitsError) as caught:
+        capture(model, IDS, "resid", hooks=[hook], **RUN)
+    assert caught.value.partial.settings["hooks"] == (repr(hook),)
 
 
 def test_too_large_a_capture_is_refused_with_the_number_before_the_first_pass(model: Any) -> None:
