@@ -128,7 +128,7 @@ class _Sums(Reducer):
                 "position, hooks, or scores in half precision); load the model in float32, or choose other layers"
             )
         layer.memory["score parts"] = found
-        return layer.only_keys(found.sums.movedim(-1, 1)).movedim(1, -1)
+        return layer.only_keys(found.sums, dim=-2)
 
 
 @dataclass(frozen=True)

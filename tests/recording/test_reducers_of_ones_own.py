@@ -41,6 +41,25 @@ class Along(Reducer):
         return layer.only_keys(layer.resid @ self.direction)
 
 
+@dataclass(frozen=True)
+class Stream(Reducer):
+    """The residual stream itself, at every key or query."""
+
+    axis: str
+    dim: int = -2
+
+    reads = ("resid_out",)
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        return ("step", "batch", "layer", self.axis, "channel")
+
+    def reduce(self, layer: LayerStep) -> Tensor:
+        assert layer.resid_out is not None
+        only = layer.only_keys if self.axis == "key" else layer.only_queries
+        return only(layer.resid_out, dim=self.dim)
+
+
 class Above:
     """A detector without a repr of its own."""
 
@@ -112,3 +131,22 @@ def test_an_equal_detector_without_a_repr_continues(tmp_path: Path) -> None:
     whole = dl.record(model, PROMPTS, [RegionMass(sinks=Above(1.0))], **SETTINGS)
     torch.testing.assert_close(again.region_mass, whole.region_mass, rtol=0, atol=0, equal_nan=True)
     assert "0x" not in again.specs["region_mass"].reducer
+
+
+@pytest.mark.parametrize("axis", ["key", "query"])
+def test_padding_is_nan_on_the_axis_that_dim_names(axis: str) -> None:
+    # Prompts of 24 and 21 tokens: 32 positions, as many as channels.
+    prompts = [list(range(3, 27)), list(range(3, 24))]
+    stream = dl.record(tiny("llada"), prompts, [Stream(axis)], batch_size=2, gen_length=8, steps=2).stream
+    assert stream.shape[-2:] == (32, 32)
+    assert not stream[:, 0].isnan().any()
+    assert stream[:, 1, :, :3].isnan().all()
+    assert not stream[:, 1, :, 3:].isnan().any()
+
+
+@pytest.mark.parametrize(("axis", "dim"), [("key", -1), ("query", -1), ("key", 0), ("query", 3), ("key", -3)])
+def test_an_axis_that_has_no_keys_is_refused(axis: str, dim: int) -> None:
+    wanted = {"key": "keys", "query": "queries"}[axis]
+    message = rf"only_{wanted} got shape \[1, 12, 32\] and dim={dim}, where it needs the 12 {wanted}"
+    with pytest.raises(ValueError, match=message):
+        dl.record(tiny("llada"), PROMPTS, [Stream(axis, dim)], **SETTINGS)

@@ -100,19 +100,41 @@ class LayerStep:
         """Keys that fewer than `min_viewers` (at least 1) queries of the class see, and padding."""
         return self.facts.undefined(queries, min_viewers)
 
-    def only_keys(self, values: Float[Tensor, "batch *axes key"]) -> Float[Tensor, "batch *axes key"]:
-        """`values` with NaN at keys that are padding or, in an AR run, not written yet."""
-        return _blank(values, self.facts.absent_keys)
+    def only_keys(self, values: Float[Tensor, "batch *axes"], dim: int = -1) -> Float[Tensor, "batch *axes"]:
+        """`values` with NaN at keys that are padding or, in an AR run, not written yet.
 
-    def only_queries(self, values: Float[Tensor, "batch *axes query"]) -> Float[Tensor, "batch *axes query"]:
-        """`values` with NaN at queries that are padding, not written yet (AR), or not computed (a cache)."""
-        return _blank(values, self.facts.absent_queries)
+        Args:
+            values: a number, or several, per key.
+            dim: the axis of the keys; the last one, unless axes of the reducer's own come after it.
+
+        Raises:
+            ValueError: the axis has another size than the layer has keys.
+        """
+        return _blank(values, self.facts.absent_keys, dim, "only_keys")
+
+    def only_queries(self, values: Float[Tensor, "batch *axes"], dim: int = -1) -> Float[Tensor, "batch *axes"]:
+        """`values` with NaN at queries that are padding, not written yet (AR), or not computed (a cache).
+
+        Args:
+            values: a number, or several, per query.
+            dim: the axis of the queries; the last one, unless axes of the reducer's own come after it.
+
+        Raises:
+            ValueError: the axis has another size than the layer has queries.
+        """
+        return _blank(values, self.facts.absent_queries, dim, "only_queries")
 
 
-def _blank(values: Tensor, where: Bool[Tensor, "batch position"]) -> Tensor:
-    for _ in range(values.ndim - 2):
-        where = where.unsqueeze(1)
-    return values.masked_fill(where, torch.nan)
+def _blank(values: Tensor, where: Bool[Tensor, "batch position"], dim: int, call: str) -> Tensor:
+    rows, count = where.shape
+    if not -values.ndim < dim < values.ndim or dim == 0 or values.shape[dim] != count:
+        raise ValueError(
+            f"{call} got shape {list(values.shape)} and dim={dim}, where it needs the {count} "
+            f"{call.removeprefix('only_')}; say which axis they are with dim="
+        )
+    shape = [1] * values.ndim
+    shape[0], shape[dim] = rows, count
+    return values.masked_fill(where.reshape(shape), torch.nan)
 
 
 class Statistic:
