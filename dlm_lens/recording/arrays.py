@@ -96,17 +96,11 @@ class StepArrays:
         """The arrays of one step, [batch, layer, ...], on the CPU in the dtype of storage; `layers` are emptied.
 
         Raises:
-            ValueError: a reducer returned another number of axes than its dims say.
             ValueError: a number is too large for float16.
         """
         found: dict[str, Tensor] = {}
         for spec in self.specs:
             parts = [layer.pop(spec.name) for layer in layers]  # so that no step is in memory twice
-            if any(part.ndim != len(spec.dims) - 2 for part in parts):
-                raise ValueError(
-                    f"{spec.reducer} returned shape {list(parts[0].shape)}; its dims {spec.dims} without step and "
-                    f"layer need {len(spec.dims) - 2} axes"
-                )
             # Layers may live on several devices; on one, a single copy.
             parts = parts if len({part.device for part in parts}) == 1 else [part.cpu() for part in parts]
             parts = _with_as_many_heads(parts, spec)

@@ -135,6 +135,7 @@ def reduce_layer(
     return {
         reducer.name: _statistic(
             reducer,
+            layer,
             reducer.finish(states[reducer.name], layer)
             if isinstance(reducer, PatternReducer)
             else reducer.reduce(layer),
@@ -143,15 +144,29 @@ def reduce_layer(
     }
 
 
-def _statistic(reducer: AnyReducer, value: Any) -> Tensor:
-    """What a reducer returned.
+def _statistic(reducer: AnyReducer, layer: LayerStep, value: Any) -> Tensor:
+    """What a reducer returned of a layer.
 
     Raises:
-        ValueError: no tensor.
+        ValueError: no tensor, or one of another number of axes, or of another size along one, than its dims say.
     """
+    names = [name for name in reducer.dims if name not in ("step", "layer")]
     if not isinstance(value, Tensor):
-        axes = ", ".join(name for name in reducer.dims if name not in ("step", "layer"))
-        raise ValueError(f"{reducer!r} returned {shown(value)}; return a tensor [{axes}]")
+        raise ValueError(f"{reducer!r} returned {shown(value)}; return a tensor [{', '.join(names)}]")
+    if value.ndim != len(names):
+        raise ValueError(
+            f"{reducer!r} returned shape {list(value.shape)}; its dims {reducer.dims} without step and layer need "
+            f"{len(names)} axes"
+        )
+    q, k = layer.inputs.q.shape, layer.inputs.k.shape
+    sizes = {"batch": q[0], "head": q[1], "kv_head": k[1], "query": q[2], "key": k[2]}
+    for name, size in zip(names, value.shape, strict=True):
+        if size != sizes.get(name, size):
+            known = ", ".join(f"{each} {count}" for each, count in sizes.items())
+            raise ValueError(
+                f"{reducer!r} returned {size} entries along its axis {name!r}, and layer {layer.index} has {known}"
+                f"; return {sizes[name]}, or name the axis in dims after what it holds"
+            )
     return value
 
 

@@ -60,6 +60,21 @@ class Stream(Reducer):
         return only(layer.resid_out, dim=self.dim)
 
 
+@dataclass(frozen=True)
+class Zeros(Reducer):
+    """Zeros of sizes that the dims do not say."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        return ("step", "batch", "layer", *self.axes)
+
+    def reduce(self, layer: LayerStep) -> Tensor:
+        return torch.zeros(self.sizes)
+
+
 class Above:
     """A detector without a repr of its own."""
 
@@ -150,3 +165,28 @@ def test_an_axis_that_has_no_keys_is_refused(axis: str, dim: int) -> None:
     message = rf"only_{wanted} got shape \[1, 12, 32\] and dim={dim}, where it needs the 12 {wanted}"
     with pytest.raises(ValueError, match=message):
         dl.record(tiny("llada"), PROMPTS, [Stream(axis, dim)], **SETTINGS)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    ("axes", "sizes", "wrong", "right"),
+    [
+        (("head", "key"), (1, 2, 14), "2 entries along its axis 'head'", 4),
+        (("kv_head", "key"), (1, 4, 14), "4 entries along its axis 'kv_head'", 2),
+        (("query",), (1, 14), "14 entries along its axis 'query'", 12),
+        (("key", "channel"), (1, 12, 32), "12 entries along its axis 'key'", 14),
+        ((), (2,), "2 entries along its axis 'batch'", 1),
+    ],
+)
+def test_sizes_that_the_layer_lacks_are_refused_at_the_first_layer(
+    tmp_path: Path, axes: tuple[str, ...], sizes: tuple[int, ...], wrong: str, right: int, stored: bool
+) -> None:
+    model = tiny("sink_qwen", num_sinks=2)
+    reducer = Zeros(axes, sizes)
+    layers: list[int] = []
+    handle = model.model.layers[1].register_forward_hook(lambda module, args, out: layers.append(1))
+    has = "layer 0 has batch 1, head 4, kv_head 2, query 12, key 14"
+    with pytest.raises(ValueError, match=rf"returned {wrong}, and {has}; return {right}, or name the axis in dims"):
+        dl.record(model, PROMPTS, [reducer], to=tmp_path / "rec" if stored else None, **SETTINGS)
+    handle.remove()
+    assert not layers
