@@ -22,6 +22,7 @@ from dlm_lens.hooks.positions import (
     where,
 )
 from dlm_lens.hooks.schedules import Schedule, check_schedule, shown_schedule, spread_weights, weights_of
+from dlm_lens.printable import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,8 @@ class Steer(Hook):
         object.__setattr__(self, "positions", read_positions(self.positions, "steer"))
         if not isinstance(self.direction, Tensor) or self.direction.ndim not in (1, 2):
             raise ValueError(
-                f"steer: direction is {self.direction!r:.60}; give a tensor [d_model] or [head, d_head]"
+                f"steer: direction is {shown(self.direction)}; give a tensor [d_model] or [head, d_head] "
+                "(torch.from_numpy makes one of an array)"
             )
         if not bool(self.direction.isfinite().all()):
             raise ValueError("steer: the direction is not finite")

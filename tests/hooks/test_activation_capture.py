@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -230,6 +231,7 @@ def test_reprs_say_the_settings(model: Any) -> None:
         (lambda: ablate("resid", value=torch.zeros(5))(torch.zeros(1, 2, 3)), r"value has shape \[5\]"),
         (lambda: steer(torch.zeros(3))(torch.zeros(1, 2, 4)), r"resid has \[4\] features"),
         (lambda: steer(torch.tensor([torch.nan])), "direction is not finite"),
+        (lambda: steer(np.ones(32)), r"direction is a ndarray float64 \[32\]; give a tensor .*torch.from_numpy"),
         (lambda: steer(torch.zeros(3), schedule=(1, 2, 3)), r"steer: schedule is \(1, 2, 3\); give \(lo, hi\)"),
         (lambda: steer_along(torch.zeros(2, 3), [0.5, 0.5], 1.0), "2 knots for a curve of 2 points"),
         (lambda: steer_along(torch.zeros(3), [0.5], 1.0), r"give a finite tensor \[knot, d_model\]"),
