@@ -86,7 +86,8 @@ class DenoisingRun(ShowsItself):
         spans: the block decoded at each step, as (start, stop) canvas positions; with blocks counted from the text,
             the union over the rows (`StepPlan.span`), `in_block` has those of every row.
         blocks: its index at each step.
-        settings: the name of the sampler and every setting that it ran with, seeds included.
+        settings: the name of the sampler, the settings that were given or that the model's `sampler_defaults` name,
+            and the seeds; others have the sampler's defaults.
         eos_token_ids: ids that end a text.
         tokenizer: decodes `texts`; None if the model has none.
         rows_ran: `row_steps`, where the canvases do not show them: in joined runs of different lengths (a recording
