@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dlm_lens.attention import check_ids, decoder_of
+from dlm_lens.attention import SinkLayout, check_ids, decoder_of
 
 
 def head_states(model: Any, states: Float[Tensor, "*state d_model"]) -> Float[Tensor, "*state d_model"]:
@@ -82,41 +82,49 @@ def final_norm(model: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def decoder_logits(model: Any) -> Float[Tensor, "2 position d_vocab"]:
+def decoder_logits(model: Any, *, causal: bool = True) -> Float[Tensor, "2 position d_vocab"]:
     """Logits of `check_ids` by way of the decoder and `head_logits`, as sampling computes them.
 
     Args:
         model: in eval mode.
+        causal: whether the model must be causal.
 
     Raises:
-        ValueError: the model has no decoder or no output embedding, or a token changes the states before it: it is
-            not causal.
+        ValueError: the model has no decoder or no output embedding, or a token changes the states before it, so
+            that it is not causal.
     """
     decoder = decoder_of(model) if hasattr(model, "get_decoder") else None
     head = model.get_output_embeddings()
     if decoder is None or decoder is model or head is None:
-        raise ValueError(f"{type(model).__name__} has no decoder with an output embedding: it does not write text")
-    states = decoder(input_ids=check_ids(model), use_cache=False).last_hidden_state
+        raise ValueError(
+            f"{type(model).__name__} has no decoder with an output embedding: it does not write text "
+            "(get_decoder() and get_output_embeddings() give the two)"
+        )
+    ids = check_ids(model)
+    states = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    states = states[:, SinkLayout.of(model).canvas(states.shape[1])]
     first, second = states.float()  # their tokens differ at the last position
-    if not float((second - first)[:-1].abs().max()) <= _tolerance(model) * float(first.abs().max()):
+    if causal and not float((second - first)[:-1].abs().max()) <= _tolerance(model) * float(first.abs().max()):
         raise ValueError(
             f"the last token changes what {type(model).__name__} computes before it: it is no autoregressive model "
             "(for an encoder, use dlm_lens.add_hook_points)"
         )
-    return head_logits(model, states).float()
+    # Where the layers lie on several devices, a model returns its logits on that of the ids.
+    return head_logits(model, states).float().to(ids.device)
 
 
-def check_head(model: Any, logits: Float[Tensor, "2 position d_vocab"]) -> None:
-    """Raise unless a model is causal, and `head_logits` of its decoder's states are its logits.
+def check_head(model: Any, logits: Float[Tensor, "2 position d_vocab"], *, causal: bool = True) -> None:
+    """Raise unless `head_logits` of a model's decoder's states are its logits, and it is causal if it must be.
 
     Args:
         model: in eval mode.
         logits: of `check_ids`, from the model itself.
+        causal: whether the model must be causal.
 
     Raises:
         ValueError: they are not, or as `decoder_logits`.
     """
-    got, expected = decoder_logits(model), logits.float()
+    got, expected = decoder_logits(model, causal=causal), logits.float()
     tolerance = _tolerance(model) * float(expected.abs().max())
     if got.shape != expected.shape or not float((got - expected).abs().max()) <= tolerance:
         raise ValueError(

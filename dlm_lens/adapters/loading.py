@@ -187,19 +187,17 @@ def known_values(
 
 
 def check_model(model: Any) -> None:
-    """Raise unless hook points, output embedding and causality work as the library assumes, on a few tokens.
+    """Raise unless hook points and output embedding work as the library assumes, on a few tokens.
 
-    Costs two forward passes for a model of our families, three for one of transformers.
+    A model of transformers must be causal too. Costs two forward passes for a model of our families, three for one
+    of transformers.
 
     Raises:
         ValueError: they are not.
     """
     native = type(model).__module__.startswith("transformers.")
     try:
-        if native:
-            _check_native(model)
-        else:
-            check_hook_points(model, plain=False)
+        _check_logits(model, native)
     except (ValueError, MemoryError, torch.OutOfMemoryError):
         raise
     except REFUSALS as error:
@@ -208,14 +206,17 @@ def check_model(model: Any) -> None:
         ) from error
 
 
-def _check_native(model: Any) -> None:
-    """Check the hook points and the head of a model of transformers."""
+def _check_logits(model: Any, native: bool) -> None:
+    """Check the hook points and the head of a model.
+
+    Of a model of transformers (native) the plain attention function and causality too.
+    """
     try:
-        # Sampling's logits with idle hook points, compared with the model's own logits without any.
-        check_hook_points(model, idle=decoder_logits(model))
+        # Sampling's logits with idle hook points, compared with the model's own logits, with patterns and without.
+        check_hook_points(model, plain=native, idle=decoder_logits(model, causal=native))
     except ValueError:
         # With a pass of its own for each check, to name the part that is at fault.
-        check_head(model, check_hook_points(model))
+        check_head(model, check_hook_points(model, plain=native), causal=native)
         raise
 
 

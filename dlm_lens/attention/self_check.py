@@ -90,7 +90,7 @@ def _logits(model: Any) -> Float[Tensor, "2 position d_vocab"]:
         inputs["decoder_input_ids"] = ids
     output = model(**inputs)
     logits: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    return logits.float()
+    return logits.float().to(ids.device)
 
 
 def _takes(model: nn.Module, name: str) -> bool:

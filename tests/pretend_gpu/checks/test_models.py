@@ -32,6 +32,12 @@ def test_loading_over_two_devices() -> None:
     assert runs[0].tokens.equal(runs[1].tokens.cpu())
 
 
+@pytest.mark.parametrize("family", ["causal", "llada", "sink_qwen"])
+def test_checks_of_loading_over_two_devices(family: str, tmp_path: Path) -> None:
+    tiny(family, **({"num_sinks": 1} if family == "sink_qwen" else {})).save_pretrained(tmp_path)
+    assert len(devices(dl.load(tmp_path, device_map="balanced"))) == 2
+
+
 @pytest.mark.parametrize("family", ["modernbert", "diffusion_gemma"])
 def test_tied_weights_loaded_to_the_disk(family: str, tmp_path: Path) -> None:
     model = model_of(family)
