@@ -66,7 +66,8 @@ class Trajectories(ShowsItself):
         switched: whether the largest sink changed while the old and the new one are active before and after.
         static_position: the position that is active at most steps; -1 if there is never a sink.
         static_share: its share of the steps that have a sink.
-        scored: which keys have a score.
+        scored_by_layer: which keys have a score in each layer, fewer under a sliding window; its axis of layers has
+            size 1 where all have the same.
         tokens, masked, final_tokens, scale, level, layers, steps, heads, queries, sinks, tokenizer, row_prompts:
             as in `Received`.
         padding: how many keys of each row are padding on its left; None for none.
@@ -88,7 +89,7 @@ class Trajectories(ShowsItself):
     switched: Bool[Tensor, "step batch layer head"]
     static_position: Int[Tensor, "batch layer head"]
     static_share: Float[Tensor, "batch layer head"]
-    scored: Bool[Tensor, "step batch key"]
+    scored_by_layer: Bool[Tensor, "step batch #layer key"]
     scale: Scale
     level: Level
     detector: Detector
@@ -137,7 +138,12 @@ class Trajectories(ShowsItself):
     @property
     def canvas(self) -> int:
         """How many of the keys are canvas positions; learned sink tokens come after them."""
-        return self.scored.shape[-1] - self.sinks
+        return self.scored_by_layer.shape[-1] - self.sinks
+
+    @property
+    def scored(self) -> Bool[Tensor, "step batch key"]:
+        """Which keys have a score in at least one layer."""
+        return self.scored_by_layer.any(2)
 
     @property
     def step_numbers(self) -> tuple[int, ...]:
@@ -348,7 +354,7 @@ def trajectories(
         before=before,
         trajectory=trajectory,
         **gathered,
-        scored=given.scored(),
+        scored_by_layer=given.scored_by_layer(),
         scale=given.scale,
         detector=given.detector,
         hysteresis=hysteresis,
@@ -398,13 +404,14 @@ class _Input:
             return self.scores[:, *part]
         return self.received.part(*part).read(self.detector.quantity)[0]
 
-    def scored(self) -> Bool[Tensor, "step batch key"]:
-        """Which keys have a score in at least one pattern."""
-        scored = torch.zeros(*self.scores.shape[:2], self.scores.shape[-1], dtype=torch.bool)
-        for layer in range(self.scores.shape[2]):
-            for head in range(self.scores.shape[3]):
-                scored |= ~self.scores[:, :, layer, head].isnan()
-        return scored
+    def scored_by_layer(self) -> Bool[Tensor, "step batch #layer key"]:
+        """Which keys have a score in at least one head of a layer; one layer where all are equal."""
+        steps, batch, layers, heads, keys = self.scores.shape
+        scored = torch.zeros(steps, batch, layers, keys, dtype=torch.bool)
+        for layer in range(layers):
+            for head in range(heads):
+                scored[:, :, layer] |= ~self.scores[:, :, layer, head].isnan()
+        return scored[:, :, :1] if layers and bool((scored == scored[:, :, :1]).all()) else scored
 
 
 def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Input:

@@ -40,7 +40,7 @@ def sink_consistency(paths: Trajectories) -> pd.DataFrame:
             at = tokens[step[..., None, None], row[..., None, None], np.where(there, main, 0)]
             columns["same_token"] = np.ravel(_equal_pairs(at, there) / n)
             weights = _pairs(there.sum(1))
-            columns["chance_token"] = np.ravel((weights * _chance(paths, tokens)[:, None, None]).sum(0) / n)
+            columns["chance_token"] = np.ravel((weights * _chance(paths, tokens)[..., None]).sum(0) / n)
     columns |= {"pairs": int(_pairs(np.asarray(sequences))), "n": np.ravel(n).astype(int)}
     return pd.DataFrame(columns)
 
@@ -60,8 +60,16 @@ def _equal_pairs(values: NDArray[np.int64], there: NDArray[np.bool_]) -> NDArray
 
 
 def _chance(paths: Trajectories, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Probability that random keys with a score, of two random sequences with scores, hold one token: [step]."""
-    scored = paths.scored.numpy()
+    """Probability that random keys with a score, of two random sequences with scores, hold one token.
+
+    [step, layer], or [step, 1] where all layers have the same keys.
+    """
+    layers = paths.scored_by_layer.numpy()
+    return np.stack([_chance_in(layers[:, :, layer], tokens) for layer in range(layers.shape[2])], -1)
+
+
+def _chance_in(scored: NDArray[np.bool_], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`_chance` of keys [step, batch, key]: [step]."""
     steps, batch, _ = scored.shape
     chance = np.zeros(steps)
     pairs = 2 * _pairs(scored.any(-1).sum(-1))  # a sequence that is over has no scores and is in no pair

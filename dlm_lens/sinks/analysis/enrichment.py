@@ -44,8 +44,8 @@ def token_enrichment(
 
     2510.15731 (section 4.2) finds LLaDA's sinks on punctuation, whitespace and end-of-text tokens; "One Token Is
     Enough" (section 1) on masks. Every step of a sink counts, with the token of that step. The base is the class
-    of a random key of the same step and sequence, so that masks are not enriched because early steps are full of
-    them: base_c = sum over sinks of the share of class c among the keys with a score at that step, over the number
+    of a random key of the same step, sequence and layer, so that masks are not enriched because early steps are
+    full of them: base_c = sum over sinks of the share of class c among the keys with a score at that step, over the number
     of sinks. enrichment = share / base: 1 for no preference.
 
     Columns: layer, head (by `by`); `class`; `sinks`, how many sink-steps; `share`, `base`, `enrichment` with its
@@ -93,7 +93,7 @@ def position_enrichment(
     "masked" positions are not decoded yet at the step, the future of 2510.15731, section 5.3; in models without a
     mask token they are called "open". With `in_block`, those of the row's block ("in the block") and of its later
     blocks ("after the block") are counted separately as well. Columns as in `token_enrichment`, the base again a
-    random key of the same step.
+    random key of the same step and layer.
 
     Args:
         paths: from `trajectories`, with masks.
@@ -241,8 +241,11 @@ def _observed(paths: Trajectories, labels: _KeyClasses) -> Floats:
 
 
 def _expected(paths: Trajectories, labels: _KeyClasses) -> Floats:
-    """The same for a random key with a score, in place of every sink."""
-    scored = paths.scored.numpy()
-    count = np.maximum(scored.sum(-1), 1)
-    share = (labels.member & scored).sum(-1) / count
-    return np.einsum("tblh,ctb->blhc", paths.counts.numpy().astype(float), share)
+    """The same for a random key with a score in the layer, in place of every sink."""
+    counts, scored = paths.counts.numpy().astype(float), paths.scored_by_layer.numpy()
+    layers = [
+        (labels.member & scored[:, :, layer]).sum(-1) / np.maximum(scored[:, :, layer].sum(-1), 1)
+        for layer in range(scored.shape[2])
+    ]
+    share = np.broadcast_to(np.stack(layers, -1), (*np.shape(layers)[1:], counts.shape[2]))
+    return np.einsum("tblh,ctbl->blhc", counts, share)

@@ -34,9 +34,9 @@ def frontier_alignment(
     end" of the row, and the nearest "block border" of both.
 
     Columns: layer, head (by `by`); `reference`; `distance` in positions, mean over steps and patterns; `chance`,
-    the same for a random key with a score at the step; `ratio` = distance / chance (1: unrelated, below 1: closer)
-    with its 95% interval `low`, `high` (bootstrap over prompts; NaN for one); `within_1`, part of the steps at
-    most one position away, and `chance_within_1`; `correlation` of sink position and reference over steps (Pearson,
+    the same for a random key with a score at the step in the layer; `ratio` = distance / chance (1: unrelated,
+    below 1: closer) with its 95% interval `low`, `high` (bootstrap over prompts; NaN for one); `within_1`, part of the
+    steps at most one position away, and `chance_within_1`; `correlation` of sink position and reference over steps (Pearson,
     mean over the patterns where both vary; references that are one position only), and `n` steps of patterns. The
     steps after the last one that decodes a position of the row (MMaDA's `eot_token` ends rows early) do not count.
 
@@ -66,7 +66,8 @@ def frontier_alignment(
         # The steps of a part that decode a position may all be earlier ones.
         running = running | _unwritten(paths, masked).any(-1, keepdims=True)
     references = _references(masked, scored, decided, block)
-    tables = [_against(paths, scored, name, where & running, groups) for name, where in references.items()]
+    by_layer = paths.scored_by_layer.numpy()[..., : paths.canvas]
+    tables = [_against(paths, by_layer, name, where & running, groups) for name, where in references.items()]
     return pd.concat(tables, ignore_index=True)
 
 
@@ -143,14 +144,14 @@ def _against(
     steps, rows = np.ogrid[: main.shape[0], : main.shape[1]]
     found = np.where(known, distance[steps[..., None, None], rows[..., None, None], at], 0)
     count = np.maximum(scored.sum(-1), 1)
-    finite = np.where(np.isfinite(distance), distance, 0)
-    chance = ((finite * scored).sum(-1) / count)[..., None, None] * known
+    finite = np.where(np.isfinite(distance), distance, 0)[:, :, None]
+    chance = ((finite * scored).sum(-1) / count)[..., None] * known
     near = ((finite <= 1) & scored).sum(-1) / count
     sums = {
         "distance": found.sum(0),
         "chance": chance.sum(0),
         "within_1": ((found <= 1) & known).sum(0),
-        "chance_within_1": (near[..., None, None] * known).sum(0),
+        "chance_within_1": (near[..., None] * known).sum(0),
         "n": known.sum(0),
     }
     merged = tuple(axis + 1 for axis, axis_name in enumerate(("layer", "head")) if axis_name not in groups)
