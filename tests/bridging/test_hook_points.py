@@ -9,6 +9,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import NAMES, SinkLayout
 from dlm_lens.hooks import mask_positions, sink
+from dlm_lens.testing import tiny
 from tests.bridging.cases import CASES, CAUSAL, model_of, padded, some_ids
 from tests.reference import forward64
 
@@ -233,3 +234,17 @@ def test_a_pattern_whose_rows_do_not_sum_to_one_in_compatibility_mode() -> None:
         off[folded] = (got.double().log_softmax(-1) - want).abs().max()
     assert off[False] < 2e-4
     assert off[True] > 1e-2  # as docs/transformerlens.md warns
+
+
+@pytest.mark.parametrize("name", ["a2d_qwen3", "sdar"])
+def test_pos_slice_cuts_positions_of_normed_heads(name: str) -> None:
+    tl = dl.bridge(tiny(name))
+    ids = torch.arange(5, 14)[None]
+    with torch.no_grad():
+        full, cut = tl.run_with_cache(ids)[1], tl.run_with_cache(ids, pos_slice=slice(0, 3))[1]
+        one = tl.run_with_cache(ids, pos_slice=5)[1]
+    points = [point for point in full if "_norm" in point and ".attn." in point and "hook_scale" not in point]
+    assert "blocks.0.attn.hook_q_normed" in points
+    for point in points:
+        assert torch.equal(cut[point], full[point][:, :3]), point
+        assert torch.equal(one[point], full[point][:, 5:6]), point
