@@ -45,8 +45,8 @@ def token_enrichment(
     2510.15731 (section 4.2) finds LLaDA's sinks on punctuation, whitespace and end-of-text tokens; "One Token Is
     Enough" (section 1) on masks. Every step of a sink counts, with the token of that step. The base is the class
     of a random key of the same step, sequence and layer, so that masks are not enriched because early steps are
-    full of them: base_c = sum over sinks of the share of class c among the keys with a score at that step, over the number
-    of sinks. enrichment = share / base: 1 for no preference.
+    full of them: base_c = sum over sinks of the share of class c among the keys with a score at that step, over
+    the number of sinks. enrichment = share / base: 1 for no preference.
 
     Columns: layer, head (by `by`); `class`; `sinks`, how many sink-steps; `share`, `base`, `enrichment` with its
     95% interval `low`, `high` (bootstrap over prompts; NaN for one); `sequences`, `prompts`. The classes exclude

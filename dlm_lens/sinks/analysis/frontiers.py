@@ -35,10 +35,11 @@ def frontier_alignment(
 
     Columns: layer, head (by `by`); `reference`; `distance` in positions, mean over steps and patterns; `chance`,
     the same for a random key with a score at the step in the layer; `ratio` = distance / chance (1: unrelated,
-    below 1: closer) with its 95% interval `low`, `high` (bootstrap over prompts; NaN for one); `within_1`, part of the
-    steps at most one position away, and `chance_within_1`; `correlation` of sink position and reference over steps (Pearson,
-    mean over the patterns where both vary; references that are one position only), and `n` steps of patterns. The
-    steps after the last one that decodes a position of the row (MMaDA's `eot_token` ends rows early) do not count.
+    below 1: closer) with its 95% interval `low`, `high` (bootstrap over prompts; NaN for one); `within_1`, part of
+    the steps at most one position away, and `chance_within_1`; `correlation` of sink position and reference over
+    steps (Pearson, mean over the patterns where both vary; references that are one position only), and `n` steps
+    of patterns. The steps after the last one that decodes a position of the row (MMaDA's `eot_token` ends rows
+    early) do not count.
 
     Args:
         paths: from `trajectories`, with masks.
