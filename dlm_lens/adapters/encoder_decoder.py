@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
+from torch._guards import detect_fake_mode
 from torch.nn import functional
 from transformers import DynamicCache
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
@@ -233,7 +233,7 @@ class CanvasModel(DiffusionGemmaModel):
 
 def _is_whole(content: Bool[Tensor, "batch position"]) -> bool:
     """Whether no row has padding; a pass of shapes alone (`lm.scan`, the meta device) is one without."""
-    return content.is_meta or is_fake(content) or bool(content.all())
+    return content.is_meta or detect_fake_mode(content) is not None or bool(content.all())
 
 
 def new_cache() -> DynamicCache:

@@ -395,26 +395,31 @@ class ProjectionPoint(HookPoint):
             part = slice(self.start, self.start + self.heads * self.width)
             heads = output[..., part].unflatten(-1, (self.heads, self.width))
             changed = self(heads)
-            if changed is heads:
+            if changed is heads and not _has_gradient(heads):
                 return None
             return torch.cat([output[..., : part.start], changed.flatten(-2), output[..., part.stop :]], -1)
         if output.ndim == 3:
             heads = output.unflatten(-1, (self.heads, self.width))
             edited: Tensor = self(heads)
-            return None if edited is heads else edited.flatten(-2)
+            return None if edited is heads and not _has_gradient(heads) else edited.flatten(-2)
         # [batch, position, head, d_head], or [batch, head, position, d_head] where the module transposed before.
         if not self._transposed(inputs[0], output):
             edited = self(output)
             return None if edited is output else edited
         heads = output.transpose(1, 2)
         edited = self(heads)
-        return None if edited is heads else edited.transpose(1, 2)
+        return None if edited is heads and not _has_gradient(heads) else edited.transpose(1, 2)
 
     def _transposed(self, value: Tensor, output: Tensor) -> bool:
         if output.shape[1] != self.heads or output.shape[2] != self.heads:
             return output.shape[1] == self.heads
         # As many positions as heads: a transposed view has the smaller stride first.
         return value.stride(1) < value.stride(2)
+
+
+def _has_gradient(view: Tensor) -> bool:
+    """Whether a view is seen by whoever wants its gradient: the network must then go on with the view."""
+    return torch.is_grad_enabled() and view.requires_grad
 
 
 class _ConnectedHandle:

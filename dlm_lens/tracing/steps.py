@@ -56,6 +56,11 @@ class Step(int):
         self._seen = None
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What a copy or a file has: the state of the run, not what hooks stored, which may be functions."""
+        plan, state, _ = self._given
+        return Step, (plan, state)
+
     @cached_property
     def run(self) -> RunStep:
         """The same as the type that hooks receive."""

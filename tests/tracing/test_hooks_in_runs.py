@@ -171,6 +171,18 @@ def test_a_scan_with_hooks_has_the_shapes_of_the_run(name: str) -> None:
                 lm.layers[0].attn.apply(at_steps(SCANNED[name], 99), step)
 
 
+def test_a_scan_of_padded_prompts_has_the_shapes_of_the_run() -> None:
+    lm = dl.DiffusionLM(tiny("diffusion_gemma"), check=False)
+    prompts, found = [[5, 9, 14, 3, 8], [7, 2, 33]], []
+    for trace, given in ((lm.scan, {"fn": lm.generate}), (lm.generate, {})):
+        with trace(prompts, gen_length=8, **given) as tracer:
+            shapes = [].save()
+            for _ in tracer.steps[1]:
+                shapes.append((lm.layers[1].attn.pattern.shape, lm.layers[1].output.shape))
+        found.append(shapes)
+    assert found[0] == found[1] != []
+
+
 class OfLayers(Hook):
     """A hook of a user's own with layers."""
 

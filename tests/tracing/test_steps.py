@@ -1,10 +1,12 @@
 """`tracer.steps`: every form of selection, and what happens out of order."""
 
+import copy
 import subprocess
 import sys
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -459,3 +461,18 @@ def test_one_layer_s_pattern_is_alive_at_a_time(lm: Any) -> None:
                 alive.append(sum(ref() is not None for ref in seen))
     assert len(seen) == 16
     assert max(alive) <= 1
+
+
+def test_a_step_is_copied_and_read_back_with_what_lies_beside_it(lm: Any, tmp_path: Path) -> None:
+    with lm.generate(IDS, **RUN) as tracer:
+        seen = [].save()
+        for step in tracer.steps:
+            seen.append((step, lm.layers[0].attn.pattern.clone()))
+    torch.save(seen, tmp_path / "seen.pt")
+    read = torch.load(tmp_path / "seen.pt", weights_only=False)
+    for copies in (read, copy.deepcopy(seen), [(copy.copy(step), pattern) for step, pattern in seen]):
+        for (one, pattern), (other, same) in zip(seen, copies, strict=True):
+            assert (int(other), other.total, other.block, other.span) == (int(one), 8, one.block, one.span)
+            assert other.tokens.equal(one.tokens)
+            assert other.run.progress.equal(one.run.progress)
+            assert pattern.equal(same)
