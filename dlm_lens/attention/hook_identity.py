@@ -6,9 +6,9 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property, partial, partialmethod
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -33,9 +33,6 @@ HOSTS = {"dlm_lens", "torch", "transformers", "tokenizers", "numpy", "nnsight", 
 PLAIN = (bool, int, float, complex, str, bytes, range, slice, Enum, PurePath, np.generic, torch.dtype, torch.device)
 """Values that their repr describes wholly, as it does None."""
 
-HOLDERS = (torch.Tensor, np.ndarray, Mapping, list, tuple, set, frozenset)
-"""Values that are identified by what is in them."""
-
 
 def identity_of(value: Any, *, strict: bool = True) -> str:
     """A value's repr without addresses, with a digest of the tensors and functions that it holds.
@@ -43,8 +40,9 @@ def identity_of(value: Any, *, strict: bool = True) -> str:
     The repr of a hook shows neither a tensor's entries nor a function's code. A tensor is identified by its bytes;
     a function by its module, qualified name, bytecode, constants and defaults, and by the values of its closure and
     of the globals that it reads; a module of torch.nn by its class, weights, and public attributes; any other
-    object by its class and attributes; a class of the user's own also by the bytecode of its methods. Bytecode
-    differs between versions of Python.
+    object by its class and attributes; a class of the user's own also by the bytecode of its methods and by its
+    class attributes. An object that occurs again is identified by which of the earlier ones it is. Bytecode differs
+    between versions of Python.
 
     Args:
         value: a hook or a function.
@@ -54,7 +52,7 @@ def identity_of(value: Any, *, strict: bool = True) -> str:
         ValueError: the value holds an object that only its place in memory distinguishes, such as an open file.
     """
     shown = ADDRESS.sub("", repr(value))
-    parts = list(_parts(value, "", not ADDRESS.search(repr(value)), strict, set()))
+    parts = list(_parts(value, "", not ADDRESS.search(repr(value)), strict, {}))
     if not parts:
         return shown
     digest = hashlib.sha256()
@@ -76,7 +74,19 @@ Inside = Iterable[tuple[Any, Any]]
 """The values in a value, by the last name of their paths."""
 
 
-def _parts(value: Any, name: str, shown: bool, strict: bool, seen: set[int]) -> Iterator[Part]:
+@dataclass
+class Visit:
+    """An object that was seen, which is kept so that no later object gets its id, and its place in the order.
+
+    `in_parts` is False where it yielded no part, because the repr of the whole contains all of it.
+    """
+
+    value: Any
+    number: int
+    in_parts: bool = True
+
+
+def _parts(value: Any, name: str, shown: bool, strict: bool, seen: dict[int, Visit]) -> Iterator[Part]:
     """What identifies a value, beside its repr if `shown` (the repr of the whole contains it)."""
     if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
         yield Part(name, _tensor_bytes(torch.as_tensor(value)))
@@ -85,14 +95,24 @@ def _parts(value: Any, name: str, shown: bool, strict: bool, seen: set[int]) -> 
         if not shown:
             yield Part(name, _plain_text(value).encode())
         return
-    if id(value) in seen:
+    visit = seen.get(id(value))
+    if visit is not None:
+        if visit.in_parts or not shown:
+            yield Part(name, f"object {visit.number} again".encode())
         return
-    seen.add(id(value))
+    visit = Visit(value, len(seen))
+    # Tuples do not change: whether two are one object or equal ones says nothing of what the whole computes.
+    if not isinstance(value, tuple | frozenset):
+        seen[id(value)] = visit
     text, inside, shown = _opened(value, name, shown, strict)
+    in_parts = bool(text)
     if text:
         yield Part(name, text.encode())
     for key, one in inside:
-        yield from _parts(one, f"{name}.{key}", shown, strict, seen)
+        for part in _parts(one, f"{name}.{key}", shown, strict, seen):
+            in_parts = True
+            yield part
+    visit.in_parts = in_parts
 
 
 def _opened(value: Any, name: str, shown: bool, strict: bool) -> tuple[str, Inside, bool]:
@@ -150,32 +170,33 @@ def _class_values(kind: type) -> Iterator[tuple[str, Any]]:
     for parent in kind.__mro__:
         if _is_installed(parent):
             continue
-        for name, one in sorted(vars(parent).items()):
-            path = f"{parent.__qualname__}.{name}"
-            for function in _functions_of(one):
-                # What a dataclass generates says nothing that its fields do not say.
-                generated = "__dataclass_fields__" in vars(parent) and function.__code__.co_filename == "<string>"
-                if not (generated and name.startswith("__")):
-                    yield path, function
-            if (
-                not name.startswith("__")
-                and not _functions_of(one)
-                and isinstance(one, (*PLAIN, *HOLDERS, type(None)))
-            ):
-                yield path, one
+        for name, entry in sorted(vars(parent).items()):
+            for one in _values_of(entry):
+                if isinstance(one, FunctionType):
+                    # What a dataclass generates says nothing that its fields do not say.
+                    generated = "__dataclass_fields__" in vars(parent) and one.__code__.co_filename == "<string>"
+                    counts = not (generated and name.startswith("__"))
+                else:
+                    # What an abstract class keeps for itself and the docstring compute nothing.
+                    counts = name != "_abc_impl" and (callable(one) or not name.startswith("__"))
+                if counts:
+                    yield f"{parent.__qualname__}.{name}", one
 
 
-def _functions_of(value: Any) -> list[FunctionType]:
-    """The functions that an entry of a class calls; none if it is a plain attribute."""
-    if isinstance(value, property):
-        value = (value.fget, value.fset)
-    elif isinstance(value, staticmethod | classmethod):
-        value = (value.__func__,)
-    elif isinstance(value, cached_property):
-        value = (value.func,)
-    else:
-        value = (value,)
-    return [one for one in value if isinstance(one, FunctionType)]
+def _values_of(entry: Any) -> tuple[Any, ...]:
+    """What an entry of a class holds: what a descriptor of Python's own calls, or the entry itself."""
+    if isinstance(entry, property):
+        return tuple(one for one in (entry.fget, entry.fset) if one is not None)
+    if isinstance(entry, staticmethod | classmethod):
+        return (entry.__func__,)
+    if isinstance(entry, cached_property):
+        return (entry.func,)
+    if isinstance(entry, partialmethod):
+        return entry.func, entry.args, entry.keywords
+    is_descriptor = hasattr(type(entry), "__get__") and _is_installed(type(entry))
+    if is_descriptor and not isinstance(entry, FunctionType | partial):
+        return (entry.__wrapped__,) if hasattr(entry, "__wrapped__") else ()
+    return (entry,)
 
 
 def _plain_text(value: Any) -> str:

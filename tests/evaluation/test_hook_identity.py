@@ -17,6 +17,7 @@ import torch
 from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.hooks import at_progress, mask_positions, splice, steer
+from dlm_lens.recording import record
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, counted
 
@@ -64,6 +65,14 @@ def of_class(body: str, before: str = "") -> Any:
 
 
 CALL = "def __call__(self, p): return p < "
+LESS = "def __call__(self, p): return self.less(p)"
+BELOW = "from functools import lru_cache, partial, partialmethod\ndef less(p, by): return p < by"
+LIMITS = """
+class Limit:
+    def __init__(self, by): self.by = by
+class Stored(Limit):
+    def __get__(self, owner, kind): return self.by
+"""
 REPR = "def __repr__(self): return 'F()'"
 METHODS = {
     "class attribute": ("by = {}\n " + CALL + "self.by", ""),
@@ -73,6 +82,47 @@ METHODS = {
     "static method": (CALL + "self.by()\n @staticmethod\n def by(): return {}", ""),
     "attribute": (CALL + "self.by\n def __init__(self): self.by = A", "A = {}"),
     "slot": (CALL + "self.by\n __slots__ = ('by',)\n def __init__(self): self.by = A", "A = {}"),
+    "class attribute that is a partial": ("less = staticmethod(partial(less, by={}))\n " + LESS, BELOW),
+    "call that is a partial": ("__call__ = staticmethod(partial(less, by={}))", BELOW),
+    "class attribute that is a partial method": (
+        "less = partialmethod(lambda self, p, by: p < by, by={})\n " + LESS,
+        BELOW,
+    ),
+    "class attribute that is a module": ("less = torch.nn.Threshold({}, 0)\n " + LESS, "import torch"),
+    "class attribute that is an object": ("by = Limit({})\n " + CALL + "self.by.by", LIMITS),
+    "class attribute that describes itself": ("by = Stored({})\n " + CALL + "self.by", LIMITS),
+    "cached method": ("@lru_cache\n def less(self, p): return p < {}\n " + LESS, BELOW),
+}
+
+
+class Choice:
+    """One of several values that it holds; its repr does not say which."""
+
+    site, stateless, padding_safe = "resid", True, True
+
+    def __init__(self, chosen: int, values: Any) -> None:
+        self.values = values
+        self.chosen = self.values[chosen]
+
+    def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+        return self.chosen(tensor)
+
+    def __repr__(self) -> str:
+        return "Choice()"
+
+
+def zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 0
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+VALUES: dict[str, Any] = {
+    "functions": [zeros, doubled],
+    "objects": [Below(0.5), Below(0.9)],
+    "lists": [[0], [1]],
 }
 
 
@@ -110,6 +160,14 @@ for case, (body, before) in METHODS.items():
         DIFFERENT[case + shown] = one, other
 
 
+for case, held in VALUES.items():
+    DIFFERENT[f"which of the known {case}"] = Choice(0, held), Choice(1, held)
+DIFFERENT["which of two keys of one name"] = (
+    Choice(0, {0: zeros, "0": doubled}),
+    Choice("0", {0: zeros, "0": doubled}),  # type: ignore[arg-type]
+)
+
+
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_functions_that_compute_something_else_are_told_apart(case: str) -> None:
     one, other = DIFFERENT[case]
@@ -133,6 +191,25 @@ def test_equal_functions_have_one_identity() -> None:
 def test_a_tensor_in_the_closure_is_identified_by_its_numbers() -> None:
     made = [limited(torch.arange(3.0)) for _ in range(2)]  # type: ignore[arg-type]
     assert identity_of(made[0]) == identity_of(made[1])
+
+
+def test_one_tuple_twice_is_as_two_equal_ones() -> None:
+    one, other = (tuple(range(3)) for _ in range(2))
+    assert one is not other
+    assert identity_of(Choice(0, [one, one])) == identity_of(Choice(0, [one, other]))
+
+
+def test_an_abstract_class_has_an_identity() -> None:
+    made = [of_class(CALL + by, "from abc import ABC\nclass Base(ABC): pass") for by in ("1", "1", "2")]
+    found = [identity_of(one) for one in made]
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_hook_that_chose_another_known_function_continues_no_recording(llada: Any, tmp_path: Path) -> None:
+    settings = {"steps": 2, "gen_length": 2, "block_length": 2}
+    record(llada, [[5, 6, 7]], hooks=[Choice(0, [zeros, doubled])], to=tmp_path / "kept", **settings)
+    with pytest.raises(ValueError, match=r"holds a recording with hooks = \['Choice"):
+        record(llada, [[5, 6, 7]], hooks=[Choice(1, [zeros, doubled])], to=tmp_path / "kept", **settings)
 
 
 SCRIPT = """
