@@ -88,8 +88,11 @@ class Visit:
 
 def _parts(value: Any, name: str, shown: bool, strict: bool, seen: dict[int, Visit]) -> Iterator[Part]:
     """What identifies a value, beside its repr if `shown` (the repr of the whole contains it)."""
-    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
-        yield Part(name, _tensor_bytes(torch.as_tensor(value)))
+    if isinstance(value, torch.Tensor):
+        yield Part(name, _tensor_bytes(value))
+        return
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield Part(name, _array_bytes(value))
         return
     if value is None or isinstance(value, (*PLAIN, type, ModuleType)):
         if not shown:
@@ -277,6 +280,22 @@ def _constant_text(constant: Any) -> str:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().cpu().contiguous()
-    head = f"{tuple(plain.shape)} {plain.dtype} ".encode()
-    return head + plain.flatten().view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().cpu()
+    if plain.layout != torch.strided:
+        plain = plain.to_dense()
+    # A view that conjugates or negates shares its bytes with what it is a view of.
+    plain = plain.resolve_conj().resolve_neg().contiguous()
+    # A tensor of an empty array has strides of 0, with which torch views no bytes.
+    numbers = plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return _head(plain.shape, plain.dtype) + numbers
+
+
+def _array_bytes(array: np.ndarray) -> bytes:
+    """As the tensor of the same numbers, where torch has the dtype."""
+    known = getattr(torch, array.dtype.name, None)
+    is_tensor = isinstance(known, torch.dtype) and array.dtype.isnative
+    return _head(array.shape, known if is_tensor else array.dtype) + array.tobytes()
+
+
+def _head(shape: tuple[int, ...], dtype: Any) -> bytes:
+    return f"{tuple(shape)} {dtype} ".encode()

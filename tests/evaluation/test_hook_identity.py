@@ -42,7 +42,7 @@ def calls_another(p: Any) -> Any:
 
 
 class Below:
-    def __init__(self, by: float) -> None:
+    def __init__(self, by: Any) -> None:
         self.by = by
 
     def __call__(self, p: Any) -> Any:
@@ -210,6 +210,36 @@ def test_a_hook_that_chose_another_known_function_continues_no_recording(llada: 
     record(llada, [[5, 6, 7]], hooks=[Choice(0, [zeros, doubled])], to=tmp_path / "kept", **settings)
     with pytest.raises(ValueError, match=r"holds a recording with hooks = \['Choice"):
         record(llada, [[5, 6, 7]], hooks=[Choice(1, [zeros, doubled])], to=tmp_path / "kept", **settings)
+
+
+RECORDS = np.zeros(2, dtype=[("a", "f4"), ("b", "i4")])
+KINDS: dict[str, tuple[Any, Any]] = {
+    "text": (np.array(["noun", "verb"]), np.array(["noun", "noun"])),
+    "negative strides": (np.arange(3.0)[::-1], np.arange(3.0)),
+    "dates": (np.array(["2020-01-01"], dtype="datetime64[D]"), np.array(["2020-01-02"], dtype="datetime64[D]")),
+    "another byte order": (np.arange(3, dtype=">f4"), np.arange(1, 4, dtype=">f4")),
+    "records": (RECORDS, RECORDS.view([("a", "f4"), ("c", "i4")])),
+    "numbers of 16 bytes": (np.ones(2, dtype=np.longdouble), np.zeros(2, dtype=np.longdouble)),
+    "sparse": (torch.eye(3).to_sparse(), torch.eye(3)[[1, 0, 2]].to_sparse()),
+    "conjugate": (torch.full((2,), 1j).conj(), torch.full((2,), 1j)),
+    "negative view": (torch.full((2,), 1j).conj().imag, torch.full((2,), 1j).imag),
+}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_arrays_and_tensors_of_every_kind_have_an_identity(case: str) -> None:
+    one, other = KINDS[case]
+    again = one.clone() if isinstance(one, torch.Tensor) else one.copy()
+    found = [identity_of(Below(each)) for each in (one, again, other)]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "longlong", "float16", "float64", "complex64"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_an_array_has_the_identity_of_its_tensor(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(np.prod(shape), dtype=float).reshape(shape).astype(dtype)
+    assert identity_of(Below(array)) == identity_of(Below(torch.from_numpy(array)))
+    assert identity_of(Below(array.T.copy().T)) == identity_of(Below(array))
 
 
 SCRIPT = """
