@@ -324,14 +324,19 @@ class HookAdapter(Hook):
         return bool(getattr(self.wrapped, "padding_safe", False))
 
     @property
+    def positions(self) -> Any:
+        """Its field `positions`, by which `Hook` finds its defaults."""
+        return getattr(self.wrapped, "positions", None)
+
+    @property
     def shifts_with_padding(self) -> bool:
-        """As it declares."""
-        return bool(getattr(self.wrapped, "shifts_with_padding", False))
+        """As it declares; otherwise by its field `positions`."""
+        return bool(getattr(self.wrapped, "shifts_with_padding", super().shifts_with_padding))
 
     @property
     def row_count(self) -> int | None:
-        """As it declares."""
-        count: int | None = getattr(self.wrapped, "row_count", None)
+        """As it declares; otherwise by its field `positions`."""
+        count: int | None = getattr(self.wrapped, "row_count", super().row_count)
         return count
 
     @property
@@ -359,14 +364,12 @@ class HookAdapter(Hook):
         return edited_by(self.wrapped, tensor, self.wrapped(tensor, hook))
 
     def check_run(self, run: RunStep) -> None:
-        """What the object refuses, if it has a `check_run`.
+        """What the object refuses; without a `check_run`, what a `Hook` with its field `positions` refuses.
 
         Raises:
             ValueError: naming it.
         """
-        check = getattr(self.wrapped, "check_run", None)
-        if check is not None:
-            check(run)
+        getattr(self.wrapped, "check_run", super().check_run)(run)
 
     def check_layer(self, block: nn.Module) -> None:
         """What the object refuses, if it has a `check_layer`.
@@ -374,9 +377,7 @@ class HookAdapter(Hook):
         Raises:
             ValueError: naming it.
         """
-        check = getattr(self.wrapped, "check_layer", None)
-        if check is not None:
-            check(block)
+        getattr(self.wrapped, "check_layer", super().check_layer)(block)
 
 
 @dataclass(frozen=True, repr=False)

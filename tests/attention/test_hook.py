@@ -12,7 +12,7 @@ import dlm_lens as dl
 from dlm_lens.attention import ColumnHook, ColumnMask, Hook, PointContext, SinkLayout, as_hook, hidden_per_map
 from dlm_lens.attention.hook import ColumnHookAdapter, HookAdapter
 from dlm_lens.attention.hook_attachment import checked
-from dlm_lens.hooks import at_layers, at_steps, keep_only, mask_positions, mask_top_sinks
+from dlm_lens.hooks import at_layers, at_steps, by_row, keep_only, mask_positions, mask_top_sinks
 from dlm_lens.testing import tiny
 
 DEFAULTS = {
@@ -162,3 +162,42 @@ def test_what_a_wrapper_does_not_override_is_that_of_the_hook_inside() -> None:
     assert at_steps(mask_top_sinks(1, source="clean"), 1).needs_clean_pass
     assert at_layers(mask_positions(-1), 0).stateless
     assert not at_steps(mask_positions(-1), 0).stateless
+
+
+class AtPosition:
+    """A user's own object that edits one position and says so in a field."""
+
+    site, stateless = "resid", True
+
+    def __init__(self, *positions: Any) -> None:
+        self.positions = positions
+
+    def __call__(self, tensor: Tensor, hook: Any = None) -> Tensor:
+        edited = tensor.clone()
+        edited[:, 2] = 0
+        return edited
+
+
+def test_the_positions_of_an_own_object_count_as_those_of_a_hook(caplog: pytest.LogCaptureFixture) -> None:
+    model, prompts = tiny("llada"), [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
+    hook = as_hook(AtPosition(2))
+    assert (hook.shifts_with_padding, hook.row_count) == (True, None)
+    assert as_hook(AtPosition(by_row([2], [1]))).row_count == 2
+    assert not as_hook(AtPosition(-1)).shifts_with_padding
+    assert not as_hook(Plus()).shifts_with_padding
+    recorded = dl.record(model, prompts, hooks=[AtPosition(2)], **RUN).run.tokens[1]
+    alone = dl.record(model, prompts[1:], hooks=[AtPosition(2)], **RUN).run.tokens[0]
+    assert recorded[-len(alone) :].equal(alone)
+    dl.denoise(model, prompts, hooks=[AtPosition(2)], **RUN)
+    assert "positions count from the beginning of the canvas" in caplog.text
+    with pytest.raises(ValueError, match="position 40"):
+        dl.denoise(model, prompts, hooks=[AtPosition(40)], **RUN)
+
+
+def test_what_an_own_object_declares_comes_before_its_positions() -> None:
+    own, checked_runs = AtPosition(40), []
+    own.shifts_with_padding, own.row_count = False, 1  # type: ignore[attr-defined]
+    own.check_run = checked_runs.append  # type: ignore[attr-defined]
+    assert (as_hook(own).shifts_with_padding, as_hook(own).row_count) == (False, 1)
+    dl.denoise(tiny("llada"), [[5, 6, 7]], hooks=[own], **RUN)
+    assert len(checked_runs) == 1
