@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.attention import (
@@ -93,6 +93,11 @@ class MaskRandom(ColumnHook):
         return None if self.like is None else self.like.layers
 
     @property
+    def stack(self) -> str:
+        """That of `like`."""
+        return "" if self.like is None else self.like.stack
+
+    @property
     def needs_clean_pass(self) -> bool:
         """As `like`."""
         return self.like is not None and self.like.needs_clean_pass
@@ -134,6 +139,15 @@ class MaskRandom(ColumnHook):
         """
         if self.like is not None:
             self.like.check_run(run)
+
+    def check_layer(self, block: nn.Module) -> None:
+        """Refuse what `like` refuses.
+
+        Raises:
+            ValueError: naming it.
+        """
+        if self.like is not None:
+            self.like.check_layer(block)
 
     def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
         """Let `like` see a step at which the hook does not act."""
@@ -182,9 +196,9 @@ def mask_random(
     """Hide random columns: the control for a hook that chooses columns by a rule.
 
     With `like=hook`, in every map as many columns as that hook would hide there (content and learned sink tokens),
-    at its site, stage, steps, layers and heads, but never the columns that it would hide; all others if they are
-    too few. With `k`, that many in every head. Only content positions of the canvas are chosen, never padding or
-    learned sink tokens.
+    at its site, stage, steps, layers, heads and part of the model, but never the columns that it would hide; all
+    others if they are too few. With `k`, that many in every head. Only content positions of the canvas are chosen,
+    never padding or learned sink tokens.
 
     With `match="mass"`, columns that receive as much attention as those of the hook, T = sum_j r_j over its
     columns: in random order, every column that keeps the sum of r_j at or below T; then the smallest of the others,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.attention import attention_blocks, attention_of, listening
+from dlm_lens.attention import ColumnHook, attention_blocks, attention_of, listening
 from dlm_lens.hooks import (
     ablate,
     at_encoder,
@@ -16,6 +16,7 @@ from dlm_lens.hooks import (
     attach_hooks,
     capture,
     mask_positions,
+    mask_random,
     mask_tokens,
     mask_top_sinks,
     parse_hooks,
@@ -101,6 +102,37 @@ def test_the_decoders_layers_are_not_edited(models: tuple[Any, Any], plain: Any)
     early = dl.replay(model, plain, [at_steps(at_encoder(ablate("resid")), [0])])
     # The keys that the first step left are read by the later steps of its canvas, and by the next canvas.
     assert all(float(early.kl[step].nanmean()) > 1e-4 for step in range(plain.steps) if early.predicted[step].any())
+
+
+def test_a_control_acts_where_its_hook_acts(models: tuple[Any, Any]) -> None:
+    model, _ = models
+    settings = {**RUN, "gen_length": 8}
+    like = at_layers(at_encoder(mask_positions(0)), 1)
+    runs = [
+        dl.denoise(model, PROMPTS[:1], hooks=[hook], **settings)
+        for hook in (mask_random(like=like), at_layers(at_encoder(mask_random(like=mask_positions(0))), 1))
+    ]
+    assert runs[0].canvases.equal(runs[1].canvases)
+    assert runs[0].settings["columns_hidden"] == runs[1].settings["columns_hidden"] == (1.0,)
+    with attach_hooks(model, mask_random(like=like)):
+        hooked = [
+            name
+            for name, module in model.named_modules()
+            if name.endswith("hook_scores") and len(module._forward_hooks)
+        ]
+    assert hooked == ["model.encoder.language_model.layers.1.self_attn.hook_scores"]
+
+
+def test_a_control_refuses_the_layers_that_its_hook_refuses(models: tuple[Any, Any]) -> None:
+    class OnlyElsewhere(ColumnHook):
+        def check_layer(self, block: Any) -> None:
+            raise ValueError(f"{type(block).__name__} is not where it acts")
+
+    with (
+        pytest.raises(ValueError, match="is not where it acts"),
+        attach_hooks(models[0], mask_random(like=OnlyElsewhere())),
+    ):
+        pass
 
 
 def test_keys_and_values_of_another_prompt_give_its_answer(models: tuple[Any, Any]) -> None:
