@@ -232,4 +232,7 @@ def _edited(on_canvas: OnCanvas | None, step: int, canvas: Tensor, rows: int) ->
         return canvas
     # The callback gets its own copy: what it does to that in place must not rewrite history.
     replaced = on_canvas(step, canvas.clone())
-    return canvas if replaced is None else _known_ids(same_shape("on_canvas", canvas, replaced), rows, "on_canvas")
+    if replaced is None:
+        return canvas
+    # A copy: the callback may write the canvases of later steps into the tensor that it returned.
+    return _known_ids(same_shape("on_canvas", canvas, replaced), rows, "on_canvas").clone()

@@ -313,7 +313,8 @@ class RunObservers:
                     f"{type(observer).__name__} edited the canvas at step {plan.index}; an AR model has no canvas "
                     "to edit: use on_logits to choose another token"
                 )
-            canvas = edited
+            # A copy: the observer may write the canvases of later steps into the tensor that it returned.
+            canvas = canvas if edited is canvas else edited.clone()
         return canvas
 
     def finish(

@@ -225,6 +225,32 @@ def test_what_on_canvas_masks_again_is_filled_again(model: PreTrainedModel) -> N
     assert (run.step_of[0, 2:6] >= 5).all()
 
 
+class Buffer:
+    """A callback that rewrites a token of the prompt and returns the same tensor at every step."""
+
+    def __init__(self) -> None:
+        self.kept: torch.Tensor | None = None
+
+    def __call__(self, step: int, canvas: torch.Tensor) -> torch.Tensor:
+        self.kept = canvas.clone() if self.kept is None else self.kept.copy_(canvas)
+        self.kept[:, 1] = 10 + step % 5
+        return self.kept
+
+
+@pytest.mark.parametrize("family", ["llada", "mdlm"])
+def test_a_callback_may_return_one_tensor_at_every_step(family: str) -> None:
+    model = tiny(family)
+
+    def copied(step: int, canvas: torch.Tensor) -> torch.Tensor:
+        return Buffer()(step, canvas)
+
+    for seed in range(1, 4):
+        run: dict[str, Any] = {"steps": 12 if family == "mdlm" else 6, "gen_length": 6, "seed": seed}
+        one, other = (dlm_lens.denoise(model, [5, 6, 7, 8], on_canvas=each, **run) for each in (Buffer(), copied))
+        assert one.canvases.equal(other.canvases)
+        assert one.canvases[:, 0, 1].tolist() == [10 + step % 5 for step in range(one.steps + 1)]
+
+
 def test_what_the_last_edit_leaves_is_reported(model: PreTrainedModel) -> None:
     def plant(step: int, canvas: Tensor) -> Tensor:
         canvas[:, -1] = MASK if step == 4 else 9  # in place: the callback has a copy of its own

@@ -72,6 +72,18 @@ def test_an_observer_edits_canvases_but_not_those_of_an_ar_model() -> None:
     dl.denoise(tiny("causal"), [5, 6], gen_length=4, observers=Calls(Tensor.clone))
 
 
+def test_an_observer_may_return_one_tensor_at_every_step() -> None:
+    kept: list[Tensor] = []
+
+    def buffered(canvas: Tensor) -> Tensor:
+        kept.append(kept[0].copy_(canvas) if kept else canvas.clone())
+        return kept[0]
+
+    given: dict[str, Any] = {"gen_length": 4, "steps": 4, "block_length": 4}
+    run = dl.denoise(tiny("llada"), [5, 6], observers=Calls(buffered), **given)
+    assert run.canvases.equal(dl.denoise(tiny("llada"), [5, 6], **given).canvases)
+
+
 @pytest.mark.parametrize("observers", [3, Calls, [Calls(), None], "x"])
 def test_other_objects_are_no_observers(observers: Any) -> None:
     with pytest.raises(ValueError, match=r"observers is .*; it must be a RunObserver, such as dlm_lens\.Recorder"):
