@@ -196,7 +196,8 @@ def _edit_logits(on_logits: OnLogits | None, step: int, canvas: Tensor) -> Calla
         return None
 
     def edit(logits: Tensor) -> Tensor:
-        replaced = on_logits(step, canvas, logits)
+        # Its own copy of the canvas, as for on_canvas.
+        replaced = on_logits(step, canvas.clone(), logits)
         return logits if replaced is None else same_shape("on_logits", logits, replaced)
 
     return edit

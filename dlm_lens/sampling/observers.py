@@ -165,7 +165,7 @@ class RunObserver:
     ) -> Int[Tensor, "batch position"]:
         """A step begins; returns the canvas that it sees: the one given, or (except in AR decoding) another.
 
-        `masked` are the open positions of the canvas, whether they hold [MASK] or not.
+        The one given is a copy. `masked` are its open positions, whether they hold [MASK] or not.
         """
         return canvas
 
@@ -303,18 +303,21 @@ class RunObservers:
     ) -> Int[Tensor, "batch position"]:
         """A step begins; returns the canvas after the edits of every observer, each made on that of the one before.
 
+        Each gets a copy of its own, so that an edit in place is seen as an edit and rewrites no history.
+
         Raises:
             ValueError: an observer returned no canvas, or edited one that is not `editable`.
         """
         for observer in self.observers:
-            edited = same_shape("the observer", canvas, observer.step(plan, canvas, opened(canvas)))
-            if not editable and edited is not canvas and not edited.equal(canvas):
+            edited = same_shape("the observer", canvas, observer.step(plan, canvas.clone(), opened(canvas)))
+            if edited.equal(canvas):
+                continue
+            if not editable:
                 raise ValueError(
                     f"{type(observer).__name__} edited the canvas at step {plan.index}; an AR model has no canvas "
                     "to edit: use on_logits to choose another token"
                 )
-            # A copy: the observer may write the canvases of later steps into the tensor that it returned.
-            canvas = canvas if edited is canvas else edited.clone()
+            canvas = edited.clone()  # the observer may write those of later steps into the tensor that it returned
         return canvas
 
     def finish(
@@ -328,7 +331,7 @@ class RunObservers:
     ) -> None:
         """A step is over; the observers that keep states get that of the run."""
         for observer in self.observers:
-            observer.finish(plan, canvas, proposal, unmasked)
+            observer.finish(plan, canvas.clone(), proposal, unmasked)
         keepers = [observer for observer in self.observers if observer.keeps_state]
         if keepers:
             own = {name: value for part in self.parts for name, value in part.state().items()}

@@ -72,6 +72,47 @@ def test_an_observer_edits_canvases_but_not_those_of_an_ar_model() -> None:
     dl.denoise(tiny("causal"), [5, 6], gen_length=4, observers=Calls(Tensor.clone))
 
 
+def test_an_edit_in_place_is_one_like_every_other() -> None:
+    def plant(canvas: Tensor, position: int, token: int = 9) -> Tensor:
+        canvas[:, position] = token
+        return canvas
+
+    given: dict[str, Any] = {"gen_length": 8, "steps": 8, "block_length": 4}
+    run = dl.denoise(tiny("llada"), [5, 6, 7, 8], observers=Calls(lambda canvas: plant(canvas, 1)), **given)
+    assert run.canvases[:, 0, 1].tolist() == [9] * 9
+    with pytest.raises(ValueError, match="Calls edited the canvas at step 0; an AR model has no canvas to edit"):
+        dl.denoise(tiny("causal"), [5, 6], gen_length=4, observers=Calls(lambda canvas: plant(canvas, 1)))
+    with pytest.raises(ValueError, match="wrote token id -100, which has no row"):
+        dl.denoise(tiny("llada"), [5, 6], observers=Calls(lambda canvas: plant(canvas, 1, -100)), **given)
+    calls = Calls()
+    calls.edit = lambda canvas: plant(canvas, 1) if calls.names.count("step") == 4 else canvas
+    with pytest.raises(ValueError, match="an observer edited step 3 outside positions"):
+        dl.denoise(tiny("llada"), [5, 6, 7, 8], observers=calls, cache="prefix", **given)
+
+
+class Scribbles(Calls):
+    """Writes into every canvas that it gets, and returns another one."""
+
+    def step(self, plan: StepPlan, canvas: Tensor, masked: Tensor) -> Tensor:
+        before = canvas.clone()
+        canvas.fill_(9)
+        return before
+
+    def finish(self, plan: StepPlan, canvas: Tensor, proposal: Any, unmasked: Tensor) -> None:
+        canvas.fill_(9)
+
+
+def test_what_is_written_into_a_canvas_and_not_returned_changes_nothing() -> None:
+    def on_logits(step: int, canvas: Tensor, logits: Tensor) -> None:
+        canvas.fill_(9)
+
+    for family in ("llada", "causal"):
+        given: dict[str, Any] = {"gen_length": 4, **({} if family == "causal" else {"steps": 4})}
+        expected = dl.denoise(tiny(family), [5, 6], **given).canvases
+        for settings in ({"on_logits": on_logits}, {"observers": Scribbles()}):
+            assert dl.denoise(tiny(family), [5, 6], **given, **settings).canvases.equal(expected)
+
+
 def test_an_observer_may_return_one_tensor_at_every_step() -> None:
     kept: list[Tensor] = []
 
