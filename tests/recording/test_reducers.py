@@ -1,6 +1,7 @@
 """Every reducer against statistics of float64 patterns, in every family, with unequal prompts."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dlm_lens.recording import (
     KeyNorm,
     MassiveActivations,
     ReceivedAttention,
+    Recording,
     RegionMass,
     ResidualNorm,
     TopKeys,
@@ -25,6 +27,7 @@ from dlm_lens.recording import (
 )
 from dlm_lens.sinks import AboveMean, AttentionShare, LowKeyNorm, MeanReceived, find_sinks, received_of
 from dlm_lens.testing import tiny
+from dlm_lens.viz import region_mass
 from tests.recording.reference import FAMILIES, PROMPTS, alone, build, classes, output_matrix, received, settings
 
 # float32 forward passes against float64 ones of networks whose activations reach the hundreds.
@@ -115,7 +118,7 @@ def test_entropy_and_region_mass(recorded):
                 pattern = kept[f"pattern{layer}"][0, head][canvas][:, order]
                 entropy = torch.stack([-sum(p * p.log() for p in line if p > 0) for line in pattern])
                 same(rec.entropy[step, row, layer, head], entropy, where)
-                scores, _ = received(pattern.tolist(), queries["all"], causal, 1)
+                scores, _ = received(pattern.tolist(), queries["all"], causal)
                 defined = scores[~scores.isnan()]
                 mean = torch.stack([(defined.sum() - s) / (len(defined) - 1) for s in scores])
                 sinks = [
@@ -213,11 +216,12 @@ def test_an_output_projection_without_one_weight_is_refused():
         head_width(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("least", [{}, {"min_viewers": 1}])
 @pytest.mark.parametrize("rule", [AttentionShare(0.15), MeanReceived(0.15), AboveMean(0.05, literal=True)])
 @pytest.mark.parametrize("family", ["llada", "llama"])
-def test_the_region_of_sinks_reads_what_the_rule_reads(rule, family):
+def test_the_region_of_sinks_reads_what_the_rule_reads(rule, family, least):
     model = build(tiny, family)
-    reducers = [RegionMass(sinks=rule), ReceivedAttention(min_viewers=1), AttentionPattern()]
+    reducers = [RegionMass(sinks=rule, **least), ReceivedAttention(**least), AttentionPattern()]
     rec = record(model, PROMPTS, reducers, **settings(family))
     sinks = find_sinks(received_of(rec), rule).is_sink
     assert bool(sinks.any())
@@ -232,3 +236,17 @@ def test_the_region_of_sinks_reads_what_the_rule_reads(rule, family):
 def test_a_rule_of_hidden_states_has_no_region():
     with pytest.raises(ValueError, match="the detector reads 'key norm', not attention; give one of received"):
         RegionMass(sinks=LowKeyNorm(0.5))
+
+
+def test_the_sinks_of_a_region_need_a_viewer():
+    with pytest.raises(ValueError, match=r"RegionMass.min_viewers is 0; it must be a whole number of at least 1"):
+        RegionMass(sinks=AboveMean(1.0), min_viewers=0)
+
+
+def test_a_recording_from_before_min_viewers_is_read(tmp_path):
+    rec = record(tiny("llada"), PROMPTS, [RegionMass(sinks=AboveMean(1.0))], **settings("llada"))
+    reducer = "RegionMass(sinks=AboveMean(eps=1.0))"
+    old = replace(rec, specs={"region_mass": replace(rec.specs["region_mass"], reducer=reducer, settings={})})
+    read = Recording.load(old.save(tmp_path / "old"))
+    assert torch.equal(read.region_mass.nan_to_num(-7), rec.region_mass.nan_to_num(-7))
+    assert reducer in region_mass(read).get_suptitle().replace("\n", " ")

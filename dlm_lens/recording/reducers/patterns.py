@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.attention import QueryStat
+from dlm_lens.arguments import RULES
+from dlm_lens.attention import MIN_VIEWERS, QueryStat
 from dlm_lens.recording.query_classes import QUERY_CLASSES
 from dlm_lens.recording.reducer_registry import ReducerEntry
 from dlm_lens.recording.reducers.base import LayerStep, PatternReducer, Reducer
@@ -82,12 +83,15 @@ class RegionMass(Reducer):
             sinks join the learned sink tokens in the region "sink"; None for the learned ones alone. It reads the
             received attention of all queries as its `quantity` says: relative to uniform, also without a
             `quantity`; the share r_j / n of n queries; or the mean attention r_j / n_j of n_j viewers.
+        min_viewers: to the detector a key that fewer queries see is undefined (NaN), as in `ReceivedAttention`, so
+            that both have the same sinks.
 
     Raises:
-        ValueError: an object without detect, or a detector that reads hidden states.
+        ValueError: an object without detect, a detector that reads hidden states, or min_viewers below 1.
     """
 
     sinks: Any = field(default=None)
+    min_viewers: int = MIN_VIEWERS
 
     name = "region_mass"
     dims = ("step", "batch", "layer", "head", "query_region", "key_region")
@@ -101,6 +105,7 @@ class RegionMass(Reducer):
         return {"query_region": QUERY_CLASSES, "key_region": KEY_REGIONS}
 
     def __post_init__(self) -> None:
+        RULES["min_viewers"].check("RegionMass.min_viewers", self.min_viewers)
         if self.sinks is not None and not callable(getattr(self.sinks, "detect", None)):
             raise ValueError(f"RegionMass(sinks={self.sinks!r}): give a detector, such as AboveMean(eps=3.0)")
         if self._quantity not in ("received", "share", "mean attention"):
@@ -131,8 +136,8 @@ class RegionMass(Reducer):
     def _scores(self, layer: LayerStep) -> Float[Tensor, "batch head key"]:
         """The scores of the keys, as `Received.read` gives them."""
         if self._quantity == "received":
-            return layer.received("all")
-        sums, facts = layer.received("all", relative=False), layer.facts
+            return layer.received("all", min_viewers=self.min_viewers)
+        sums, facts = layer.received("all", relative=False, min_viewers=self.min_viewers), layer.facts
         if self._quantity == "share":
             return sums / facts.weights(("all",)).sum(-1, keepdim=True).clamp(min=1)
         return sums / facts.viewers("all")[:, None].clamp(min=1)
