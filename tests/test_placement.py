@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import dlm_lens as dl
 from dlm_lens.attention import attention_blocks, attention_stacks
 from dlm_lens.evaluation.responses import fingerprint
+from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.placement import devices, execution_device, input_device, named_weights, resident
 from dlm_lens.recording.model_identity import weights_digest
@@ -80,6 +81,20 @@ def test_calls_on_a_model_offloaded_to_the_disk_equal_those_on_the_cpu(what: str
     assert any(weight.device.type == "meta" for weight in model.parameters())
     for name, call in CALLS.items():
         assert call(model).equal(call(plain)), name
+
+
+@pytest.mark.parametrize("family", ["sedd", "mdlm", "duo"])
+def test_networks_that_take_a_noise_level_run_offloaded(family: str, tmp_path: Path) -> None:
+    plain, model = offloaded(saved(family, tmp_path), "all")
+    runs = [dl.denoise(each, IDS, gen_length=4, steps=4) for each in (plain, model)]
+    assert runs[0].tokens.equal(runs[1].tokens)
+
+
+def test_a_head_s_pattern_of_an_offloaded_model(tmp_path: Path) -> None:
+    plain, model = offloaded(saved("llada", tmp_path), "all")
+    run = dl.denoise(plain, IDS, gen_length=4)
+    patterns = [head_pattern(each, run, step=1, row=1, layer=1, head=2) for each in (plain, model)]
+    assert patterns[0].equal(patterns[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,6 +16,7 @@ from dlm_lens.features.sparse_autoencoder import FeatureSite, SparseAutoencoder
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.files.tensor_files import write_tensors
+from dlm_lens.placement import input_device
 from dlm_lens.printable import printable_name
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz")
@@ -42,7 +43,7 @@ def load_sae(
         model: from `dlm_lens.load`; width, layer and site are compared with it.
         layer: of the activation, where the files do not say or are to be overruled.
         site: likewise "resid", "attn_out" or "mlp_out".
-        device: for the weights; None for the model's, or the CPU.
+        device: for the weights; None for that of the model's embedding, or the CPU.
         dtype: of the weights and of what is computed with them.
 
     Raises:
@@ -64,7 +65,7 @@ def load_sae(
             f"{model.config.hidden_size}"
         )
     if device is None:
-        device = "cpu" if model is None else model.device
+        device = "cpu" if model is None else input_device(model)
     tensors = _read(weights, dtype)
     sae = saelens.read(settings, tensors) if form is saelens else sparsify.read(settings, tensors, path)
     named: dict[str, Any] = {"layer": layer, "site": site}

@@ -100,6 +100,7 @@ def head_pattern(
     import torch
 
     from dlm_lens.attention import SinkLayout, listening
+    from dlm_lens.placement import input_device
 
     patterns: list[Any] = []
     point = model.get_decoder().layers[layer].self_attn.hook_pattern
@@ -110,7 +111,7 @@ def head_pattern(
     with torch.inference_mode(), listening(model):
         handle = point.register_forward_hook(lambda module, args, pattern: patterns.append(pattern[0, head]))
         try:
-            model(input_ids=ids[None].to(model.device), use_cache=False)
+            model(input_ids=ids[None].to(input_device(model)), use_cache=False)
         finally:
             handle.remove()
     pattern, layout = patterns[0].float().cpu(), SinkLayout.of(model)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dlm_lens.adapters import load
 from dlm_lens.features import load_sae, save_sae
 from dlm_lens.testing import tiny
 from tests.features.foreign import COUNT, WIDTH, K, draw, kept, vectors, write_saelens, write_sparsify
@@ -154,6 +155,15 @@ def test_the_model_is_compared_before_weights_are_read(tmp_path):
     with pytest.raises(ValueError, match=r"is of layer 3; the model has the layers 0 to"):
         load_sae(path, model)
     assert load_sae(path, model, layer=1).layer == 1
+
+
+def test_the_weights_are_where_an_offloaded_model_takes_its_ids(tmp_path):
+    tiny("llada", hidden_size=WIDTH, num_attention_heads=2).save_pretrained(tmp_path / "model")
+    model = load(tmp_path / "model", device_map={"": "disk"})
+    assert model.device.type == "meta"
+    path = write_saelens(tmp_path, BASE, {"architecture": "topk", "k": K, **META})
+    sae = load_sae(path, model, layer=1)
+    np.testing.assert_allclose(sae(torch.from_numpy(vectors())).numpy(), _topk(), atol=1e-5)
 
 
 @pytest.mark.parametrize(

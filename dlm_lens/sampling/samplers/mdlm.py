@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dlm_lens.adapters.dit import NOISE_EPS, sigma_of, takes_noise_level
 from dlm_lens.attention.model_access import has_listeners
+from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
@@ -264,7 +265,8 @@ class NoiseConditionedSampler(Sampler):
         """The argument of a pass that gives the network the noise level; none where it takes none."""
         if self.sigma is None or not takes_noise_level(model):
             return {}
-        return {"sigma": torch.full((rows,), self.sigma, dtype=torch.float32, device=model.device)}
+        # On the canvas' device: the weights of an offloaded model are on "meta".
+        return {"sigma": torch.full((rows,), self.sigma, dtype=torch.float32, device=input_device(model))}
 
     def inputs(
         self,
