@@ -213,9 +213,9 @@ def loss_forward(model: Any) -> Iterator[None]:
     """In this context `model(input_ids=, outputs=, targets=, weights=)` returns `{"loss": masked_loss}`.
 
     DDP, FSDP and DeepSpeed wrap a module's forward, so the loss has to be computed in it. Calls without `outputs`
-    are not changed.
+    are not changed. A forward that the instance had, such as a hook of accelerate, is there again afterwards.
     """
-    usual = model.forward
+    usual, own = model.forward, vars(model).get("forward")
 
     def forward(self: Any, *args: Any, outputs: Tensor | None = None, **inputs: Any) -> Any:
         """The loss where `outputs` is given, else the model's own forward."""
@@ -227,7 +227,10 @@ def loss_forward(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del model.forward
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
 
 
 @torch.no_grad()

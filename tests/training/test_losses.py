@@ -2,10 +2,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, PretrainedConfig
 
+from dlm_lens.testing import tiny
 from dlm_lens.training import masked_loss, weighted_cross_entropy
+from dlm_lens.training.losses import loss_forward
 
 N, WIDTH, VOCABULARY = 37, 8, 50
 
@@ -109,3 +112,28 @@ def test_scaled_logits_have_the_loss_and_gradient_of_transformers(config: Pretra
     for name, parameter in model.named_parameters():
         scale = float(wanted[name].abs().max())
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-5 * scale, msg=name)
+
+
+def test_a_forward_that_the_model_had_is_there_after_loss_forward() -> None:
+    """accelerate's hooks are a forward of the instance's own."""
+    calls: list[int] = []
+
+    class Counting(ModelHook):
+        """Counts the forward passes."""
+
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple:
+            calls.append(len(calls))
+            return args, kwargs
+
+    model, ids = tiny("llada"), torch.tensor([[1, 2, 3]])
+    usual = model(input_ids=ids).logits
+    add_hook_to_module(model, Counting())
+    given = {"outputs": torch.tensor([1]), "targets": torch.tensor([4]), "weights": torch.ones(1)}
+    with loss_forward(model):
+        with loss_forward(model):
+            inner = model(input_ids=ids, **given)["loss"]
+        assert model(input_ids=ids, **given)["loss"].equal(inner)
+        assert calls == []
+        assert model(input_ids=ids).logits.equal(usual)
+    assert model(input_ids=ids).logits.equal(usual)
+    assert len(calls) == 2
