@@ -34,6 +34,22 @@ def plain_defaults() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A block whose random numbers depend on `seed`, on the CPU and on torch's default device, and none after it.
+
+    `torch.manual_seed` would seed every GPU, and nothing would put their generators back.
+    """
+    default = torch.get_default_device()
+    gpus = [default] if default.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus, device_type="cuda"):
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
 def emulates_bfloat16() -> bool:
     """Whether this x86 CPU has no bfloat16 instructions: its products then take longer than those of float32."""
     # torch before 2.12 does not say.

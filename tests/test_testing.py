@@ -33,6 +33,13 @@ def test_options_are_config_fields_and_the_seed_is_the_weights_() -> None:
     assert torch.random.get_rng_state().equal(state)
 
 
+def test_a_tiny_model_leaves_the_generators_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    tiny("llada")
+    assert seeds == []
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="no family 'bert'; there are a2d_qwen3, bd3lm, causal, "):
         tiny("bert")

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.registry import families
+from dlm_lens.placement import seeded
 
 VOCABULARY = 64
 PAD, EOS, MASK = VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1
@@ -61,8 +61,7 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
         settings.mask_token_id = MASK
     tokenizer = _tokenizer(settings.vocab_size, getattr(settings, "mask_token_id", None))
     prepare_config(settings, known[family], tokenizer)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = model_class(settings)
     return finish_model(model, known[family], tokenizer)
 

@@ -14,6 +14,7 @@ from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.attention import Placement
 from dlm_lens.attention.softmax_variants import Softmax
+from dlm_lens.placement import seeded
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,7 @@ def convert(
     config = config_class(**values | own)
     config._attn_implementation = "sdpa"
     prepare_config(config, family, tokenizer)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = model_class(config)
     # Parameters alone: rotary frequencies stay in float32, as in a loaded model.
     for parameter in model.parameters():

@@ -15,6 +15,7 @@ from dlm_lens.adapters.families.smdm import SIZES, SMDMConfig, SMDMForMaskedLM
 from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.arguments import level_of_caller
+from dlm_lens.placement import seeded
 from dlm_lens.training.conversion import convert
 from dlm_lens.training.objective import NextToken
 from dlm_lens.training.settings import ModelSettings, TrainingSettings
@@ -83,8 +84,7 @@ def _with_new_weights(model: Any, seed: int) -> Any:
     family = family_of(model.config.model_type)
     if not family.causal:
         raise ValueError(f"model.start begins with {NEW!r}, which takes an AR checkpoint, and this is a DLM")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         new = type(model)(copy.deepcopy(model.config))
     return finish_model(new.to(model.device, torch.float32), family, model.tokenizer)
 
@@ -118,8 +118,7 @@ def new_smdm(chosen: ModelSettings, seed: int) -> PreTrainedModel:
     config = smdm_config(chosen)
     family = family_of(config.model_type)
     prepare_config(config, family)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = SMDMForMaskedLM(config)
         initialise_smdm(model)
     tokenizer = load_tokenizer(chosen.tokenizer, {}) if chosen.tokenizer else None

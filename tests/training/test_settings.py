@@ -364,6 +364,18 @@ def test_a_model_from_scratch_has_its_authors_initial_weights(monkeypatch: pytes
     assert bool((layer.input_layernorm.weight == 1).all())
 
 
+@pytest.mark.parametrize("start", ["toy-ar", "new:toy-ar", "smdm-tiny"])
+def test_new_weights_leave_the_generators(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 4, "intermediate_size": 32, "vocab_size": 50}
+    monkeypatch.setitem(SIZES, "tiny", {**SIZES["472M"], **sizes, "padded_vocab_size": 50})
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)  # torch.manual_seed seeds GPUs with it
+    state = torch.random.get_rng_state()
+    build_model(small(model=ModelSettings(start=start, sinks=1), seed=3))
+    assert torch.random.get_rng_state().equal(state)
+    assert seeds == []
+
+
 def test_docs_of_the_settings_name_every_field() -> None:
     for kind in (TrainingSettings, DataSettings, ModelSettings, Optimisation, MaskedDiffusionLoss, NextToken):
         for field in fields(kind):
