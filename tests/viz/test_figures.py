@@ -3,11 +3,12 @@
 import io
 import math
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from dlm_lens.recording import ReceivedAttention, record
@@ -33,6 +34,14 @@ HOSTILE = ["$x_1$", "$\\frac{1}{0}$", "$", "$$a^{", "\n\t", "你好", "\u202e\x1
 class Hostile:
     def decode(self, ids):
         return HOSTILE[ids[0] % len(HOSTILE)]
+
+
+@dataclass
+class OneText:
+    text: str
+
+    def decode(self, ids):
+        return self.text
 
 
 @pytest.fixture
@@ -346,6 +355,13 @@ def test_figures_leave_pyplot_alone(received):
 )
 def test_token_labels_are_visible_and_short(text, label):
     assert token_label(text) == label
+
+
+def test_labels_of_every_font_hold_characters_that_it_has():
+    assert token_labels([0], OneText("Ж")) == ["Ж"]
+    with rc_context({"font.family": "cmr10"}):
+        assert token_labels([0], OneText("Ж")) == ["\\u0416"]
+    assert token_labels([0], OneText("Ж")) == ["Ж"]
 
 
 def test_token_labels_without_a_tokenizer_are_ids():

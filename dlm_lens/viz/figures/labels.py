@@ -54,14 +54,15 @@ def token_label(text: str, length: int = 12) -> str:
 
 
 def _drawn(label: str, length: int) -> str:
-    drawn = "".join(c if _drawable(c) else escaped(c) for c in label)
+    font = font_manager.findfont(font_manager.FontProperties())
+    drawn = "".join(c if _drawable(c, font) else escaped(c) for c in label)
     return drawn if len(drawn) <= length else drawn[: length - 1] + MORE
 
 
 @cache
-def _drawable(character: str) -> bool:
-    font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
-    return font.get_char_index(ord(character)) != 0
+def _drawable(character: str, font: str) -> bool:
+    """Whether the font in the file `font` has a character."""
+    return font_manager.get_font(font).get_char_index(ord(character)) != 0
 
 
 def counted_keys(keys: int, sinks: int) -> str:
