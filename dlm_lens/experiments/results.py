@@ -133,8 +133,12 @@ class Results:
 
     def is_causal(self, model: str) -> bool:
         """Whether a model is autoregressive; judged by its name where the results do not record it."""
-        named = model.endswith("-ar") or "llama" in model.lower()
-        return self.causal.get(model, named)
+        if model in self.causal:
+            return self.causal[model]
+        from dlm_lens.adapters.registry import families  # reading results alone needs no torch
+
+        of_hub = {name: family.causal for family in families() for name in family.hub_names}
+        return of_hub.get(model, model.endswith("-ar") or "llama" in model.lower())
 
     @property
     def diffusion_models(self) -> list[str]:

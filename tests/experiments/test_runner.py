@@ -360,6 +360,8 @@ def test_results_know_which_models_are_ar_whatever_their_names(tmp_path: Path) -
     # Results of before this was kept say it by their names.
     assert results.is_causal("toy-ar")
     assert results.is_causal("meta-llama/Llama-3.1-8B")
+    assert results.is_causal("Qwen/Qwen3-0.6B")
+    assert not results.is_causal("diffusionfamily/diffullama")
     assert not results.is_causal("toy")
 
 
