@@ -222,10 +222,10 @@ def insertion_loss(
 
     At each step, for each autoencoder, x is replaced at all positions, at the open ones, and at the others (decided
     ones and the prompt), one layer at a time: by decode(encode(x)) ("sae"), by 0 ("zero"), by the mean of x over
-    the content of the run's canvases ("mean"), and by the reconstruction of each null. The canvases are the run's
-    own, so that step t shows what the insertion at step t costs. Learned sink tokens beside the canvas are replaced
-    too where all positions are ("all"), by the reconstructions of their own states, 0, or the mean over the canvas;
-    that mean is without them.
+    the content of the canvases of `steps` ("mean"), and by the reconstruction of each null. The canvases are the
+    run's own, so that step t shows what the insertion at step t costs. Learned sink tokens beside the canvas are
+    replaced too where all positions are ("all"), by the reconstructions of their own states, 0, or the mean over
+    the canvas; that mean is without them.
 
     One forward pass per step and combination: with n autoencoders and the defaults 1 + 15 n, and one for the means.
 
@@ -297,7 +297,7 @@ def _check(model: Any, saes: Sequence[Any], places: Sequence[str], nulls: Sequen
 def _means(
     stored: StoredRun, saes: Sequence[SparseAutoencoder], steps: Sequence[int]
 ) -> list[Float[Tensor, "d_model"]]:
-    """The mean activation of every autoencoder's layer over the content of the canvases."""
+    """The mean activation of every autoencoder's layer over the content of the canvases of these steps."""
     readers = [_Mean(sae.site, (int(sae.layer or 0),), run=stored.run) for sae in saes]
     # A pass of its own keys: with a cache those of the compared passes stay as they are.
     again = StoredRun(stored.model, stored.run, hooks=readers, carried="keys", warn=False)
