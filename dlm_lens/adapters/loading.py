@@ -466,12 +466,12 @@ def _load_weights(model_class: type[PreTrainedModel], source: str, **options: An
     model, report = model_class.from_pretrained(
         source, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
-    for kind, remedy in MISFITS.items():
-        names = sorted(described(key) for key in report.get(kind) or ())
+    for misfit, remedy in MISFITS.items():
+        names = sorted(described(key) for key in report.get(misfit) or ())
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             raise ValueError(
-                f"the weights in {source} do not fit {model_class.__name__}: {kind.replace('_', ' ')} "
+                f"the weights in {source} do not fit {model_class.__name__}: {misfit.replace('_', ' ')} "
                 f"{', '.join(names[:5])}{more}; {remedy}"
             )
     if model.dtype == torch.float64:
