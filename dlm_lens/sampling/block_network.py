@@ -12,21 +12,6 @@ from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits, EditLogits
 
 
-def block_causal(
-    content: Bool[Tensor, "batch position"], block_length: int, first: int | Int[Tensor, "batch"]
-) -> Bool[Tensor, "batch 1 query key"]:
-    """Which query sees which key: those of its own and earlier blocks; position i is in floor((i - first) / b).
-
-    Args:
-        content: False at padding, which neither sees nor is seen.
-        block_length: b.
-        first: where a block begins, in all rows or in each; blocks before it are counted from there, so that the
-            earliest may be short.
-    """
-    begins = torch.as_tensor(first, device=content.device).expand(len(content))
-    return BlockLayout(block_length, begins).visible(content)
-
-
 class BlockLogits(CanvasLogits):
     """Logits of the blocks that a step decodes, one in each row; the network sees the canvas up to their last end.
 

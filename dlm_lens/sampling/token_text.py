@@ -30,11 +30,6 @@ def shown(text: str, length: int | None = SHOWN_LENGTH) -> str:
     return (visible[: (length or 0) - 1] + MORE if cut else visible) or NOTHING
 
 
-def quoted(text: str, length: int | None = SHOWN_LENGTH) -> str:
-    """A token's text in a sentence: as `shown`, in quotation marks."""
-    return f'"{shown(text, length)}"'
-
-
 def _visible(text: str, index: int) -> str:
     if text[index] == " ":
         return SPACE

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dlm_lens
-from dlm_lens.attention import check_hook_points
-from dlm_lens.sampling.block_network import block_causal
+from dlm_lens.attention import BlockLayout, check_hook_points
 from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
 from tests.reference import forward64
 
 SDAR = GOLDEN / "sdar"
+BLOCKS = BlockLayout(4, torch.zeros(1, dtype=torch.long))
 LAYERED = ("hidden.block", "attn_out", "mlp_out", "probs", "q", "k", "v", "z")
 
 
@@ -34,7 +34,7 @@ def pass_of(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     if "prefix_ids" in stored:
         prefix = stored["prefix_ids"].shape[1]
         ids = torch.cat([stored["prefix_ids"], ids], 1)
-        whole = block_causal(torch.ones_like(ids).bool(), 4, 0)
+        whole = BLOCKS.visible(torch.ones_like(ids).bool())
         assert whole[:, :, prefix:].equal(visible)
         visible, positions = whole, torch.arange(ids.shape[1])[None]
     return ids, visible, positions
@@ -90,7 +90,7 @@ def test_biases_are_those_of_all_four_projections(bias: bool) -> None:
         if name.endswith("bias"):
             weight.copy_(torch.linspace(-1, 1, weight.numel()))
     ids = torch.arange(1, 11)[None]
-    visible = block_causal(torch.ones_like(ids).bool(), 4, 0)
+    visible = BLOCKS.visible(torch.ones_like(ids).bool())
     mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
     logits = model(input_ids=ids, attention_mask={"full_attention": mask}).logits
     expected = forward64(model, ids, visible=visible)["logits"]

@@ -1,8 +1,10 @@
 """circuitsvis views in a real browser: they draw, offline, and hostile tokens are text."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from dlm_lens.viz.views.view import Piece, View, web_label
+from dlm_lens.viz.views.view import Piece, View, web_labels
 
 pytestmark = pytest.mark.browser
 
@@ -16,9 +18,13 @@ HOSTILE = [
 ]
 
 
+def labels():
+    return web_labels(list(range(len(HOSTILE))), SimpleNamespace(decode=lambda ids: HOSTILE[ids[0]]))
+
+
 @pytest.fixture
 def page(chromium, tmp_path):
-    tokens = [web_label(text) for text in HOSTILE]
+    tokens = labels()
     values = [float(i) for i in range(len(tokens))]
     square = [[0.1 * i + 0.01 * j for j in range(len(tokens))] for i in range(len(tokens))]
     view = View(
@@ -47,7 +53,7 @@ def page(chromium, tmp_path):
 
 def test_tokens_are_shown_as_text(page):
     shown = page.eval_on_selector_all(".colored-tokens > span > span", "cells => cells.map(c => c.textContent)")
-    assert [text.replace("\xa0", " ") for text in shown] == [web_label(text) for text in HOSTILE]
+    assert [text.replace("\xa0", " ") for text in shown] == labels()
     assert page.evaluate("window.pwned") is None
     assert page.locator("img").count() == 0
     assert page.locator("script").count() == 1

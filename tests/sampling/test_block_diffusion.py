@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
+from dlm_lens.attention import BlockLayout
 from dlm_lens.hooks import mask_positions, mask_top_sinks
-from dlm_lens.sampling.block_network import block_causal
 from dlm_lens.sampling.run_plan import plan_run
 from dlm_lens.testing import tiny
 from tests.reference import forward64
@@ -44,7 +44,7 @@ def alone64(model: Any, run: dl.DenoisingRun, step: int, row: int, **options: An
 
 def test_blocks_are_counted_from_the_answer() -> None:
     content = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]]).bool()
-    found = block_causal(content, 3, 4)[0, 0]
+    found = BlockLayout(3, torch.tensor([4])).visible(content)[0, 0]
     assert found[1:, 1:].equal(visible_by_hand(8, 3, 4)[1:, 1:])
     assert not found[0].any()
     assert not found[:, 0].any()

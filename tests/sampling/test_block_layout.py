@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.attention import BlockLayout
-from dlm_lens.sampling.block_network import BlockLogits, block_causal
+from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.testing import tiny
 from tests.reference import forward64
@@ -60,7 +60,7 @@ def test_a_row_whose_blocks_are_finished_has_none() -> None:
 def test_visibility_entry_by_entry(first: Any) -> None:
     _, content = rows()
     begins = [first] * 4 if isinstance(first, int) else first
-    found = block_causal(content, 3, first if isinstance(first, int) else torch.tensor(first))
+    found = BlockLayout(3, torch.tensor(begins)).visible(content)
     for row in range(4):
         for query in range(POSITIONS):
             for key in range(POSITIONS):

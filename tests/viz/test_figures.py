@@ -23,7 +23,7 @@ from dlm_lens.viz import (
     sink_strength,
     sinks_over_eps,
 )
-from dlm_lens.viz.figures.labels import caption, token_label, token_labels
+from dlm_lens.viz.figures.labels import caption, token_labels
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import find_plot
 
@@ -277,7 +277,7 @@ def test_tokens_beside_the_positions_are_those_of_the_largest(received):
     figure = sink_positions(replace(received, values=values, tokenizer=Hostile()), layer=4, head=1)
     right = figure.axes[0].child_axes[0]
     assert right.get_yticks().tolist() == [1, 8]
-    assert [t.get_text() for t in right.get_yticklabels()] == [token_label(HOSTILE[1]), token_label(HOSTILE[8])]
+    assert [t.get_text() for t in right.get_yticklabels()] == token_labels([1, 8], Hostile())
 
 
 def test_a_position_that_the_last_step_decides_has_its_final_token(received):
@@ -354,7 +354,7 @@ def test_figures_leave_pyplot_alone(received):
     ],
 )
 def test_token_labels_are_visible_and_short(text, label):
-    assert token_label(text) == label
+    assert token_labels([0], OneText(text)) == [label]
 
 
 def test_labels_of_every_font_hold_characters_that_it_has():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from dlm_lens.sampling import denoise
 from dlm_lens.testing import tiny
 from dlm_lens.viz.attention_snapshot import snapshot
 from dlm_lens.viz.views import heads
-from dlm_lens.viz.views.view import Piece, View, rounded, web_label
+from dlm_lens.viz.views.view import Piece, View, rounded, web_labels
 
 TEXTS = ["w1 w2 w3 w4 w5 w6 w7 w8 w9", "w4 w5"]
 
@@ -217,7 +218,7 @@ HOSTILE = [
 
 
 def test_nothing_of_a_token_is_markup_or_ends_the_script(tmp_path):
-    tokens = [web_label(text) for text in HOSTILE]
+    tokens = web_labels(list(range(len(HOSTILE))), SimpleNamespace(decode=lambda ids: HOSTILE[ids[0]]))
     values = [0.0] * len(tokens)
     square = [values] * len(tokens)
     view = View(
@@ -259,5 +260,6 @@ def test_nothing_of_a_token_is_markup_or_ends_the_script(tmp_path):
     ],
 )
 def test_labels_for_the_browser(text, shown):
-    assert web_label(text) == shown
-    assert len(web_label("x" * 1000)) == 40
+    found, long = web_labels([0, 1], SimpleNamespace(decode=lambda ids: [text, "x" * 1000][ids[0]]))
+    assert found == shown
+    assert len(long) == 40

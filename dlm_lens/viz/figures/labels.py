@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.printable import counted, escaped
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.token_text import MORE, TokenTexts, shown
+from dlm_lens.sampling.token_text import MORE, TokenTexts
 from dlm_lens.sinks import Level, Scale
 
 PLAIN: dict[str, Any] = {"parse_math": False, "usetex": False}
@@ -41,16 +41,12 @@ def region_words(run: DenoisingRun) -> Mapping[str, str]:
 def token_labels(ids: Sequence[int], tokenizer: Any = None, length: int = 12) -> list[str]:
     """Token ids as labels of a figure: the token's text, or the id where there is no tokenizer.
 
+    Texts are as in `token_text.shown`, with characters that the font does not have as their codes.
     The negative ids -1, -2, ... are a model's learned sink tokens: sink(0), sink(1), ....
     """
     texts = TokenTexts(tokenizer)
     labels = {i: _drawn(texts.label(i, length), length) for i in set(ids)}
     return [labels[i] for i in ids]
-
-
-def token_label(text: str, length: int = 12) -> str:
-    r"""One token's text as `token_text.shown`, with characters that the font does not have as their codes."""
-    return _drawn(shown(text, length), length)
 
 
 def _drawn(label: str, length: int) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.paths import check_file
-from dlm_lens.sampling.token_text import TokenTexts, shown
+from dlm_lens.sampling.token_text import TokenTexts
 
 Component = Literal["AttentionHeads", "AttentionPattern", "ColoredTokens"]
 
@@ -151,8 +151,3 @@ def web_labels(ids: list[int], tokenizer: Any) -> list[str]:
     texts = TokenTexts(tokenizer)
     labels = {token: texts.label(token) for token in set(ids)}
     return [labels[token] for token in ids]
-
-
-def web_label(text: str) -> str:
-    """The text of one token for a browser."""
-    return shown(text)
