@@ -68,24 +68,24 @@ def check_storage(option: str, value: str) -> None:
         raise ValueError(f"{option} is {value!r}; it must be {' or '.join(map(repr, STORAGES))}")
 
 
-def check_dtype(text: str | None, option: str = "--dtype") -> None:
+def check_dtype(text: str | None) -> None:
     """Raise unless the value is a floating dtype of a model's weights.
 
     Raises:
         ValueError: it is not.
     """
     if text is not None:
-        one_of(option, text.removeprefix("torch."), DTYPES)
+        one_of("--dtype", text.removeprefix("torch."), DTYPES)
 
 
-def check_device(text: str | None, option: str = "--device") -> None:
+def check_device(text: str | None) -> None:
     """Raise unless the value looks like a device.
 
     Raises:
         ValueError: it does not.
     """
     if text is not None and not re.fullmatch(r"[a-z_]+(:[0-9]+)?", text):
-        raise ValueError(f"{option} is {text!r}; it is cpu, cuda, cuda:1 or auto")
+        raise ValueError(f"--device is {text!r}; it is cpu, cuda, cuda:1 or auto")
 
 
 def check_rule(recording: Path, detector: str, level: str = "head", queries: str = "all") -> None:

@@ -205,7 +205,7 @@ def class_readability(
     (train,), (test,), (half,) = split_by_prompt([run], held_out, seed, "class_readability")
     warn_of_one_prompt([run], [train], "class_readability")
     wanted = _classes(run)
-    labels = (wanted, _permuted(wanted, run, seed))
+    labels = (wanted, _permuted(wanted, seed))
     equations = _fitted(stored, chosen, train, half, labels, progress)
     solved = {layer: [_solution(pair) for pair in pairs] for layer, pairs in equations.items()}
     read = torch.full((2, len(chosen), *run.unmasked.shape), -1)
@@ -229,7 +229,7 @@ def _classes(run: DenoisingRun) -> Int[Tensor, "batch position"]:
     return found.masked_fill(~run.answer | run.open[-1], -1)
 
 
-def _permuted(wanted: Int[Tensor, "batch position"], run: DenoisingRun, seed: int) -> Int[Tensor, "batch position"]:
+def _permuted(wanted: Int[Tensor, "batch position"], seed: int) -> Int[Tensor, "batch position"]:
     """The classes of every row in another order, once for the whole run."""
     generator, found = torch.Generator().manual_seed(seed), wanted.clone()
     for row in range(len(wanted)):

@@ -108,9 +108,7 @@ def follow_sinks(scores: Float[Tensor, "step pattern key"], on: Bool[Tensor, "st
     main, best = _largest(columns, values, pattern, position, patterns)
     static_position, static_share = _most_persistent(columns.sum(0), pattern, position, (counts > 0).sum(0))
     lifetimes = _intervals_of(columns, values, pattern, position, main, defined)
-    return FollowedSinks(
-        lifetimes, main, best, counts, defined, _switches(on, main, counts), static_position, static_share
-    )
+    return FollowedSinks(lifetimes, main, best, counts, defined, _switches(on, main), static_position, static_share)
 
 
 def _largest(
@@ -140,7 +138,7 @@ def _most_persistent(
     return steadiest.masked_fill(with_sink == 0, -1), share.masked_fill(with_sink == 0, torch.nan)
 
 
-def _switches(on: Tensor, main: Tensor, counts: Tensor) -> Tensor:
+def _switches(on: Tensor, main: Tensor) -> Tensor:
     """Whether the largest sink changed since the step before, while the old and the new one are active at both."""
     switched = torch.zeros_like(main, dtype=torch.bool)
     before, after = main[:-1], main[1:]

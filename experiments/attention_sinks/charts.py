@@ -17,8 +17,6 @@ def line_chart(
     *,
     x: str,
     y: str,
-    log: bool = False,
-    title: str = "",
     ticks: Sequence[str] = (),
     styles: Mapping[str, tuple[int, int]] | None = None,
 ) -> Figure:
@@ -28,8 +26,6 @@ def line_chart(
         curves: points by the name of the curve.
         x: label of the horizontal axis.
         y: label of the vertical axis.
-        log: logarithmic horizontal axis.
-        title: above the chart.
         ticks: names of the positions 0, 1, ... of the horizontal axis.
         styles: per curve, the index of its colour and marker and the index of its line style; by default every
             curve has its own of each.
@@ -39,14 +35,11 @@ def line_chart(
     for number, (name, points) in enumerate(curves.items()):
         colour, line = (number, number) if styles is None else styles[name]
         _draw(axes, name, points, colour, line)
-    if log:
-        axes.set_xscale("log")
     axes.set_xlabel(x, fontsize=8)
     axes.set_ylabel(y, fontsize=8)
     axes.tick_params(labelsize=7)
     if ticks:
         axes.set_xticks(range(len(ticks)), ticks, rotation=20 if len(ticks) > 4 else 0)
-    axes.set_title(title, loc="left", fontsize=8, parse_math=False)
     if curves:
         figure.legend(loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     return figure
@@ -148,23 +141,23 @@ def forest_plot(
     points: Mapping[str, Sequence[float]] | None = None,
     *,
     x: str,
-    null: float = 0.0,
     shaded: tuple[float, float] | None = None,
 ) -> Figure:
     """One line per name: a number with its interval, and small circles for the cases that it is the mean of.
+
+    A vertical line is at 0, no effect.
 
     Args:
         rows: Interval by name, the first on top.
         points: the single cases by name.
         x: label of the axis.
-        null: where the vertical line is drawn, the number without an effect.
         shaded: ends of the grey range, such as a margin of equivalence.
     """
     figure = Figure(figsize=(6.0, 0.8 + 0.38 * max(1, len(rows))), layout="constrained")
     axes = figure.add_subplot()
     if shaded is not None:
         axes.axvspan(*shaded, color="#e6e6e6", zorder=0)
-    axes.axvline(null, color="black", linewidth=0.8, zorder=1)
+    axes.axvline(0, color="black", linewidth=0.8, zorder=1)
     for place, (name, found) in enumerate(rows.items()):
         low, high = _ends(found)
         single = list((points or {}).get(name, ()))

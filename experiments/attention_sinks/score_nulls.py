@@ -137,7 +137,7 @@ def _binned(values: Array) -> Array:
     return np.histogram(shares, EDGES)[0] / len(values)
 
 
-def _running_means(place: Array, *values: Array, groups: int = 60) -> tuple[Array, ...]:
-    """Means of the values in groups of equal size along `place`, whose means come first."""
-    order = np.array_split(np.argsort(place, kind="stable"), groups)
+def _running_means(place: Array, *values: Array) -> tuple[Array, ...]:
+    """Means of the values in 60 groups of equal size along `place`, whose means come first."""
+    order = np.array_split(np.argsort(place, kind="stable"), 60)
     return tuple(np.array([one[part].mean() for part in order]) for one in (place, *values))

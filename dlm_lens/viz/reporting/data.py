@@ -18,7 +18,7 @@ from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, received_of
 from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 from dlm_lens.viz.reporting.rules import kinds_of, stored_rules
-from dlm_lens.viz.reporting.score_precision import PRECISIONS, Precision, Scores
+from dlm_lens.viz.reporting.score_precision import PRECISIONS, Scores
 from dlm_lens.viz.selection import row_number
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
         "min_viewers": received.min_viewers,
         "progress": [round(p, 6) for p in progress.tolist()],
         "blocks": list(run.blocks),
-        "settings": {name: _shown(value, subject.row) for name, value in _settings(subject).items()},
+        "settings": {name: _shown(value) for name, value in _settings(subject).items()},
         "versions": dict(subject.versions),
         "text": printable(run.texts[subject.row]) if run.tokenizer is not None else None,
         "causal": run.autoregressive,
@@ -206,7 +206,7 @@ def _prompt_text(subject: Subject) -> str:
     return text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "\u2026"
 
 
-def _shown(value: Any, row: int) -> str:
+def _shown(value: Any) -> str:
     """The value of a setting as text."""
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
@@ -291,7 +291,7 @@ def fitting(scores: Scores, budget: int) -> dict[str, Any]:
             budget / 1e6,
         )
     return {
-        **_exactness(scores, precision, kept),
+        **_exactness(scores, kept),
         "edges": scores.edges(precision.colours),
         "statistics": statistics,
         "strongest": strongest,
@@ -299,7 +299,7 @@ def fitting(scores: Scores, budget: int) -> dict[str, Any]:
     }
 
 
-def _exactness(scores: Scores, precision: Precision, kept: Tensor) -> dict[str, Any]:
+def _exactness(scores: Scores, kept: Tensor) -> dict[str, Any]:
     return {
         "highest": scores.highest,
         "undefined_keys": bool((scores.defined < scores.values.shape[-1]).any()),
