@@ -21,7 +21,7 @@ from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview, prompts_and_answers
 from dlm_lens.sampling.run_parts import RunPart
-from dlm_lens.sampling.run_rows import in_own_blocks, prompt_numbers, sampler_class, steps_of_rows
+from dlm_lens.sampling.run_rows import in_own_blocks, open_and_planned, prompt_numbers, sampler_class, steps_of_rows
 
 
 @dataclass(frozen=True)
@@ -440,13 +440,15 @@ class DenoisingRun(ShowsItself):
         """Share of the answer (the positions open at the start) that is decided, per canvas and row.
 
         It falls where a sampler opens decided positions again. In AR decoding the answer of a row ends with its
-        text (`row_steps`), also where others of its batch go on.
+        text (`row_steps`), also where others of its batch go on. In other runs it is the whole answer that was
+        planned, also where the canvas ends before, as the run has ended with its text.
         """
         answer = self.answer
         if self.autoregressive:  # a step writes one position
             ends = self.prompt_length + self.steps_in_all[:, None]
             answer = answer & (_until(answer.shape[-1]) < ends)
-        return 1 - (self.masked & answer).sum(-1) / answer.sum(-1).clamp(min=1)
+        opened, planned = open_and_planned(self, answer)
+        return 1 - opened / planned.clamp(min=1)
 
     @property
     def texts(self) -> list[str]:

@@ -129,6 +129,7 @@ class RunObserver:
         proposes_all: the sampler proposes for every position that it evaluates, also where it would unmask nothing,
             because the observer may choose other positions.
         keeps_state: `keep` is called after every step.
+        share: in reruns, `DenoisingRun.progress` of the step that begins; None where its canvas shows it.
     """
 
     grad: bool = False
@@ -136,6 +137,7 @@ class RunObserver:
     whole_prefix: bool = False
     proposes_all: bool = False
     keeps_state: bool = False
+    share: Float[Tensor, "batch"] | None = None
 
     @property
     def remembers(self) -> bool:
@@ -241,7 +243,7 @@ class StepObserver(RunObserver):
             config=self.model.config,
             tokenizer=getattr(self.model, "tokenizer", None),
             memory=self._memory,
-            share=progress_by_steps(self.sampler, plan, canvas),
+            share=progress_by_steps(self.sampler, plan, canvas) if self.share is None else self.share,
             alike=self.sampler.attends_alike(self.model.config),
         )
         self.now = now if plan.seen is None else now.until(plan.seen, self.sampler.block_layout)

@@ -55,6 +55,44 @@ def in_own_blocks(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     return layout.until_block_of(last, run.attention_mask.shape[1])
 
 
+def open_and_planned(
+    run: "DenoisingRun", answer: Bool[Tensor, "batch position"]
+) -> tuple[Int[Tensor, "step_plus_one batch"], Int[Tensor, "batch"]]:
+    """How many positions of each row's planned answer are open on every canvas, and how many it has.
+
+    A run that ends with its text may lack positions that were planned (`Sampler.final_length`). They are open, as
+    beside a longer row. Where open positions hold random tokens, those of a row that is over are decided: padding.
+
+    Args:
+        run: whole or a part.
+        answer: the positions of the answer on its canvases.
+    """
+    opened, lacking = (run.masked & answer).sum(-1), _lacking(run)
+    if bool(lacking.any()):
+        left = torch.ones_like(opened, dtype=torch.bool)
+        if run.uniform_noise:
+            left = torch.cat([run.running, torch.zeros_like(left[:1])]) | (opened > 0)
+        opened = opened + left * lacking
+    return opened, answer.sum(-1) + lacking
+
+
+def _lacking(run: "DenoisingRun") -> Int[Tensor, "batch"]:
+    """How many positions of each row's planned answer come after the end of its canvas."""
+    from dlm_lens.sampling.samplers.base import Sampler  # here, because that module imports this one
+
+    sampler = sampler_class(run)
+    whole = sampler is None or sampler.final_length is Sampler.final_length
+    if whole or run.autoregressive or "gen_length" not in run.settings:
+        return torch.zeros(len(run.tokens), dtype=torch.long, device="cpu")
+    again, length = sampler.for_rerun(run.settings), int(run.settings["gen_length"])
+    prompts = run.attention_mask[:, : run.prompt_length].sum(-1).tolist()
+    # Each row by itself: joined rows had batches of their own, which no stored run tells.
+    planned = [again.answer_length(torch.ones(1, size, dtype=torch.bool, device="cpu"), length) for size in prompts]
+    where = torch.arange(1, run.tokens.shape[1] + 1, device="cpu")
+    stops = (run.attention_mask * where).amax(-1)  # joining pads shorter canvases on the right
+    return (run.prompt_length + torch.tensor(planned, dtype=torch.long, device="cpu") - stops).clamp(min=0)
+
+
 def with_one_plan(run: "DenoisingRun") -> "DenoisingRun":
     """The run, whose rows were planned with one number of steps.
 

@@ -85,7 +85,7 @@ class StoredCanvases:
             _warn_of_model(run, model)
             _warn_of_hooks(run, self.hooks)
         self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
-        self.device = input_device(model)
+        self._progress, self.device = run.progress, input_device(model)
         self.content = run.attention_mask.to(self.device)
         self.sampler = rerun_sampler(with_one_plan(run).settings)
         blocks = run.attention_blocks
@@ -335,9 +335,12 @@ class StoredCanvases:
         if self._network is not None:
             self._network.enter(plan)
         canvas, masked = (tensor[step].to(self.device) for tensor in (self.run.canvases, self.run.masked))
+        share = None if self.autoregressive else self._progress[step].to(self.device)
         if self._attached and self._runner is not None:
+            self._runner.share = share
             self._runner.step(plan, canvas, masked)
         for observer in observers:
+            observer.share = share
             observer.step(self.plan(step), canvas, masked)
 
     @contextmanager

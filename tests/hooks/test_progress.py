@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.hooks import at_progress
+from dlm_lens.hooks import at_progress, hooks_of_run, mask_positions
+from dlm_lens.probes.clock.states import QUANTITIES, labels_of, quantities_of
 from dlm_lens.testing import tiny
 
 IDS = [[1, 2, 3, 4], [5, 9]]
@@ -83,3 +84,90 @@ def test_a_trace_that_decides_everything_has_a_progress_of_one() -> None:
             if step.index == 0:
                 lm.sampler.unmasked = step.masked
     assert seen == [0.0, *[1.0] * 7]
+
+
+PROMPTS = [[5, 9, 13, 2, 7, 30, 31], [3, 8, 1, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
+ENDS_EARLY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "fast_dllm_v2": ("fast_dllm_v2", {"eos_token_id": 35}, {"block_length": 4, "threshold": 0.3}),
+    "dllm_blocks": ("a2d_qwen3", {"sampler": "dllm_blocks", "eos_token_id": 8}, {"block_length": 4, "steps": 24}),
+    "diffusion_gemma": (
+        "diffusion_gemma",
+        {"eos_token_id": [3, 50, 20, 33, 8]},
+        {
+            "steps_per_block": 5,
+            "seed": 3,
+            "entropy_bound": 3.0,
+            "t_min": 0.9,
+            "t_max": 1.6,
+            "stability_threshold": 0,
+            "confidence_threshold": 3.8,
+        },
+    ),
+}
+"""Samplers whose canvas ends with the last row's text, and runs whose last row ends before others."""
+
+
+def ending_early(name: str) -> tuple[Any, dict[str, Any]]:
+    """A model, and the settings of runs that end early."""
+    family, config, settings = ENDS_EARLY[name]
+    model = tiny(family, **config).double()
+    if name == "diffusion_gemma":
+        model.set_experts_implementation("eager")
+    return model, {"gen_length": 24, **settings}
+
+
+@pytest.mark.parametrize("name", ENDS_EARLY)
+def test_a_run_that_ended_early_has_the_progress_of_its_row_in_a_batch(name: str) -> None:
+    model, settings = ending_early(name)
+    batch = dl.denoise(model, PROMPTS, **settings)
+    row, hook = min(range(3), key=lambda i: int(batch.row_steps[i])), See()
+    run = dl.denoise(model, PROMPTS[row : row + 1], hooks=[hook], **settings)
+    assert int(run.masked[0].sum()) < 24  # the canvas ends before the answer that was planned
+    wanted = batch.progress[: run.steps, row]
+    torch.testing.assert_close(torch.cat([hook.seen[step] for step in range(run.steps)]), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(run.progress[:-1, 0], wanted, rtol=0, atol=0)
+    torch.testing.assert_close(run.progress[-1, 0], batch.progress[run.steps, row], rtol=0, atol=0)
+    for target in ("time", "progress"):
+        torch.testing.assert_close(labels_of(run, target)[:, 0], labels_of(batch, target)[: run.steps, row])
+    for number in range(len(QUANTITIES) - 1):  # the last one is a share of the canvas, padding of prompts apart
+        torch.testing.assert_close(quantities_of(run)[number, :, 0], quantities_of(batch)[number, : run.steps, row])
+
+
+@pytest.mark.parametrize("name", ENDS_EARLY)
+def test_reruns_see_the_progress_of_a_run_that_ended_early(name: str) -> None:
+    model, settings = ending_early(name)
+    batch = dl.denoise(model, PROMPTS, **settings)
+    row, live, again = min(range(3), key=lambda i: int(batch.row_steps[i])), See(), See()
+    run = dl.denoise(model, PROMPTS[row : row + 1], hooks=[live], **settings)
+    dl.replay(model, run, [again])
+    assert sorted(again.seen) == sorted(live.seen)
+    for step, progress in live.seen.items():
+        torch.testing.assert_close(again.seen[step], progress, rtol=0, atol=0)
+
+
+def test_a_rerun_under_at_progress_is_the_recording_of_a_run_that_ended_early() -> None:
+    model, settings = ending_early("diffusion_gemma")
+    hooks = [at_progress(mask_positions(1), (0.1, 0.5))]
+    clean = dl.denoise(model, PROMPTS[2:], **settings)
+    reducers = [dl.ReceivedAttention(min_viewers=1)]
+    recording = dl.record(model, PROMPTS[2:], reducers, hooks=hooks, **settings)
+    assert recording.run.canvases.equal(clean.canvases)  # 1 of 24 positions is decided: the hook never acts
+    assert float(dl.replay(model, clean, hooks).kl.nan_to_num().abs().max()) == 0
+    again = dl.rerun(model, recording.run, reducers, hooks=hooks_of_run(recording.run))
+    for array, wanted in zip(again.arrays.values(), recording.arrays.values(), strict=True):
+        torch.testing.assert_close(array, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("dllm_blocks", [0, 1, 2]), ("diffusion_gemma", [0, 2])])
+def test_joined_rows_and_parts_keep_the_progress_of_runs_that_ended_early(name: str, rows: list[int]) -> None:
+    model, settings = ending_early(name)
+    reducers, prompts = [dl.ReceivedAttention(min_viewers=1)], [PROMPTS[row] for row in rows]
+    alone = [dl.denoise(model, [prompt], **settings) for prompt in prompts]
+    assert len({run.masked.shape[-1] - run.prompt_length for run in alone}) > 1  # canvases of unequal length
+    joined = dl.record(model, prompts, reducers, batch_size=1, **settings)
+    batch = dl.denoise(model, PROMPTS, **settings)
+    for row, run in enumerate(alone):
+        wanted = batch.progress[: run.steps, rows[row]]
+        torch.testing.assert_close(joined.run.progress[: run.steps, row], wanted, rtol=0, atol=0)
+        part = joined.select(step=[1, 2], batch=[row])
+        torch.testing.assert_close(part.run.progress[:-1, 0], wanted[1:3], rtol=0, atol=0)

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from dlm_lens.attention import SinkLayout, attention_blocks
 from dlm_lens.probes.residual_reader import ResidualReader, reading
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.run_rows import open_and_planned
 
 POSITIONS = ("open", "written", "prompt")
 """Open positions, positions of the answer that are decided, and the prompt."""
@@ -21,7 +22,7 @@ EMBEDDING = -1
 
 TARGETS = ("time", "progress")
 """t / T of step t of T, in a part of a run those of the whole run; the share of the row's answer that is decided,
-which is 1 - the mask ratio."""
+which is 1 - the mask ratio of the answer that was planned, also where the run ended before it was written."""
 
 QUANTITIES = ("time", "step", "progress", "open positions", "written positions", "open share of the canvas")
 """Properties of a canvas that a reading of time may follow."""
@@ -101,10 +102,10 @@ def labels_of(run: DenoisingRun, target: str) -> Float[Tensor, "step batch"]:
 def quantities_of(run: DenoisingRun) -> Float[Tensor, "quantity step batch"]:
     """`QUANTITIES` of every canvas that a step saw, in float64; in a part of a run those of the whole run."""
     step = torch.tensor(run.step_numbers, dtype=torch.float64)[:, None].expand(run.steps, len(run.tokens))
-    answer = run.answer.sum(-1).double()
-    opened = (run.open[:-1] & run.answer).sum(-1).double()
+    opened, answer = (count.double() for count in open_and_planned(run, run.answer))
+    opened, lacking = opened[:-1], answer - run.answer.sum(-1)
     share = 1 - opened / answer.clamp(min=1)
-    content = (run.attention_mask & run.in_own_blocks).sum(-1).double()
+    content = (run.attention_mask & run.in_own_blocks).sum(-1).double() + lacking
     found = (
         step / run.steps_in_all.clamp(min=1),
         step,
