@@ -18,6 +18,7 @@ from dlm_lens.probes.commitments import Commitment, commitment, settled_at
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.probes.remasking import SHARE
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
@@ -226,7 +227,7 @@ def _classes(run: DenoisingRun) -> Int[Tensor, "batch position"]:
     class_of = TokenClasses(run.tokenizer, None, run.eos_token_ids)
     names = list(TOKEN_CLASSES)
     found = torch.tensor([[names.index(class_of(token)) for token in row] for row in run.tokens.tolist()])
-    return found.masked_fill(~run.answer | run.open[-1], -1)
+    return found.masked_fill(~decided_answer(run), -1)
 
 
 def _permuted(wanted: Int[Tensor, "batch position"], seed: int) -> Int[Tensor, "batch position"]:

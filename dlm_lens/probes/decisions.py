@@ -12,6 +12,7 @@ from dlm_lens.arguments import checked_arguments, one_of
 from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, Estimate, estimate_mean
 
@@ -106,9 +107,7 @@ def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionO
         ValueError: another `within`.
     """
     check_run(run)
-    answer = run.answer & ~run.open[-1]
-    # An AR row is written on while others of its batch go on: what comes after its end is no decision of its.
-    answer &= run.last_written < run.row_steps[:, None]
+    answer = decided_answer(run)
     retracted = _retracted(run, answer)
     if run.part is not None:  # when the others were decided is not known
         answer = answer & (run.last_written >= 0)

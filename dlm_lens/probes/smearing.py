@@ -14,6 +14,7 @@ from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Bounds, Estimate, estimate, mean_of, summed
 
@@ -202,7 +203,7 @@ class Results:
         self.radius = radius
         self.tokens = run.tokens.masked_fill(run.masked[-1], -1)
         """-1 where the result has a mask."""
-        self.answer = run.answer & ~run.masked[-1]
+        self.answer = decided_answer(run)
 
     def masses_of(
         self, row: int, where: Int[Tensor, "predicted"], final: Float[Tensor, "predicted predicted"]

@@ -18,6 +18,7 @@ from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.emerging_text import answer_cells
 from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts
 
@@ -190,7 +191,7 @@ def compare(
 
 def _answer_of(run: DenoisingRun, width: int) -> Bool[Tensor, "batch width"]:
     """The positions of the answer that the run decided before the end of their row, on a canvas of this width."""
-    decided = run.answer & ~run.masked[-1] & (run.last_written < run.row_steps[:, None])
+    decided = decided_answer(run)
     return torch.nn.functional.pad(decided.byte(), (0, width - decided.shape[1])).bool()
 
 

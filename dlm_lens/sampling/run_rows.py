@@ -46,6 +46,18 @@ def _other_ends(settings: Mapping[str, Any]) -> list[int]:
     return [each for each in ids if isinstance(each, int) and not isinstance(each, bool)]
 
 
+def decided_answer(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
+    """The positions of the answer that are decided at the end, and that each row decided before it was over.
+
+    An AR row is written on while others of its batch go on, and DiffusionGemma closes the later canvases of a row
+    that has ended: neither is a decision of the row. A part of a run does not hold what its other steps decided, so
+    that in it closed positions count too that no step of it wrote.
+    """
+    last = run.last_written
+    decided = run.answer & ~run.open[-1] & (last < run.row_steps[:, None])
+    return decided if run.part is not None else decided & (last >= 0)
+
+
 def in_own_blocks(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     """The positions up to the end of each row's own last block, of samplers with `own_ends`; of others all."""
     sampler, layout = sampler_class(run), run.attention_blocks

@@ -8,7 +8,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens import probes
 from dlm_lens.features import SparseAutoencoder
-from dlm_lens.hooks import ablate, capture
+from dlm_lens.hooks import ablate, at_steps, capture, mask_tokens
 from dlm_lens.probes.feature_insertion import _means
 from dlm_lens.sampling.stored_run import StoredRun
 from dlm_lens.testing import tiny
@@ -164,3 +164,31 @@ def test_a_run_that_failed_at_its_first_step_has_no_steps(family: str) -> None:
     assert bool((found.committed_at == -1).all())
     assert not int(found.flips.sum())
     assert "nan" in repr(found)
+
+
+def test_canvases_after_a_row_s_end_are_no_decisions_of_it() -> None:
+    model = tiny("diffusion_gemma", eos_token_id=[3, 50, 20, 33, 8])
+    model.set_experts_implementation("eager")
+    model = model.double()
+    prompts = [[5, 9, 13, 2, 7, 30, 31], [3, 8, 1, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
+    settings: dict[str, Any] = {"gen_length": 24, "steps_per_block": 5, "seed": 3, "entropy_bound": 3.0}
+    settings |= {"t_min": 0.9, "t_max": 1.6, "stability_threshold": 0, "confidence_threshold": 3.8}
+    both, alone = (dl.denoise(model, given, **settings) for given in (prompts, prompts[2:]))
+    ends, width = alone.steps, alone.tokens.shape[1]
+    assert both.row_steps.tolist() == [both.steps, both.steps, ends]
+    # The batch closes the row's other canvases, and decides nothing there.
+    assert not bool(both.open[-1, 2].any())
+    assert bool((both.last_written[2, width:] == -1).all())
+    assert both.tokens.shape[1] > width
+    orders = [probes.decision_order(run) for run in (both, alone)]
+    assert int(orders[0].pairs[2]) == int(orders[1].pairs[0]) == 0
+    assert torch.equal(orders[0].retracted[2, :width], orders[1].retracted[0])
+    smeared = [probes.token_smearing(model, run, radius=5, threshold=0.02) for run in (both, alone)]
+    torch.testing.assert_close(smeared[0].near_tokens_by_chance[:ends, 2], smeared[1].near_tokens_by_chance[:, 0])
+    assert torch.equal(smeared[0].places[:ends, 2], smeared[1].places[:, 0])
+    assert bool((probes.class_readability(model, both).wanted[2, width:] == -1).all())
+    hook = [at_steps(mask_tokens("prompt"), [1])]
+    compared = [dl.compare(model, given, hook, **settings) for given in (prompts, prompts[2:])]
+    assert torch.equal(compared[0].answer[2, :width], compared[1].answer[0, :width])
+    assert not bool(compared[0].answer[2, width:].any())
+    assert float(compared[0].share_changed[2]) == float(compared[1].share_changed[0]) > 0
