@@ -56,7 +56,8 @@ class EarlyAttention(ShowsItself):
         by_lag: the same over layers and heads, by the steps since the block began.
         common: where a predictor and the first steps are both defined: sums of the first steps, of the predictor
             (mean over its rows), and their numbers.
-        chance: recall of random keys: sums, and their numbers.
+        chance: recall of random keys: sums over blocks and steps, of the mean over layers, and their numbers. A
+            layer without two keys has no part in either.
         layers: index of each layer in the model.
         first: how many first steps are averaged.
         share: of the keys that count as the largest.
@@ -184,7 +185,8 @@ class _Block(NamedTuple):
 
     number: int
     steps: list[int]
-    keys: Bool[Tensor, "key"]
+    keys: Bool[Tensor, "layer key"]
+    """Of a sliding layer those in its window: what a layer gives does not depend on the other layers."""
 
 
 @checked_arguments(first=whole(least=1), share=SHARE, keys=one_of("context", "all"), seed=whole(least=0))
@@ -245,14 +247,10 @@ def early_attention(
     for row, blocks in enumerate(rows):
         of = numbers[row]
         for block in blocks:
-            count = int(block.keys.sum())
-            top = max(1, round(share * count))
-            chance[of] += torch.tensor([top / count, 1.0]) * (len(block.steps) - first)
+            chance[of] += _chance(block.keys, share) * (len(block.steps) - first)
             both: dict[int, Tensor] = {}
             for kind, predictor in _predictors(sums, rows, prompts, row, block, first):
-                target = sums[block.steps[first:], row][..., block.keys]
-                values, known = _measured(predictor[..., block.keys].expand_as(target), target, top)
-                found = torch.stack([values.where(known, 0.0), known.double()], -1)
+                found = _measured_by_layer(predictor, sums[block.steps[first:], row], block.keys, share)
                 both[kind] = both.get(kind, 0) + found
                 by_head[kind, :, of] += found.sum(1)
                 by_lag[kind, :, of, first : len(block.steps)] += found.sum((2, 3))
@@ -270,10 +268,10 @@ def _blocks(recording: Recording, row: int, first: int, keys: str, sums: Tensor)
         if len(steps) <= first:
             continue
         start = steps[0]
-        there = run.attention_mask[row] & sums[steps, row].isfinite().all((0, 1, 2))
+        there = run.attention_mask[row] & sums[steps, row].isfinite().all(2).all(0)
         if keys == "context":
             there = there & ~run.open[start, row] & ~run.in_block[start, row]
-        if int(there.sum()) >= 2:
+        if int(there.sum(-1).max()) >= 2:
             found.append(_Block(number, steps, there))
     return found
 
@@ -313,6 +311,37 @@ def _common(
     known = ((early[..., 1] > 0) & (other[..., 1] > 0)).double()
     means = [one[..., 0] / one[..., 1].clamp(min=1) * known for one in (early, other)]
     return torch.stack([*means, known], -1)
+
+
+def _largest(count: int, share: float) -> int:
+    """How many of so many keys count as the largest."""
+    return max(1, round(share * count))
+
+
+def _chance(keys: Bool[Tensor, "layer key"], share: float) -> Float[Tensor, "2"]:
+    """The recall of random keys, and its number: means over the layers; 0 in those without two keys."""
+    counts = keys.sum(-1).tolist()
+    shares = [_largest(count, share) / count for count in counts if count >= 2]
+    return torch.tensor([sum(shares), len(shares)], dtype=torch.float64) / len(counts)
+
+
+def _measured_by_layer(
+    predictor: Float[Tensor, "#later layer head key"],
+    target: Float[Tensor, "later layer head key"],
+    keys: Bool[Tensor, "layer key"],
+    share: float,
+) -> Float[Tensor, "measure later layer head 2"]:
+    """Values and numbers of the three measures, over each layer's own keys; zeros in a layer without two."""
+    found = torch.zeros(len(MEASURES), *target.shape[:3], 2, dtype=torch.float64)
+    for own in keys.unique(dim=0):  # layers of the same keys at once
+        count = int(own.sum())
+        if count < 2:
+            continue
+        layers = keys.eq(own).all(-1)
+        of = target[:, layers][..., own]
+        values, known = _measured(predictor[:, layers][..., own].expand_as(of), of, _largest(count, share))
+        found[:, :, layers] = torch.stack([values.where(known, 0.0), known.double()], -1)
+    return found
 
 
 def _measured(

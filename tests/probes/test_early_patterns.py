@@ -171,3 +171,25 @@ def test_what_cannot_be_measured_is_refused() -> None:
         early_attention(dl.record(tiny("llada"), PROMPTS, [dl.ReceivedAttention()], steps=2, gen_length=4))
     with pytest.raises(ValueError, match="no block has more than first=3 steps"):
         early_attention(recorded(), first=3)
+
+
+def test_a_layer_is_compared_over_its_own_keys_whatever_other_layers_are_recorded() -> None:
+    model = tiny("diffusion_gemma", eos_token_id=[3, 50, 20, 33, 8])  # layers 0 and 1 have a sliding window
+    model.set_experts_implementation("eager")
+    prompts = [[5, 9, 13, 2, 7, 30, 31, 22, 24, 25, 26, 27, 28], [35, 39, 33, 12, 17, 20, 21, 2, 4, 5, 6, 7, 8]]
+    settings: dict[str, Any] = {"gen_length": 24, "steps_per_block": 5, "seed": 3, "entropy_bound": 3.0}
+    settings |= {"t_min": 0.9, "t_max": 1.6, "stability_threshold": 0, "confidence_threshold": 3.8}
+
+    def found(layers: list[int] | None) -> Any:
+        attention = [dl.ReceivedAttention("block", min_viewers=1)]
+        return early_attention(dl.record(model.double(), prompts, attention, layers=layers, **settings))
+
+    every = found(None)
+    alone = [found([layer]) for layer in every.layers]
+    for place, one in enumerate(alone):
+        torch.testing.assert_close(every.by_head[:, :, :, [place]], one.by_head)
+        torch.testing.assert_close(every.common[:, :, :, [place]], one.common)
+    torch.testing.assert_close(every.by_lag, torch.stack([one.by_lag for one in alone]).sum(0))
+    torch.testing.assert_close(every.chance, torch.stack([one.chance for one in alone]).mean(0))
+    shares = [float(one.chance[:, 0].sum() / one.chance[:, 1].sum()) for one in alone]
+    assert len({round(share, 6) for share in shares}) == 2  # the window has fewer keys
