@@ -303,9 +303,7 @@ class RunObservers:
         *,
         editable: bool = True,
     ) -> Int[Tensor, "batch position"]:
-        """A step begins; returns the canvas after the edits of every observer, each made on that of the one before.
-
-        Each gets a copy of its own, so that an edit in place is seen as an edit and rewrites no history.
+        """A step begins; returns the canvas after the edits of every observer, in place on its copy or of another.
 
         Raises:
             ValueError: an observer returned no canvas, or edited one that is not `editable`.
