@@ -222,6 +222,10 @@ class StoredConditioning(EncoderDecoderLogits):
         self._states[step], self._last = self._last.cpu(), None
         return True
 
+    def take(self, other: "StoredConditioning", times: int) -> None:
+        """Keep the states that another network has kept, whose rows are here `times` times one after the other."""
+        self._states |= {step: states.repeat(times, 1, 1) for step, states in other._states.items()}
+
     def forget(self, step: int) -> None:
         """Drop the states of a step."""
         self._states.pop(step, None)

@@ -95,10 +95,11 @@ class StoredCanvases:
         if self.sampler.mask_window is None:  # of forward passes and likelihoods, which no sampler made
             self.sampler.mask_window = run.mask_window
         plans = [self._plan_in_run(step) for step in range(run.steps)]
-        self._own = self.sampler.rerun_network(model, self.content, run.prompt_length, plans, run.block_numbers)
+        given = (model, self.content, run.prompt_length, plans, run.block_numbers)
+        self.own_network = self.sampler.rerun_network(*given)
         self._canvas = computed_span(model, run.canvases.shape[-1]) is not None
-        self._network: Network | None = self._own
-        if self._own is None and run.computed and not self._canvas:
+        self._network: Network | None = self.own_network
+        if self.own_network is None and run.computed and not self._canvas:
             self._network = CachedLogits(model, self.sampler.network_content(self.content))
         self._at: int | None = None
         """The step that was entered."""
@@ -189,7 +190,7 @@ class StoredCanvases:
         if self._network is None:
             return self._decode(canvas)
         # Where nothing is carried, the keys that the run's own passes find are such keys.
-        plain = self._own is None and not self._carries
+        plain = self.own_network is None and not self._carries
         return run_forward(self._network, canvas) if plain else self._network.forward(canvas)
 
     def _decode(self, canvas: Int[Tensor, "batch seen"]) -> Any:
@@ -238,7 +239,7 @@ class StoredCanvases:
     @property
     def _carries(self) -> bool:
         """Whether what a step leaves for the network is that of passes with the hooks, if there are any."""
-        return not self.hooks or self.carried == "all" or (self.carried == "keys" and self._own is None)
+        return not self.hooks or self.carried == "all" or (self.carried == "keys" and self.own_network is None)
 
     @cached_property
     def _runner(self) -> HookRunner | None:
@@ -278,8 +279,8 @@ class StoredCanvases:
         """The last pass of the step was not the run's own, as others than the hooks edited it: no step reads it."""
         self._done = min(self._done, step)
         self._kept = None if self._kept == step else self._kept
-        if self._own is not None and self._fresh:
-            self._own.forget(step)
+        if self.own_network is not None and self._fresh:
+            self.own_network.forget(step)
 
     def _to_remember(self, step: int) -> range:
         """The steps before that have to run for what the hooks depend on."""
@@ -300,8 +301,8 @@ class StoredCanvases:
 
     def _carry(self, step: int, observers: Sequence[RunObserver]) -> None:
         """Make the passes of earlier steps that leave something for the network at this one."""
-        if self._own is not None:
-            missing = self._own.missing_before(step)
+        if self.own_network is not None:
+            missing = self.own_network.missing_before(step)
             with torch.no_grad():
                 for before in missing:
                     self._begin(before, ())
@@ -309,9 +310,9 @@ class StoredCanvases:
                         self._pass(before)
                     else:  # with an encoder's cache of its own
                         self._clean_pass(self._seen(before))
-                        self._own.keep(before)
+                        self.own_network.keep(before)
             if missing and self._carries:
-                self._own.encode_again()
+                self.own_network.encode_again()
             return
         if self._canvas or self._computed(step) is None:
             return
@@ -356,7 +357,7 @@ class StoredCanvases:
             self._done = step + 1 if hooked else self._done
             if self._carries or not hooked:
                 self._kept = step if whole else self._kept
-                self._fresh = self._own is not None and self._own.keep(step)
+                self._fresh = self.own_network is not None and self.own_network.keep(step)
 
     def _pass(self, step: int) -> None:
         """A pass of a step for what it leaves alone."""
@@ -437,7 +438,7 @@ class StoredRun(StoredCanvases):
         self.decided = decided
         masked = self.run.answer.to(self.device)
         first = FirstCanvas(self.run.canvases[0].to(self.device), self.content, masked, run.prompt_length)
-        self._network = self._own or self.sampler.network(model, first)
+        self._network = self.own_network or self.sampler.network(model, first)
 
     @property
     def halves(self) -> int:

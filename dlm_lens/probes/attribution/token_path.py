@@ -18,6 +18,7 @@ from dlm_lens.probes.attribution.setup import BothSides, Setup, Start
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Decisions, Target, named
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.encoder_decoder_network import StoredConditioning
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -133,7 +134,8 @@ def token_effects(
     forward pass for each candidate; p is what a node at the step changes.
 
     Held fixed: the other positions' tokens, of this step and those between, and the order in which positions are
-    decided; positions of one step are changed one at a time (no interaction). Where the step decides one position
+    decided; positions of one step are changed one at a time (no interaction). So are the logits on which
+    DiffusionGemma conditions a step: they are those of the run's own canvases. Where the step decides one position
     and `later` is the next step, the effect is exactly that on the expectation of a run that samples at
     `temperature`; elsewhere it leaves out what goes on through tokens of the steps between.
 
@@ -171,6 +173,7 @@ def token_effects(
     others = chance.scatter(-1, decided.token[:, None], -1.0).topk(min(candidates, chance.shape[-1] - 1))
     tokens = torch.cat([decided.token[:, None], others.indices], -1)
     starts = {one: BothSides(last).start(one, []) for one in after}
+    conditioning = _conditioning(last, after)
     effects = torch.zeros(tokens.shape, dtype=torch.float64)
     jobs = [(entry, each) for entry in range(len(row)) for each in range(1, tokens.shape[1])]
     chunks = list(_chunks(jobs, row, batch))
@@ -178,7 +181,7 @@ def token_effects(
         changed = [
             (slot, int(row[entry]), int(position[entry]), int(tokens[entry, each])) for slot, entry, each in chunk
         ]
-        change = _changes(last, starts, at, changed)
+        change = _changes(last, starts, at, changed, conditioning)
         for slot, entry, each in chunk:
             effects[entry, each] = change[slot, row[entry]]
     probability = chance.gather(-1, tokens).double().cpu()
@@ -198,10 +201,28 @@ def _chunks(jobs: list[tuple[int, int]], row: Tensor, batch: int) -> "list[list[
     return list(chunks.values())
 
 
+def _conditioning(setup: Setup, steps: Sequence[int]) -> StoredConditioning | None:
+    """The network that keeps what conditions these steps in the run itself; None of a model without that."""
+    stored = setup.passes(setup.base).stored
+    if not isinstance(stored.own_network, StoredConditioning):
+        return None
+    for step in steps:
+        with stored.at(step):  # makes the passes of the steps before
+            pass
+    return stored.own_network
+
+
 def _changes(
-    setup: Setup, starts: dict[int, Start], step: int, changed: Sequence[tuple[int, int, int, int]]
+    setup: Setup,
+    starts: dict[int, Start],
+    step: int,
+    changed: Sequence[tuple[int, int, int, int]],
+    conditioning: StoredConditioning | None,
 ) -> Float[Tensor, "slot batch"]:
-    """The later targets with (repetition, row, position, token) on the canvases after a step, minus the run's."""
+    """The later targets with (repetition, row, position, token) on the canvases after a step, minus the run's.
+
+    Steps are conditioned on the logits of the run's own canvases, not of the changed ones.
+    """
     times, rows = max(slot for slot, *_ in changed) + 1, len(setup.run.tokens)
     run = repeated(setup.run, times)
     canvases = run.canvases.clone()
@@ -211,6 +232,9 @@ def _changes(
         later_on[held] = token
     wanted, tokens = setup.wanted.repeat(1, times, 1), setup.tokens.repeat(1, times, 1)
     passes = Passes(setup.model, Side(replace(run, canvases=canvases)), wanted, tokens)
+    own = passes.stored.own_network
+    if conditioning is not None and isinstance(own, StoredConditioning):
+        own.take(conditioning, times)
     found = torch.zeros(times, rows, dtype=torch.float64)
     for later, start in starts.items():
         decisions = passes.decisions(later, others=start.others.repeat(times, 1))

@@ -111,6 +111,25 @@ def test_later_steps_add_up_and_batches_change_nothing() -> None:
     assert table[table["own"]]["effect"].abs().max() == 0
 
 
+def test_the_logits_that_condition_a_step_are_held_fixed() -> None:
+    model = tiny("diffusion_gemma")
+    model.set_experts_implementation("eager")
+    model = model.double()
+    settings: dict[str, Any] = {"gen_length": 8, "steps_per_block": 5, "seed": 3, "entropy_bound": 3.0}
+    settings |= {"t_min": 0.9, "t_max": 1.6, "stability_threshold": 0, "confidence_threshold": None}
+    run = dl.denoise(model, [[5, 9, 13, 2, 7, 30, 31], [3, 8, 1, 4]], **settings)
+    given: dict[str, Any] = {"target": LogProbability(), "candidates": 2}
+    found = {later: token_effects(model, run, 0, [later], **given) for later in (1, 2)}
+    every = token_effects(model, run, 0, [1, 2], **given)
+    torch.testing.assert_close(every.effects, found[1].effects + found[2].effects, atol=1e-9, rtol=1e-7)
+    assert float(found[1].effects.abs().max()) > 1e-3
+    # A position that the canvas of step 2 does not hold any more changes what step 1 saw, which conditions step 2.
+    row, position = found[2].row, found[2].position
+    gone = run.canvases[2, row, position] != run.canvases[1, row, position]
+    assert bool(gone.any())
+    assert float(found[2].effects[gone].abs().max()) < 1e-9
+
+
 def test_what_is_not_later_is_refused() -> None:
     model = tiny("llada")
     run = dl.denoise(model, PROMPTS, **ONE_BY_ONE)
