@@ -482,3 +482,12 @@ def test_other_blocks_than_the_trained_ones_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dl.denoise(model, [[1, 2, 3]], gen_length=4)
+
+
+def test_a_run_as_the_original_is_replayed() -> None:
+    model = tiny("fast_dllm_v2")
+    run = dl.denoise(
+        model, [[5, 9, 14] * 11, [7, 3, 2, 8, 9]], gen_length=64, temperature=0.0, reference_quirks=True
+    )
+    change = dl.replay(model, run, [dl.hooks.at_steps(dl.hooks.mask_tokens("prompt"), [1])]).kl.nan_to_num()
+    assert [float(kl) > 0 for kl in change.flatten(1).amax(1)] == [step == 1 for step in range(run.steps)]

@@ -228,7 +228,7 @@ class FastDllmV2Sampler(BlockSampler):
             between = (lengths > lengths.min()) & (lengths < lengths.max())
             alone = between & (lengths % self.block_length == 0)
             # The write over the longest prompts gives the other rows the first token of that block too.
-            alone &= ~(self._rewritten.any() & (lengths + 1 == lengths.max()))
+            alone &= ~(self._rewritten_rows(prompts).any() & (lengths + 1 == lengths.max()))
             total = self._quirky_length(prompts)
             if total is not None:
                 self._limits = padding_before(content) + total
