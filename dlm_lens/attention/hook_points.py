@@ -418,7 +418,7 @@ class ProjectionPoint(HookPoint):
 
 
 def _has_gradient(view: Tensor) -> bool:
-    """Whether a view is seen by whoever wants its gradient: the network must then go on with the view."""
+    """Whether a view may get a gradient: the network must then continue from the view itself."""
     return torch.is_grad_enabled() and view.requires_grad
 
 

@@ -335,8 +335,7 @@ class RunObservers:
         keepers = [observer for observer in self.observers if observer.keeps_state]
         if keepers:
             own = {name: value for part in self.parts for name, value in part.state().items()}
-            remembers = any(observer.remembers for observer in self.observers)
-            state = RunState(canvas, own, over, remembers)
+            state = RunState(canvas, own, over, any(observer.remembers for observer in self.observers))
             for keeper in keepers:
                 keeper.keep(state)
 

@@ -277,8 +277,7 @@ class StoredCanvases:
 
     def discard(self, step: int) -> None:
         """The last pass of the step was not the run's own, as others than the hooks edited it: no step reads it."""
-        self._done = min(self._done, step)
-        self._kept = None if self._kept == step else self._kept
+        self._done, self._kept = min(self._done, step), None if self._kept == step else self._kept
         if self.own_network is not None and self._fresh:
             self.own_network.forget(step)
 
