@@ -8,9 +8,9 @@ import torch
 
 from dlm_lens.arguments import is_whole, store_plain_numbers
 from dlm_lens.attention import (
-    ColumnHook,
     ColumnMask,
     ColumnStats,
+    DelegatingColumnHook,
     HookKey,
     PointContext,
     RunStep,
@@ -27,11 +27,13 @@ from dlm_lens.sinks import Detector
 
 
 @dataclass(frozen=True, repr=False)
-class FreezeSinks(ColumnHook):
+class FreezeSinks(DelegatingColumnHook):
     """Hide, from `step` on, the columns that were sinks at `step`; build it with `freeze_sinks`."""
 
     sinks: MaskSinks
     step: int
+
+    stateless = False
 
     def __post_init__(self) -> None:
         store_plain_numbers(self)
@@ -48,19 +50,9 @@ class FreezeSinks(ColumnHook):
         return self.sinks.stage
 
     @property
-    def needs_clean_pass(self) -> bool:
-        """As the mask."""
-        return self.sinks.needs_clean_pass
-
-    @property
-    def sees_all_layers(self) -> bool:
-        """As the mask."""
-        return self.sinks.sees_all_layers
-
-    @property
-    def padding_safe(self) -> bool:
-        """As the mask."""
-        return self.sinks.padding_safe
+    def inner(self) -> MaskSinks:
+        """The hook that finds the sinks."""
+        return self.sinks
 
     def first_step(self, total: int) -> int | None:
         """The step whose sinks are hidden from then on."""

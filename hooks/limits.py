@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.arguments import check_index, listed_indices, plain_number
 from dlm_lens.attention import (
     ColumnHook,
+    ColumnHookWrapper,
     ColumnMask,
     ColumnStats,
     Hook,
@@ -341,7 +342,7 @@ class Limited(HookWrapper):
 
 
 @dataclass(frozen=True, repr=False)
-class LimitedColumns(Limited, ColumnHook):
+class LimitedColumns(Limited, ColumnHookWrapper):
     """A column hook that acts only where its limit allows; it needs no pattern either."""
 
     hook: ColumnHook
@@ -362,10 +363,6 @@ class LimitedColumns(Limited, ColumnHook):
         if isinstance(active, Tensor):
             hidden = hidden.only_rows(active)
         return hidden if self.limit.heads is None else hidden.only_heads(self.limit.heads)
-
-    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
-        """Let the hook inside see a step at which it does not act."""
-        self.hook.observe(keys, columns, hook)
 
 
 def at_steps(hook: HookLike, steps: int | range | slice | Sequence[int]) -> Limited:

@@ -6,17 +6,17 @@ from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlm_lens.arguments import store_plain_numbers
 from dlm_lens.attention import (
     ColumnHook,
     ColumnMask,
     ColumnStats,
+    DelegatingColumnHook,
+    HidesNothing,
     Hook,
     PointContext,
-    RunStep,
-    Site,
     Stage,
     as_hook,
     is_hook,
@@ -40,7 +40,7 @@ ON_CANVAS = tuple(name for name in TOKEN_CLASSES if name != "learned sink")
 
 
 @dataclass(frozen=True, repr=False)
-class MaskRandom(ColumnHook):
+class MaskRandom(DelegatingColumnHook):
     """Hide random columns; build it with `mask_random`.
 
     Raises:
@@ -82,77 +82,17 @@ class MaskRandom(ColumnHook):
     def __repr__(self) -> str:
         return call_of(self, "mask_random")
 
-    @property
-    def site(self) -> Site:
-        """That of `like`, or by `stage`."""
-        return super().site if self.like is None else self.like.site
+    stateless = False
 
     @property
-    def layers(self) -> tuple[int, ...] | None:
-        """Those of `like`."""
-        return None if self.like is None else self.like.layers
-
-    @property
-    def stack(self) -> str:
-        """That of `like`."""
-        return "" if self.like is None else self.like.stack
-
-    @property
-    def needs_clean_pass(self) -> bool:
-        """As `like`."""
-        return self.like is not None and self.like.needs_clean_pass
-
-    @property
-    def sees_all_layers(self) -> bool:
-        """As `like`."""
-        return self.like is not None and self.like.sees_all_layers
-
-    @property
-    def shifts_with_padding(self) -> bool:
-        """As `like`."""
-        return self.like is not None and self.like.shifts_with_padding
-
-    @property
-    def row_count(self) -> int | None:
-        """As `like`."""
-        return None if self.like is None else self.like.row_count
+    def inner(self) -> ColumnHook:
+        """The hook of `like`; the random numbers depend on the row's own positions only."""
+        return HidesNothing(self.stage) if self.like is None else self.like
 
     @property
     def remembers(self) -> bool:
-        """As `like`."""
-        return self.like is not None and self.like.remembers
-
-    @property
-    def padding_safe(self) -> bool:
-        """As `like`; the random numbers depend on the row's own positions only."""
-        return self.like is None or self.like.padding_safe
-
-    def first_step(self, total: int) -> int | None:
-        """As `like`."""
-        return None if self.like is None else self.like.first_step(total)
-
-    def check_run(self, run: RunStep) -> None:
-        """Refuse what `like` refuses.
-
-        Raises:
-            ValueError: the run lacks what `like` needs.
-        """
-        if self.like is not None:
-            self.like.check_run(run)
-
-    def check_layer(self, block: nn.Module) -> None:
-        """Refuse what `like` refuses.
-
-        Raises:
-            ValueError: naming it.
-        """
-        if self.like is not None:
-            self.like.check_layer(block)
-
-    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
-        """Let `like` see a step at which the hook does not act."""
-        if self.like is not None:
-            self.like.observe(keys, columns, hook)
+        """As `like`: the choice depends on the present step alone."""
+        return self.inner.remembers
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """Random content positions, as `match` says, other than the columns that `like` hides."""

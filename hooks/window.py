@@ -10,7 +10,16 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.arguments import plain_number, store_plain_numbers
-from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkLayout, Stage
+from dlm_lens.attention import (
+    ColumnHook,
+    ColumnMask,
+    ColumnStats,
+    DelegatingColumnHook,
+    HidesNothing,
+    PointContext,
+    SinkLayout,
+    Stage,
+)
 from dlm_lens.hooks.base import check_stage
 from dlm_lens.hooks.position_masking import MaskPositions
 from dlm_lens.hooks.positions import Position
@@ -19,7 +28,7 @@ from dlm_lens.sinks import Detector, TopK
 
 
 @dataclass(frozen=True, repr=False)
-class KeepOnly(ColumnHook):
+class KeepOnly(DelegatingColumnHook):
     """Hide everything but sinks and a window; build it with `keep_only`.
 
     Raises:
@@ -47,61 +56,19 @@ class KeepOnly(ColumnHook):
         return f"keep_only({', '.join(parts)})"
 
     @property
-    def needs_clean_pass(self) -> bool:
-        """As the hook that finds the sinks."""
-        return self.sinks is not None and self.sinks.needs_clean_pass
+    def inner(self) -> ColumnHook:
+        """The hook that finds the sinks; the window is relative to the query."""
+        return HidesNothing() if self.sinks is None else self.sinks
 
-    @property
-    def sees_all_layers(self) -> bool:
-        """As the hook that finds the sinks."""
-        return self.sinks is not None and self.sinks.sees_all_layers
-
-    @property
-    def padding_safe(self) -> bool:
-        """As the hook that finds the sinks; the window is relative to the query."""
-        return self.sinks is None or self.sinks.padding_safe
-
-    @property
-    def stateless(self) -> bool:
-        """As the hook that finds the sinks."""
-        return self.sinks is None or self.sinks.stateless
-
-    @property
-    def shifts_with_padding(self) -> bool:
-        """As the hook that finds the sinks."""
-        return self.sinks is not None and self.sinks.shifts_with_padding
-
-    @property
-    def row_count(self) -> int | None:
-        """As the hook that finds the sinks."""
-        return None if self.sinks is None else self.sinks.row_count
-
-    @property
-    def remembers(self) -> bool:
-        """As the hook that finds the sinks."""
-        return self.sinks is not None and self.sinks.remembers
-
-    def check_run(self, run: RunStep) -> None:
-        """Refuse what the hook that finds the sinks refuses.
-
-        Raises:
-            ValueError: a position that is not there.
-        """
-        if self.sinks is not None:
-            self.sinks.check_run(run)
+    site = ColumnHook.site
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask:
         """All columns but the sinks; every query keeps those in its window."""
-        found = None if self.sinks is None else self.sinks.hidden(keys, columns, hook)
+        found = self.inner.hidden(keys, columns, hook)
         device = None if hook.run is None else hook.run.tokens.device
         gone = torch.ones(1, 1, keys, dtype=torch.bool, device=device) if found is None else ~found.columns
         keep = partial(in_window, window=self.window, ahead=self.ahead, layout=hook.sinks)
         return ColumnMask(gone, self.stage, renormalise=self.renormalise, keep=keep)
-
-    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
-        """Let the hook that finds the sinks see a step at which this one does not act."""
-        if self.sinks is not None:
-            self.sinks.observe(keys, columns, hook)
 
 
 def in_window(

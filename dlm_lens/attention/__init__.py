@@ -25,7 +25,6 @@ from dlm_lens.attention.hook import (
     ColumnHook,
     Hook,
     HookLike,
-    HookWrapper,
     Site,
     as_hook,
     hide_columns,
@@ -41,6 +40,13 @@ from dlm_lens.attention.hook_attachment import (
     step_in_stack,
 )
 from dlm_lens.attention.hook_context import HookContext, HookKey, PointContext, RunStep, run_of
+from dlm_lens.attention.hook_delegation import (
+    ColumnHookWrapper,
+    DelegatingColumnHook,
+    DelegatingHook,
+    HidesNothing,
+    HookWrapper,
+)
 from dlm_lens.attention.hook_points import (
     HOOK_POINTS,
     HookPoint,
@@ -91,9 +97,13 @@ __all__ = [
     "BlockLayout",
     "ColumnCall",
     "ColumnHook",
+    "ColumnHookWrapper",
     "ColumnMask",
     "ColumnStats",
     "Context",
+    "DelegatingColumnHook",
+    "DelegatingHook",
+    "HidesNothing",
     "Hook",
     "HookContext",
     "HookKey",

@@ -30,6 +30,15 @@ residual stream after a block."""
 
 SITES: tuple[Site, ...] = get_args(Site)
 
+HOOK_ATTRIBUTES = frozenset(
+    {
+        *("site", "layers", "stack", "stateless", "remembers", "padding_safe", "shifts_with_padding", "row_count"),
+        *("needs_clean_pass", "sees_all_layers"),
+    }
+)
+"""What the library reads of a hook, as `Hook` documents it. A hook that reads another one has them from it
+(`DelegatingHook`), the adapter of a user's own object from the object."""
+
 
 class HookLike(Protocol):
     """What a user may give as a hook: a `Hook`, or an object or function with a site and a call."""
@@ -203,92 +212,23 @@ class ColumnHook(Hook):
         """See a step at which a wrapper such as `at_steps` keeps the hook from acting; by default do nothing."""
 
 
-class HookWrapper(Hook):
-    """A hook around another one; what a subclass does not override is that of `hook`.
+def _declared(name: str) -> property:
+    """The attribute of the user's object, or the default of `Hook`."""
 
-    Attributes:
-        hook: the hook inside.
-    """
+    def found(adapter: "HookAdapter") -> Any:
+        default = getattr(super(HookAdapter, adapter), name)
+        own = getattr(adapter.wrapped, name, default)
+        return own if default is None or own is None else type(default)(own)
 
-    hook: Hook
-
-    @property
-    def site(self) -> Site:
-        """That of the hook inside."""
-        return self.hook.site
-
-    @property
-    def layers(self) -> tuple[int, ...] | None:
-        """Those of the hook inside."""
-        return self.hook.layers
-
-    @property
-    def stateless(self) -> bool:
-        """As the hook inside."""
-        return self.hook.stateless
-
-    @property
-    def remembers(self) -> bool:
-        """As the hook inside; a subclass that says it is not stateless, unless it overrides this too."""
-        own = type(self).stateless is not HookWrapper.stateless
-        return self.hook.remembers or (own and not self.stateless)
-
-    @property
-    def padding_safe(self) -> bool:
-        """As the hook inside."""
-        return self.hook.padding_safe
-
-    @property
-    def shifts_with_padding(self) -> bool:
-        """As the hook inside."""
-        return self.hook.shifts_with_padding
-
-    @property
-    def row_count(self) -> int | None:
-        """As the hook inside."""
-        return self.hook.row_count
-
-    @property
-    def needs_clean_pass(self) -> bool:
-        """As the hook inside."""
-        return self.hook.needs_clean_pass
-
-    @property
-    def sees_all_layers(self) -> bool:
-        """As the hook inside."""
-        return self.hook.sees_all_layers
-
-    @property
-    def stack(self) -> str:
-        """That of the hook inside."""
-        return self.hook.stack
-
-    def first_step(self, total: int) -> int | None:
-        """That of the hook inside."""
-        return self.hook.first_step(total)
-
-    def check_run(self, run: RunStep) -> None:
-        """What the hook inside refuses.
-
-        Raises:
-            ValueError: naming it.
-        """
-        self.hook.check_run(run)
-
-    def check_layer(self, block: nn.Module) -> None:
-        """What the hook inside refuses.
-
-        Raises:
-            ValueError: naming it.
-        """
-        self.hook.check_layer(block)
+    return property(found, doc=f"`{name}` as the object declares it; otherwise the default of `Hook`.")
 
 
 @dataclass(frozen=True, repr=False)
 class HookAdapter(Hook):
     """A user's own object or function with a `site` and a call `(tensor, hook)`, as a `Hook`; `as_hook` makes it.
 
-    Attributes of `Hook` that the object lacks have their defaults. Its call gets the host's context unchanged.
+    Attributes and methods of `Hook` that the object lacks have their defaults. Its call gets the host's context
+    unchanged.
     """
 
     wrapped: Any
@@ -303,56 +243,9 @@ class HookAdapter(Hook):
         return site
 
     @property
-    def layers(self) -> tuple[int, ...] | None:
-        """Its layers, if it declares any."""
-        layers: tuple[int, ...] | None = getattr(self.wrapped, "layers", None)
-        return layers
-
-    @property
-    def stateless(self) -> bool:
-        """As it declares."""
-        return bool(getattr(self.wrapped, "stateless", False))
-
-    @property
-    def remembers(self) -> bool:
-        """As it declares; otherwise if it is not stateless."""
-        return bool(getattr(self.wrapped, "remembers", not self.stateless))
-
-    @property
-    def padding_safe(self) -> bool:
-        """As it declares."""
-        return bool(getattr(self.wrapped, "padding_safe", False))
-
-    @property
     def positions(self) -> Any:
         """Its field `positions`, by which `Hook` finds its defaults."""
         return getattr(self.wrapped, "positions", None)
-
-    @property
-    def shifts_with_padding(self) -> bool:
-        """As it declares; otherwise by its field `positions`."""
-        return bool(getattr(self.wrapped, "shifts_with_padding", super().shifts_with_padding))
-
-    @property
-    def row_count(self) -> int | None:
-        """As it declares; otherwise by its field `positions`."""
-        count: int | None = getattr(self.wrapped, "row_count", super().row_count)
-        return count
-
-    @property
-    def needs_clean_pass(self) -> bool:
-        """As it declares."""
-        return bool(getattr(self.wrapped, "needs_clean_pass", False))
-
-    @property
-    def sees_all_layers(self) -> bool:
-        """As it declares."""
-        return bool(getattr(self.wrapped, "sees_all_layers", False))
-
-    @property
-    def stack(self) -> str:
-        """As it declares."""
-        return str(getattr(self.wrapped, "stack", ""))
 
     @property
     def key(self) -> Any:
@@ -362,6 +255,12 @@ class HookAdapter(Hook):
     def __call__(self, tensor: Tensor, hook: HookContext | None = None) -> Tensor:
         """Call the object."""
         return edited_by(self.wrapped, tensor, self.wrapped(tensor, hook))
+
+    def first_step(self, total: int) -> int | None:
+        """What the object returns, if it has a method `first_step`."""
+        named = getattr(self.wrapped, "first_step", None)
+        step: int | None = named(total) if callable(named) else None
+        return step
 
     def check_run(self, run: RunStep) -> None:
         """What the object refuses; without a `check_run`, what a `Hook` with its field `positions` refuses.
@@ -378,6 +277,10 @@ class HookAdapter(Hook):
             ValueError: naming it.
         """
         getattr(self.wrapped, "check_layer", super().check_layer)(block)
+
+
+for _name in HOOK_ATTRIBUTES - {"site"}:
+    setattr(HookAdapter, _name, _declared(_name))
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from dlm_lens.attention import (
     ColumnHook,
+    ColumnHookWrapper,
     ColumnMask,
     ColumnStats,
-    HookWrapper,
     PointContext,
     hidden_mass,
     hidden_per_map,
 )
 
 
-class HiddenMass(HookWrapper, ColumnHook):
+class HiddenMass(ColumnHookWrapper):
     """Hides the columns that `hook` hides, and sums the attention that they receive before they are hidden.
 
     The totals are means over the maps of all runs in which the hook acted. Outside a run nothing is summed.
@@ -24,8 +24,6 @@ class HiddenMass(HookWrapper, ColumnHook):
     Args:
         hook: hides columns.
     """
-
-    hook: ColumnHook
 
     def __init__(self, hook: ColumnHook) -> None:
         self.hook = hook
@@ -46,10 +44,6 @@ class HiddenMass(HookWrapper, ColumnHook):
             self._learned.append(learned.sum(-1).float().mean())
             self._maps.append(found.columns.any(-1).float().mean())
         return found
-
-    def observe(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> None:
-        """Let the hook see a step at which it does not act."""
-        self.hook.observe(keys, columns, hook)
 
     def totals(self) -> dict[str, float]:
         """Per map: hidden columns, their share of the attention, and the learned sink tokens among them.

@@ -1,6 +1,8 @@
 """The base classes of hooks: their defaults, the context of a call, and a user's own objects and functions."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,23 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.attention import ColumnHook, ColumnMask, Hook, PointContext, SinkLayout, as_hook, hidden_per_map
-from dlm_lens.attention.hook import ColumnHookAdapter, HookAdapter
+from dlm_lens.attention.hook import HOOK_ATTRIBUTES, ColumnHookAdapter, HookAdapter
 from dlm_lens.attention.hook_attachment import checked
-from dlm_lens.hooks import at_layers, at_steps, by_row, keep_only, mask_positions, mask_top_sinks
+from dlm_lens.experiments.attention_sinks.hidden_mass import HiddenMass
+from dlm_lens.hooks import (
+    KeepOnly,
+    MaskRandom,
+    at_encoder,
+    at_layers,
+    at_steps,
+    by_row,
+    freeze_sinks,
+    keep_only,
+    mask_positions,
+    mask_random,
+    mask_sinks,
+    mask_top_sinks,
+)
 from dlm_lens.testing import tiny
 
 DEFAULTS = {
@@ -201,3 +217,66 @@ def test_what_an_own_object_declares_comes_before_its_positions() -> None:
     assert (as_hook(own).shifts_with_padding, as_hook(own).row_count) == (False, 1)
     dl.denoise(tiny("llada"), [[5, 6, 7]], hooks=[own], **RUN)
     assert len(checked_runs) == 1
+
+
+def test_what_is_documented_of_hooks_is_what_delegating_hooks_read() -> None:
+    documented = Hook.__doc__ or ""
+    page = (Path(__file__).parents[2] / "docs" / "add-a-hook.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^        (\w+): ", documented, re.MULTILINE)) == HOOK_ATTRIBUTES
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) - {"Hook", "ColumnHook"} == HOOK_ATTRIBUTES
+
+
+DECLARED = {
+    "layers": (1,),
+    "stack": "encoder",
+    "stateless": True,
+    "remembers": False,
+    "padding_safe": False,
+    "shifts_with_padding": True,
+    "row_count": 3,
+    "needs_clean_pass": True,
+    "sees_all_layers": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted(HOOK_ATTRIBUTES - {"site"}))
+def test_hooks_that_read_another_have_its_attributes(name: str) -> None:
+    """For every attribute, an own column hook that declares it, and hooks that read this hook."""
+    plain, own = First(), First()
+    setattr(own, name, DECLARED[name])
+    for build in (as_hook, lambda hook: mask_random(like=hook), lambda hook: KeepOnly(hook, 2), HiddenMass):
+        built, before = build(as_hook(own)), build(as_hook(plain))
+        if name == "stateless" and isinstance(built, MaskRandom):
+            assert not built.stateless  # the choice depends on the step
+            continue
+        assert getattr(built, name) == DECLARED[name]
+        assert getattr(before, name) != DECLARED[name]
+
+
+def test_hooks_without_another_hook_inside_have_their_own_attributes() -> None:
+    window, random = keep_only(window=2, stage="after"), mask_random(2, stage="after")
+    for hook in (window, random):
+        assert (hook.site, hook.layers, hook.stack, hook.remembers, hook.padding_safe) == (
+            "pattern",
+            None,
+            "",
+            False,
+            True,
+        )
+    assert (window.stateless, random.stateless) == (True, False)
+    assert keep_only([0], window=2, stage="after").site == "pattern"
+    assert mask_random(like=mask_positions(0, stage="after")).site == "pattern"
+    assert mask_random(like=at_encoder(mask_positions(0))).stack == "encoder"
+    frozen = freeze_sinks(dl.sinks.TopK(1), step=1, stage="after")
+    assert (frozen.site, frozen.stateless, frozen.remembers) == ("pattern", False, True)
+    assert mask_sinks(dl.sinks.TopK(1)).stateless
+
+
+def test_an_own_object_may_name_its_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    own = Plus()
+    assert as_hook(own).first_step(4) is None
+    own.first_step = 3  # type: ignore[attr-defined]
+    assert as_hook(own).first_step(4) is None  # a value of its own, not the method of `Hook`
+    own.first_step = lambda total: total - 2  # type: ignore[attr-defined]
+    assert as_hook(own).first_step(4) == 2
+    assert at_layers(own, 0).first_step(4) == 2
