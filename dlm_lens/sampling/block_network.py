@@ -1,5 +1,6 @@
 """Logits of block diffusion: block causal attention over the canvas up to the block, with an exact prefix cache."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import DynamicCache
 
 from dlm_lens.attention import BlockLayout, additive_mask, decoder_of, position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.network import CanvasLogits, EditLogits
+from dlm_lens.sampling.network import CanvasLogits, LogitsRequest
 
 
 class BlockLogits(CanvasLogits):
@@ -55,26 +56,18 @@ class BlockLogits(CanvasLogits):
         self._last: Tensor | None = None
 
     def of_step(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        evaluated: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-        *,
-        own_forward: bool,
-        grad: bool = False,
-        edit: EditLogits | None = None,
+        self, canvas: Int[Tensor, "batch position"], plan: StepPlan, request: LogitsRequest
     ) -> Float[Tensor, "evaluated d_vocab"]:
-        """Logits of the evaluated positions; `edit` gets those of every position seen.
+        """Logits of the evaluated positions; an edit gets those of every position seen.
 
         The cache serves positions in the blocks; with others, everything is computed.
         """
         start, stop = plan.span
+        canvas, evaluated = canvas[:, :stop], request.evaluated[:, :stop]
         inside = not bool(evaluated[:, :start].any())
-        if self.use_cache and inside and not own_forward and edit is None:
-            return self.head(self._cached_states(canvas[:, :stop], evaluated[:, :stop], plan.span))
-        return super().of_step(
-            canvas[:, :stop], evaluated[:, :stop], plan, own_forward=own_forward, grad=grad, edit=edit
-        )
+        if self.use_cache and inside and not request.everywhere:
+            return self.head(self._cached_states(canvas, evaluated, plan.span))
+        return super().of_step(canvas, plan, replace(request, evaluated=evaluated))
 
     def inputs_of(self, canvas: Int[Tensor, "batch seen"]) -> dict[str, Any]:
         """Arguments of a pass over a canvas whose last block is not finished, beside the ids."""

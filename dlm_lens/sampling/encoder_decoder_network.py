@@ -1,7 +1,6 @@
 """Logits of DiffusionGemma's canvases: prompt and finished canvases in the encoder's cache, self-conditioning."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from dlm_lens.adapters.encoder_decoder import new_cache
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import decoder_of, position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.network import EditLogits, most_likely
+from dlm_lens.sampling.network import LogitsRequest, most_likely
 
 
 class EncodedPrefix:
@@ -81,28 +80,21 @@ class EncoderDecoderLogits:
         self._plan = plan
 
     def of_step(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        evaluated: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-        *,
-        own_forward: bool,
-        grad: bool = False,
-        edit: EditLogits | None = None,
+        self, canvas: Int[Tensor, "batch position"], plan: StepPlan, request: LogitsRequest
     ) -> Float[Tensor, "evaluated d_vocab"]:
         """Logits of the evaluated positions of the canvas, on which the next step is conditioned.
 
-        `edit` gets those of the whole canvas, NaN elsewhere.
+        An edit gets those of the whole canvas, NaN elsewhere.
         """
         start, stop = plan.span
-        with torch.enable_grad() if grad else nullcontext():
+        with request.graph():
             logits = self._run(self.model, canvas, self._prefix).logits.to(canvas.device).detach()
-        if edit is not None:
+        if request.edit is not None:
             whole = logits.new_full((*canvas.shape, logits.shape[-1]), torch.nan)
             whole[:, start:stop] = logits
-            logits = edit(whole)[:, start:stop]
+            logits = request.edit(whole)[:, start:stop]
         self.condition(logits)
-        found: Tensor = logits[evaluated[:, start:stop]]
+        found: Tensor = logits[request.evaluated[:, start:stop]]
         return found
 
     def condition(self, logits: Float[Tensor, "batch canvas d_vocab"]) -> None:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.sampling.denoising_run import DenoisingRun, StepPlan
 from dlm_lens.sampling.history import History, revised_positions
-from dlm_lens.sampling.network import Network, NonFiniteLogitsError, check_finite
+from dlm_lens.sampling.network import EditLogits, LogitsRequest, Network, NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, Stateful
 from dlm_lens.sampling.samplers.base import Sampler
 from dlm_lens.shapes import same_shape
@@ -85,7 +85,7 @@ def run_sampler(
             history.start(canvas, masked, needed.any(-1) if sampler.adaptive else None)
             evaluated = _evaluated(sampler, masked, plan, needed, logits)
             edit = _edit_logits(on_logits, plan.index, canvas)
-            out = network.of_step(canvas, evaluated, plan, own_forward=own_forward, grad=observing.grad, edit=edit)
+            out = network.of_step(canvas, plan, LogitsRequest(evaluated, own_forward, observing.grad, edit))
             try:
                 check_finite(out, evaluated, plan.index)
                 made, proposal, chosen = sampler(canvas, out, evaluated, masked, plan)
@@ -187,10 +187,10 @@ def _refill(
         plan = replace(plan, seen=seen.get((plan.block, plan.remaining)))
         network.enter(plan)
         observing.step(plan, canvas, lambda _, masked=masked: masked)  # type: ignore[misc]
-        network.of_step(canvas, torch.zeros_like(masked), plan, own_forward=own_forward)
+        network.of_step(canvas, plan, LogitsRequest(torch.zeros_like(masked), own_forward))
 
 
-def _edit_logits(on_logits: OnLogits | None, step: int, canvas: Tensor) -> Callable[[Tensor], Tensor] | None:
+def _edit_logits(on_logits: OnLogits | None, step: int, canvas: Tensor) -> EditLogits | None:
     """The caller's `on_logits` as a function of the logits alone; None without one."""
     if on_logits is None:
         return None

@@ -1,7 +1,8 @@
 """Logits of a run's network: of canvases, with guidance in one forward pass, and of the prefixes of AR decoding."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
 from typing import Any, Protocol
@@ -41,6 +42,37 @@ EditLogits = Callable[[Tensor], Tensor]
 """Replaces the logits of a step."""
 
 
+@dataclass(frozen=True, eq=False)
+class LogitsRequest:
+    """The logits that are requested of a step, and how they are computed.
+
+    Args:
+        evaluated: where logits are needed.
+        own_forward: run the model's own forward, with all its logits, instead of the decoder and as much of the
+            head as is needed.
+        grad: keep the graph of the model's own forward.
+        edit: replaces the logits before the evaluated ones are taken.
+    """
+
+    evaluated: Bool[Tensor, "batch position"]
+    own_forward: bool = False
+    grad: bool = False
+    edit: EditLogits | None = None
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the logits of every position are computed."""
+        return self.own_forward or self.edit is not None
+
+    def graph(self) -> AbstractContextManager[Any]:
+        """The context of the model's own forward, in which its graph is kept if that is requested."""
+        return torch.enable_grad() if self.grad else nullcontext()
+
+    def edited(self, logits: Float[Tensor, "*where d_vocab"]) -> Float[Tensor, "*where d_vocab"]:
+        """The logits after the edit, if there is one."""
+        return logits if self.edit is None else self.edit(logits)
+
+
 class Network(Protocol):
     """What the run loop, hooks and reruns call of a run's network."""
 
@@ -51,25 +83,14 @@ class Network(Protocol):
         ...
 
     def of_step(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        evaluated: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-        *,
-        own_forward: bool,
-        grad: bool = False,
-        edit: EditLogits | None = None,
+        self, canvas: Int[Tensor, "batch position"], plan: StepPlan, request: LogitsRequest
     ) -> Float[Tensor, "evaluated d_vocab"]:
         """Logits of the evaluated positions of a step, in row-major order.
 
         Args:
             canvas: that the step sees.
-            evaluated: where logits are needed.
             plan: of the step.
-            own_forward: run the model's own forward, with all its logits, instead of the decoder and as much of the
-                head as is needed.
-            grad: keep the graph of the model's own forward.
-            edit: replaces the logits before the evaluated ones are taken.
+            request: which logits, and how.
         """
         ...
 
@@ -138,21 +159,14 @@ class CanvasLogits:
         """Every pass is over a whole canvas, whatever the step."""
 
     def of_step(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        evaluated: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-        *,
-        own_forward: bool,
-        grad: bool = False,
-        edit: EditLogits | None = None,
+        self, canvas: Int[Tensor, "batch position"], plan: StepPlan, request: LogitsRequest
     ) -> Float[Tensor, "evaluated d_vocab"]:
-        """Logits of the evaluated positions; `edit` gets those of every position."""
-        if not own_forward and edit is None:
-            return self.at(canvas, evaluated)
-        with torch.enable_grad() if grad else nullcontext():
+        """Logits of the evaluated positions; an edit gets those of every position."""
+        if not request.everywhere:
+            return self.at(canvas, request.evaluated)
+        with request.graph():
             logits = self.everywhere(canvas)
-        return (logits if edit is None else edit(logits))[evaluated]
+        return request.edited(logits)[request.evaluated]
 
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of every position, through the model's own forward."""
@@ -236,24 +250,17 @@ class PrefixLogits:
         """The step is known from its prefix."""
 
     def of_step(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        evaluated: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-        *,
-        own_forward: bool,
-        grad: bool = False,
-        edit: EditLogits | None = None,
+        self, canvas: Int[Tensor, "batch position"], plan: StepPlan, request: LogitsRequest
     ) -> Float[Tensor, "batch d_vocab"]:
-        """Logits of the next position of every row, which is the one evaluated; `edit` gets the same."""
+        """Logits of the next position of every row, which is the one evaluated; an edit gets the same."""
         stop = plan.prefix_length
         inputs: dict[str, Any] = {"use_cache": self.use_cache, "past_key_values": self._cache}
         if not bool(self.content.all()):
             inputs["attention_mask"] = self.content[:, :stop].long()
         span = slice(self._cached, stop)
         inputs |= {"input_ids": canvas[:, span], "position_ids": self.positions[:, span]}
-        if own_forward:
-            with torch.enable_grad() if grad else nullcontext():
+        if request.own_forward:
+            with request.graph():
                 output = self.model(**inputs)
             logits: Tensor = output.logits[:, -1].detach()
         else:
@@ -261,8 +268,7 @@ class PrefixLogits:
             logits = head_logits(self.model, output.last_hidden_state[:, -1])
         if self.use_cache:
             self._cache, self._cached = output.past_key_values, stop
-        logits = logits.to(canvas.device)
-        return logits if edit is None else edit(logits)
+        return request.edited(logits.to(canvas.device))
 
     def states(
         self, canvas: Int[Tensor, "batch prefix"], needed: Bool[Tensor, "batch position"]

@@ -9,8 +9,6 @@ from transformers import DynamicCache
 
 from dlm_lens.attention import decoder_of
 from dlm_lens.sampling.block_network import BlockLogits
-from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.network import EditLogits
 
 
 class KeptBlock(DynamicCache):
@@ -86,27 +84,18 @@ class SubBlockLogits(BlockLogits):
         self._kept_of: tuple[Any, tuple[int, int]] | None = None
         self._taken = content[:, 0] & False
 
-    def of_step(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        evaluated: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-        *,
-        own_forward: bool,
-        grad: bool = False,
-        edit: EditLogits | None = None,
-    ) -> Float[Tensor, "evaluated d_vocab"]:
-        """Logits of the evaluated positions.
+    def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
+        """Logits of every position.
 
         Raises:
-            ValueError: those of positions that the step does not compute are needed.
+            ValueError: a step computes a sub-block alone.
         """
-        if self.sub_block_length is not None and (own_forward or edit is not None):
+        if self.sub_block_length is not None:
             raise ValueError(
                 "use_block_cache=True computes a part of the block at a step: leave it out with on_logits and "
                 "logits='all', which read the logits of every position"
             )
-        return super().of_step(canvas, evaluated, plan, own_forward=own_forward, grad=grad, edit=edit)
+        return super().everywhere(canvas)
 
     def _inputs(
         self, canvas: Int[Tensor, "batch seen"], start: int, finished: Int[Tensor, "batch"]

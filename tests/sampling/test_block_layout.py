@@ -9,6 +9,7 @@ from torch import Tensor
 from dlm_lens.attention import BlockLayout
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.network import LogitsRequest
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -100,7 +101,7 @@ def test_logits_are_those_of_every_row_alone(use_cache: bool, shift: bool) -> No
                 place = span[0] - 1 if number else 6
                 ids[2, place] = (ids[2, place] + 1) % 60
             plan = StepPlan(step, 4, number, span, 1, span[1])
-            found = network.of_step(ids, inside & content, plan, own_forward=False)
+            found = network.of_step(ids, plan, LogitsRequest(inside & content))
             expected = []
             for row in range(4):
                 stop = int(layout.starts(span)[row]) + BLOCK
@@ -127,8 +128,8 @@ def test_an_edit_behind_the_cache_is_seen() -> None:
     assert span == (5, 11)
     cached, whole = (BlockLogits(model, content, layout=layout, use_cache=use) for use in (True, False))
     plan, inside = StepPlan(0, 1, 0, span, 1, span[1]), layout.inside(span, 16)
-    before = cached.of_step(ids, inside, plan, own_forward=False)
+    before = cached.of_step(ids, plan, LogitsRequest(inside))
     ids[0, 6] = (ids[0, 6] + 1) % 60
-    after, plain = (network.of_step(ids, inside, plan, own_forward=False) for network in (cached, whole))
+    after, plain = (network.of_step(ids, plan, LogitsRequest(inside)) for network in (cached, whole))
     torch.testing.assert_close(after, plain, atol=1e-5, rtol=1e-5)
     assert (after - before)[:4].abs().max() > 1e-2

@@ -14,6 +14,7 @@ import dlm_lens as dl
 from dlm_lens.attention import BlockLayout
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.network import LogitsRequest
 from dlm_lens.sampling.two_copies import TwoCopyLogits, visible_in_copies
 from dlm_lens.testing import tiny
 from dlm_lens.training import (
@@ -195,7 +196,7 @@ def test_training_and_sampling_have_the_same_network(name: str) -> None:
                 alone = BlockLayout(BLOCK, torch.tensor([first]))
                 sampled = BlockLogits(model, inside.new_ones(1, size), layout=alone)
                 plan = StepPlan(0, 2, 0, (max(start, 0), stop), 1, stop)
-                logits = sampled.of_step(canvas[None], inside, plan, own_forward=False)
+                logits = sampled.of_step(canvas[None], plan, LogitsRequest(inside))
                 wanted = found[row, padding:][inside[0]]
                 torch.testing.assert_close(wanted, logits, atol=2e-5, rtol=2e-5)
 

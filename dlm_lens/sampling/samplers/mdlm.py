@@ -14,7 +14,7 @@ from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
-from dlm_lens.sampling.network import CanvasLogits, EditLogits, most_likely
+from dlm_lens.sampling.network import CanvasLogits, LogitsRequest, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, SpecialIds, one_block
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
@@ -221,25 +221,18 @@ class NoiseConditionedLogits(CanvasLogits):
         self.sampler.at(plan)
 
     def of_step(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        evaluated: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-        *,
-        own_forward: bool,
-        grad: bool = False,
-        edit: EditLogits | None = None,
+        self, canvas: Int[Tensor, "batch position"], plan: StepPlan, request: LogitsRequest
     ) -> Float[Tensor, "evaluated d_vocab"]:
         """Logits of the evaluated positions, without a pass where canvas and positions are those of the last step.
 
         While anything listens to the model, and in a network that is given the noise level, every step has a pass.
         """
         conditioned = takes_noise_level(self.model) and not self.sampler.keeps_stale
-        if own_forward or edit is not None or conditioned or has_listeners(self.model):
-            return super().of_step(canvas, evaluated, plan, own_forward=own_forward, grad=grad, edit=edit)
+        if request.everywhere or conditioned or has_listeners(self.model):
+            return super().of_step(canvas, plan, request)
+        evaluated = request.evaluated
         if self._kept is None or not (self._kept[0].equal(canvas) and self._kept[1].equal(evaluated)):
-            found = super().of_step(canvas, evaluated, plan, own_forward=False)
-            self._kept = (canvas, evaluated, found)
+            self._kept = (canvas, evaluated, super().of_step(canvas, plan, request))
         return self._kept[2]
 
     def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
