@@ -11,7 +11,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dlm_lens.adapters import family_of
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import BlockLayout
 from dlm_lens.recording import Recorder, Recording
@@ -19,7 +18,7 @@ from dlm_lens.recording.arrays import widened
 from dlm_lens.recording.forward_recording import attention_of_pass, on_passes, sampler_of_pass
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of
 from dlm_lens.sampling.two_copies import Blocks
 
 
@@ -28,13 +27,13 @@ class BlocksOfText:
     """The blocks of a text whose likelihood is computed block by block.
 
     Args:
-        name: of the sampler that decodes such blocks.
+        algorithm: that decodes such blocks.
         length: positions of a block.
         context: positions before the continuation.
         positions: of the text.
     """
 
-    name: str
+    algorithm: Algorithm
     length: int
     context: int
     positions: int
@@ -44,23 +43,23 @@ class BlocksOfText:
         """Those of a model; None if it is not scored in blocks."""
         if (blocks := Blocks.of(config)) is None:
             return None
-        return cls(family_of(config.model_type).sampler_of(config), blocks.length, context, positions)
+        return cls(algorithm_of(config), blocks.length, context, positions)
 
     @property
     def settings(self) -> dict[str, Any]:
         """By which a `DenoisingRun` knows them."""
         if self.observed_first:
             return {"observed_first": True, "sees_span": True}
-        return {"blocks_of": self.name, "block_length": self.length}
+        return {"blocks_of": self.algorithm.name, "block_length": self.length}
 
     @property
     def observed_first(self) -> bool:
         """Whether attention is causal, observed tokens first, instead of block causal (WeDLM)."""
-        return bool(algorithms()[self.name].sampler.observed_first)
+        return bool(self.algorithm.sampler.observed_first)
 
     def layout(self, content: Bool[Tensor, "batch position"]) -> BlockLayout:
         """Where they are in the rows of a pass."""
-        found: BlockLayout = algorithms()[self.name].sampler.block_layout_of(self.length, content, self.context)
+        found: BlockLayout = self.algorithm.sampler.block_layout_of(self.length, content, self.context)
         return found
 
     @cached_property

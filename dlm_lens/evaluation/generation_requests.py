@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dlm_lens.adapters import family_of
 from dlm_lens.attention import checked
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.likelihood_requests import Around, together
 from dlm_lens.evaluation.settings import GenerationSettings, request_seed
 from dlm_lens.placement import execution_device
-from dlm_lens.sampling import algorithms, denoise
+from dlm_lens.sampling import denoise
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.scoring import LOGITS, POSITIONS
 from dlm_lens.sampling.samplers.llada import LLaDASettings
 from dlm_lens.sampling.settings import block_settings
@@ -118,7 +118,7 @@ class Generator:
     ) -> None:
         self.model, self.batch_size, self.hooks, self.around = model, batch_size, checked(hooks), around
         self.padded, self.leaves = together(model, self.hooks, around), around is None
-        self.algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
+        self.algorithm = algorithm_of(model.config)
         self.ends = end_ids(model.config)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
@@ -375,8 +375,7 @@ class JobMaker:
 
 def sampler_settings(model: Any) -> frozenset[str]:
     """Names of the settings of the model's sampler, without gen_length."""
-    algorithm = family_of(model.config.model_type).sampler_of(model.config)
-    return frozenset(field.name for field in fields(algorithms()[algorithm].settings)) - {"gen_length"}
+    return frozenset(field.name for field in fields(algorithm_of(model.config).settings)) - {"gen_length"}
 
 
 @cache

@@ -18,7 +18,7 @@ from dlm_lens.evaluation.settings import LikelihoodSettings, request_seed
 from dlm_lens.hooks import attach_hooks
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import log_likelihood
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.estimates import check_method, likelihood_method, likelihood_methods
@@ -39,7 +39,7 @@ def together(model: Any, hooks: Sequence[Any], around: Around | None) -> bool:
     Where blocks are counted from the text, a canvas ends with the longest row's last block, so that positions that
     a hook counts from the end are none of a shorter row's.
     """
-    sampler = algorithms()[family_of(model.config.model_type).sampler_of(model.config)].sampler
+    sampler = algorithm_of(model.config).sampler
     if around is not None or (hooks and sampler.from_text):
         return False
     return all(hook.padding_safe for hook in hooks)
@@ -51,7 +51,7 @@ def of_every_token(model: Any, settings: LikelihoodSettings) -> LikelihoodSettin
     Dream's masks spare the last position of a text (`protect_ends`), which would leave out one token of every
     window; here they spare none.
     """
-    algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
+    algorithm = algorithm_of(model.config)
     if settings.method not in (None, "mc") or not hasattr(algorithm.corruption, "protect_ends"):
         return settings
     return replace(settings, options={**settings.options, "protect_ends": False})
@@ -121,7 +121,7 @@ def check_items(model: Any, items: Sequence[Item], settings: LikelihoodSettings)
 
 def _spares_last(model: Any, settings: LikelihoodSettings) -> bool:
     """Whether the masks of this likelihood spare the last token of a text."""
-    corruption = algorithms()[family_of(model.config.model_type).sampler_of(model.config)].corruption
+    corruption = algorithm_of(model.config).corruption
     if settings.method not in (None, "mc") or not hasattr(corruption, "protect_ends"):
         return False
     values = {**vars(corruption), **settings.options}

@@ -35,7 +35,7 @@ from dlm_lens.placement import input_device
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.unembedding import Unembedding, kl_divergence
 from dlm_lens.recording.model_identity import weights_digest
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 
 FORMAT = "dlm-lens tuned lens 2"
 
@@ -230,14 +230,14 @@ def train_tuned_lens(
 def _refuse_blocks(model: Any) -> None:
     """Raise for a model whose sampler, and not its forward pass, says which queries see which keys."""
     config = model.config
-    name = family_of(config.model_type).sampler_of(config)
-    sampler = algorithms()[name].sampler
+    algorithm = algorithm_of(config)
+    sampler = algorithm.sampler
     by_itself = getattr(config, "block_causal_length", None) is not None or computed_span(model, 2) is not None
     if sampler.windowed or (sampler.grows and not by_itself):
         how = "through a window of masks" if sampler.windowed else "block by block"
         raise ValueError(
-            f"in runs of the sampler {name!r} {type(model).__name__} attends {how}, and a tuned lens is trained on "
-            "whole pieces of a text; use the logit lens of a run (dlm_lens.logit_lens)"
+            f"in runs of the sampler {algorithm.name!r} {type(model).__name__} attends {how}, and a tuned lens is "
+            "trained on whole pieces of a text; use the logit lens of a run (dlm_lens.logit_lens)"
         )
 
 

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from dlm_lens.adapters import family_of
 from dlm_lens.attention import attached_hooks
 from dlm_lens.placement import dequantised, float32_products, input_device, named_weights
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 
 SPAN = 2**16
 """32-bit words that go into one sum of the digest."""
@@ -50,7 +50,7 @@ def request_of_model(model: Any, settings: Mapping[str, Any]) -> dict[str, dict[
         `config`, the fields of the model's config; `defaults`, its sampler, the settings that were not given, and
         `float32_products`.
     """
-    config, sampler = model.config, family_of(model.config.model_type).sampler_of(model.config)
+    config, sampler = model.config, algorithm_of(model.config).name
     own = {name: repr(value) for name, value in model.sampler_defaults.items() if settings.get(name) is None}
     own["float32 products"] = float32_products(input_device(model))
     return {

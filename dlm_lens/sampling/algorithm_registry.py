@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from dlm_lens.adapters import family_of
 from dlm_lens.declarations import defined_in
 
 Resolve = Callable[[Mapping[str, Any], Mapping[str, Any], int], dict[str, Any]]
@@ -40,3 +41,12 @@ def algorithms() -> Mapping[str, Algorithm]:
     """Every algorithm by its name, in alphabetical order of the files."""
     found = defined_in("dlm_lens.sampling.samplers", "ALGORITHM", Algorithm)
     return {algorithm.name: algorithm for algorithm in found}
+
+
+def algorithm_of(config: Any) -> Algorithm:
+    """The algorithm by which a model with this config samples: its config's `sampler`, or its family's first.
+
+    Raises:
+        ValueError: the family does not have the sampler.
+    """
+    return algorithms()[family_of(config.model_type).sampler_of(config)]

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from dlm_lens.adapters import family_of
 from dlm_lens.arguments import check_values, checked_arguments, one_of
 from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
-from dlm_lens.sampling.algorithm_registry import Algorithm, algorithms
+from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
@@ -124,7 +123,7 @@ def denoise(
     hooks = checked(hooks)
     prompts = read_prompts(model, prompt, attention_mask)
     seeds = row_seeds(seed, len(prompts.ids))
-    algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
+    algorithm = algorithm_of(model.config)
     observers = tuple(observers) if isinstance(observers, Sequence) else () if observers is None else (observers,)
     _check_use(algorithm, reference_quirks, on_canvas)
     if algorithm.sampler.autoregressive:
@@ -174,7 +173,7 @@ def check_recorded_run(
     """
     away = ("on_canvas", "on_logits", "logits", "progress")
     given = {name: value for name, value in settings.items() if value is not None and name not in away}
-    algorithm = algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
+    algorithm = algorithm_of(model.config)
     given = _seeing_all(algorithm, given, whole_prefix=True, watched=True)
     # The run itself warns.
     with warnings.catch_warnings():

@@ -207,12 +207,7 @@ class DenoisingRun(ShowsItself):
     @property
     def autoregressive(self) -> bool:
         """Whether this is AR decoding: a step sees the prefix that is written and decides the next position."""
-        return self._sampler is not None and bool(self._sampler.autoregressive)
-
-    @property
-    def _sampler(self) -> Any:
-        """The class of the sampler; None if the algorithm is not known here."""
-        return sampler_class(self)
+        return sampler_class(self).autoregressive
 
     def predicts_next(self, step: int, config: Any) -> bool:
         """Whether at a step the output at i - 1 predicts position i, instead of its own.
@@ -221,7 +216,7 @@ class DenoisingRun(ShowsItself):
             step: of this run.
             config: of its model, which may have a `logit_shift`.
         """
-        if self._sampler is not None and self._sampler.predicts_next(self.spans[step]):
+        if sampler_class(self).predicts_next(self.spans[step]):
             return True
         return self.autoregressive or bool(getattr(config, "logit_shift", False))
 
@@ -245,7 +240,7 @@ class DenoisingRun(ShowsItself):
     @property
     def mask_window(self) -> int | None:
         """The length of the window of `attention.sees_window`, where attention is causal but for it; else None."""
-        if self._sampler is not None and self._sampler.windowed:
+        if sampler_class(self).windowed:
             return int(self.settings["window_length"])
         own = self.settings.get("mask_window")
         return None if own is None else int(own)
@@ -260,8 +255,7 @@ class DenoisingRun(ShowsItself):
     @property
     def observed_first(self) -> bool:
         """Whether attention is causal in the order of `attention.observed_order`: observed tokens, then masks."""
-        own = self._sampler is not None and bool(self._sampler.observed_first)
-        return own or bool(self.settings.get("observed_first"))
+        return sampler_class(self).observed_first or bool(self.settings.get("observed_first"))
 
     @property
     def seen_content(self) -> Bool[Tensor, "step batch position"]:

@@ -16,7 +16,7 @@ from dlm_lens.adapters.text_part import text_values
 from dlm_lens.arguments import check_values
 from dlm_lens.attention import SinkLayout, decoder_of, head_width, hooked_attentions
 from dlm_lens.printable import counted
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.denoising import prepared_run
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.prompts import MOST_CONTEXTS, Prompts
@@ -120,7 +120,7 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
     with torch.device("meta"):
         model = finish_model(model_class(config), family)
     check_values(model.sampler_defaults)
-    algorithm = algorithms()[family.sampler_of(config)]
+    algorithm = algorithm_of(config)
     trained = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
     if prompt_length > MOST_CONTEXTS * trained:
         raise ValueError(

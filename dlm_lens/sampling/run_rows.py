@@ -14,12 +14,15 @@ from dlm_lens.sampling.algorithm_registry import algorithms
 
 if TYPE_CHECKING:
     from dlm_lens.sampling.denoising_run import DenoisingRun
+    from dlm_lens.sampling.samplers.base import Sampler
 
 
-def sampler_class(run: "DenoisingRun") -> Any:
-    """The class of the sampler of a run; None if the algorithm is not known here."""
+def sampler_class(run: "DenoisingRun") -> "type[Sampler]":
+    """The class of the sampler of a run: `Sampler` itself if the algorithm is not known here."""
+    from dlm_lens.sampling.samplers.base import Sampler  # here, because that module imports this one
+
     algorithm = algorithms().get(str(run.settings.get("sampler")))
-    return None if algorithm is None else algorithm.sampler
+    return Sampler if algorithm is None else algorithm.sampler
 
 
 def steps_of_rows(run: "DenoisingRun") -> Int[Tensor, "batch"]:
@@ -31,7 +34,7 @@ def steps_of_rows(run: "DenoisingRun") -> Int[Tensor, "batch"]:
     if run.autoregressive:
         wrote = run.unmasked & torch.isin(run.tokens, ends)
         ended, last = wrote.any(-1).any(0), wrote.any(-1).int().cumsum(0).eq(0).sum(0) + 1
-    elif sampler is None or not sampler.ends_rows(run.settings):
+    elif not sampler.ends_rows(run.settings):
         return torch.full((len(run.tokens),), run.steps, device="cpu")
     else:
         left, last = run.masked[-1], 1 + run.last_written.amax(-1)
@@ -61,7 +64,7 @@ def decided_answer(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
 def in_own_blocks(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     """The positions up to the end of each row's own last block, of samplers with `own_ends`; of others all."""
     sampler, layout = sampler_class(run), run.attention_blocks
-    if sampler is None or layout is None or not sampler.own_ends:
+    if layout is None or not sampler.own_ends:
         return torch.ones_like(run.attention_mask)
     last = run.prompt_length + int(run.settings["gen_length"]) - 1
     return layout.until_block_of(last, run.attention_mask.shape[1])
@@ -93,7 +96,7 @@ def _lacking(run: "DenoisingRun") -> Int[Tensor, "batch"]:
     from dlm_lens.sampling.samplers.base import Sampler  # here, because that module imports this one
 
     sampler = sampler_class(run)
-    whole = sampler is None or sampler.final_length is Sampler.final_length
+    whole = sampler.final_length is Sampler.final_length
     if whole or run.autoregressive or "gen_length" not in run.settings:
         return torch.zeros(len(run.tokens), dtype=torch.long, device="cpu")
     again, length = sampler.for_rerun(run.settings), int(run.settings["gen_length"])

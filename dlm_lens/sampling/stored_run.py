@@ -13,12 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.adapters import family_of
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import HookLike, attention_stack, checked, computed_span, decoder_of
 from dlm_lens.placement import input_device
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import algorithm_of, algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, check_run
 from dlm_lens.sampling.network import Network, run_forward
@@ -425,7 +424,7 @@ class StoredRun(StoredCanvases):
         name = str(run.settings.get("sampler"))
         if name not in algorithms():
             raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")
-        own = family_of(model.config.model_type).sampler_of(model.config)
+        own = algorithm_of(model.config).name
         if name != own:
             raise ValueError(
                 f"the run has the sampler {name!r} and the model samples with {own!r}: is it another model's?"

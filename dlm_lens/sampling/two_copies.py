@@ -20,7 +20,7 @@ from dlm_lens.attention import (
     sees_observed_first,
 )
 from dlm_lens.attention.model_access import has_listeners
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.kept_keys import keeps_keys
 from dlm_lens.sampling.network import CanvasLogits
 
@@ -42,14 +42,14 @@ class Blocks:
     @classmethod
     def of(cls, config: Any) -> "Blocks | None":
         """The blocks of a model, from its sampler and the default settings; None if it has none."""
-        family = family_of(config.model_type)
-        name = family.sampler_of(config)
-        sampler = algorithms()[name].sampler
+        algorithm = algorithm_of(config)
+        sampler = algorithm.sampler
         if not sampler.grows:
             length = sampler.training_block_length
             return None if length is None else cls(length, sampler.from_text)
         trained = getattr(config, "trained_block_length", None)
-        settings = {**family.samplers[name], **({} if trained is None else {"block_length": trained})}
+        settings = dict(family_of(config.model_type).samplers[algorithm.name])
+        settings |= {} if trained is None else {"block_length": trained}
         settings |= getattr(config, "sampler_defaults", None) or {}
         length = int(settings.get("block_length") or settings["gen_length"])
         return cls(length, sampler.from_text, sampler.context)

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dlm_lens.adapters import family_of
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.training.objective import (
     TOKENS,
@@ -123,8 +122,7 @@ class UniformDiffusionLoss:
                 f"{type(model).__name__} is no model of uniform noise (it has a mask token, or is autoregressive); "
                 "train a uniform_qwen, or use MaskedDiffusionLoss or NextToken"
             )
-        sampler = family_of(model.config.model_type).sampler_of(model.config)
-        if isinstance(algorithms()[sampler].corruption, UniformCorruption):
+        if isinstance(algorithm_of(model.config).corruption, UniformCorruption):
             raise ValueError(
                 f"{type(model).__name__} predicts a token from the others, and its sampler counts the token itself "
                 "beside that (2506.10892): this loss, whose prediction reads the token too, does not train it; "

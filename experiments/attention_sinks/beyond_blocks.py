@@ -57,13 +57,11 @@ BOOLS = NDArray[np.bool_]
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     """Per prompt and reading: sinks, how many are in the prefix, and what becomes of them from step to step."""
-    from dlm_lens.sampling.algorithm_registry import algorithms
-
     found: dict[str, Any] = {name: [] for name in READINGS}
     found[CAUSAL] = False
     for number, prompt_run in enumerate(record_prompts(item, settings, bench, ("all", "block"))):
         run = prompt_run.run
-        found[CAUSAL] = algorithms()[run.settings["sampler"]].sampler.grows
+        found[CAUSAL] = run.attention_blocks is not None
         for name, (queries, scale) in READINGS.items():
             if not (run.autoregressive and queries == "block"):
                 found[name].append(rounded(_counts(prompt_run, prompt_run.received[queries], scale, settings)))

@@ -16,7 +16,7 @@ from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import computed_span, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
-from dlm_lens.sampling.algorithm_registry import Algorithm, algorithms
+from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of
 from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, chain_masks
@@ -271,7 +271,7 @@ def log_likelihood(
         NonFiniteLogitsError: naming the item and the position.
     """
     check_model(model)
-    algorithm = _algorithm(model)
+    algorithm = algorithm_of(model.config)
     causal = algorithm.sampler.autoregressive
     if "mc_num" in settings:
         raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
@@ -309,12 +309,12 @@ def log_likelihood(
 
 def likelihood_method(model: Any, method: str | None = None) -> str:
     """The given method, or the model's own: "mc" where its authors draw masks, else "chain_rule"."""
-    return method or ("mc" if _algorithm(model).corruption is not None else "chain_rule")
+    return method or ("mc" if algorithm_of(model.config).corruption is not None else "chain_rule")
 
 
 def likelihood_methods(model: Any) -> tuple[str, ...]:
     """The methods of `log_likelihood` that are defined for a model; none for one without any likelihood."""
-    algorithm = _algorithm(model)
+    algorithm = algorithm_of(model.config)
     if not (algorithm.sampler.autoregressive or family_of(model.config.model_type).has_mask_token):
         return ("mc",) if isinstance(algorithm.corruption, UniformCorruption) else ()
     return tuple(name for name in LIKELIHOOD_METHODS if name != "mc" or algorithm.corruption is not None)
@@ -326,7 +326,7 @@ def check_method(model: Any, method: str | None, cfg_scale: float) -> str:
     Raises:
         ValueError: no such method, or a model for which the method or guidance is not defined.
     """
-    algorithm, method = _algorithm(model), likelihood_method(model, method)
+    algorithm, method = algorithm_of(model.config), likelihood_method(model, method)
     if method not in LIKELIHOOD_METHODS:
         raise ValueError(f"method is {method!r}; it must be one of {', '.join(LIKELIHOOD_METHODS)}")
     causal, methods = algorithm.sampler.autoregressive, likelihood_methods(model)
@@ -364,10 +364,6 @@ def _check_uniform(model: Any, method: str, methods: Sequence[str], cfg_scale: f
         f"{kind} is a model of uniform noise: its open positions hold random tokens instead of masks, and every "
         f"likelihood here masks; {instead}"
     )
-
-
-def _algorithm(model: Any) -> Algorithm:
-    return algorithms()[family_of(model.config.model_type).sampler_of(model.config)]
 
 
 def _blocks(model: Any, settings: dict[str, Any]) -> Blocks | None:
