@@ -144,7 +144,6 @@ class _Summing(Hook):
 
     site: Site
     bins: int
-    halves: int
     running: Bool[Tensor, "step batch"] | None = None
     sums: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
@@ -161,7 +160,7 @@ class _Summing(Hook):
         at_bin = torch.nn.functional.one_hot(bins_of(run, self.bins), self.bins).double().to(kind.device)
         kind[:, hook.sinks.canvas(tensor.shape[1])] *= run.valid[..., None].to(kind.device)
         # With guidance the second half of the rows has a masked prompt.
-        kind[len(tensor) // self.halves :] = 0
+        kind[len(tensor) // run.halves :] = 0
         if self.running is not None:
             kind[~self.running[run.step].to(kind.device)] = 0
         weights = torch.einsum("rpc,rb->cbrp", kind, at_bin)
@@ -207,8 +206,7 @@ def mean_activations(
     if bins < 1:
         raise ValueError(f"mean_activations: bins is {bins}; take at least 1")
     _check_widths(model, site)
-    guided = settings.get("cfg_scale", getattr(model, "sampler_defaults", {}).get("cfg_scale"))
-    summing = _Summing(site, bins, 2 if guided else 1)
+    summing = _Summing(site, bins)
     run = denoise(model, prompts, hooks=[*hooks, summing], **settings)
     if not run.running.all():
         # Which rows are over at a step is known only after the run.
@@ -225,7 +223,7 @@ def _while_running(
     model: Any, run: DenoisingRun, hooks: Sequence[HookLike], site: ActivationSite, bins: int
 ) -> _Summing:
     """The sums over the steps of every row until its end."""
-    summing = _Summing(site, bins, 1, run.running)
+    summing = _Summing(site, bins, run.running)
     stored = StoredCanvases(model, run, hooks=[*hooks, summing], warn=False)
     with stored.under_hooks():
         for step in range(run.steps):

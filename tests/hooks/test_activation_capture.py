@@ -179,6 +179,17 @@ def test_guidance_counts_the_conditional_half_only(model: Any) -> None:
     torch.testing.assert_close(found.means[1, 1, 0].double(), total / count, **CLOSE)
 
 
+def test_the_models_own_guidance_counts_the_conditional_half_only() -> None:
+    """SMDM's default is a cfg_scale of 2, which `denoise` takes for None too."""
+    smdm = tiny("smdm")
+    assert smdm.sampler_defaults["cfg_scale"] == 2.0
+    run = {"steps": 4, "gen_length": 8, "seed": 0}
+    own, none = (mean_activations(smdm, IDS, "z", **run, **given) for given in ({}, {"cfg_scale": None}))
+    assert int(own.counts[:2].sum()) == 12 * 4  # positions and steps
+    assert none.counts.equal(own.counts)
+    assert none.means.equal(own.means)
+
+
 def test_padding_stays_as_it_is(model: Any) -> None:
     found = capture(model, [IDS, [7, 8]], "attn_out", hooks=[ablate("attn_out")], **RUN)
     value = found["attn_out", 0, 1]
