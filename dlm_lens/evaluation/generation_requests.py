@@ -132,8 +132,9 @@ class Generator:
         for _, group in groupby(ordered, key=kind):
             same = list(group)
             settings = dict(same[0].settings)
-            rows = 1 if stateful and self._rows_wait(settings) else self._rows(same[0], settings)
-            if self.leaves and not stateful and self._blocks_are_final(settings):
+            given = {"gen_length": same[0].gen_length, **settings}
+            rows = 1 if stateful and self._rows_wait(given) else self._rows(same[0], settings)
+            if self.leaves and not stateful and self._blocks_are_final(given):
                 for start in range(0, len(same), POOL * rows):
                     yield from self._by_blocks(same[start : start + POOL * rows], settings, rows)
             else:
@@ -154,11 +155,17 @@ class Generator:
         width = len(longest.prompt) + longest.gen_length
         return max(1, min(most // (halves * width), LOGITS // (halves * evaluated * head.weight.shape[0])))
 
+    def _resolved(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of a run, as `denoise` resolves them."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        return self.algorithm.resolve(self.model.sampler_defaults, given, 0)
+
     def _rows_wait(self, settings: Mapping[str, Any]) -> bool:
         """Whether rows may take unequal numbers of steps, so that one waits for another in the middle of a run."""
-        values, sampler = {**self.model.sampler_defaults, **settings}, self.algorithm.sampler
+        sampler = self.algorithm.sampler
         if sampler.autoregressive:
             return False
+        values = self._resolved(settings)
         given = any(values.get(name) for name in ("threshold", "factor", "cache"))
         return bool(sampler.adaptive or sampler.grows or given)
 
@@ -166,7 +173,7 @@ class Generator:
         """Whether finished blocks never change, and the next block depends on the canvas alone."""
         if self.algorithm.name != "llada":
             return False
-        values = {**self.model.sampler_defaults, **settings}
+        values = self._resolved(settings)
         plain = not values.get("temperature") and not values.get("cfg_scale")
         return plain and values.get("remasking") == "low_confidence" and values.get("eot_token") is None
 

@@ -295,6 +295,9 @@ def test_a_block_that_draws_is_never_left_early(llada: Any) -> None:
     for settings in ({"temperature": 0.5}, {"cfg_scale": 1.0}, {"remasking": "random"}):
         assert not generator._blocks_are_final(settings)
     assert not Generator(tiny("dream"))._blocks_are_final({})
+    drawing = tiny("llada")
+    drawing.sampler_defaults = {**drawing.sampler_defaults, "temperature": 0.5}
+    assert not Generator(drawing)._blocks_are_final({"temperature": None})  # the model's own, as in `denoise`
     assert Generator(tiny("mmada"))._blocks_are_final({"remasking": "low_confidence"})
     assert not Generator(tiny("mmada"))._blocks_are_final({"remasking": "low_confidence", "eot_token": 5})
 

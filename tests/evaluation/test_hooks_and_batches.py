@@ -34,10 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("family", CASES)
-def test_a_generated_text_is_that_of_its_prompt_alone(family: str, name: str) -> None:
-    model, settings, hooks = tiny(family), CASES[family], [HOOKS[name]]
+def check_alone(model: Any, settings: dict[str, Any], hooks: list[Any]) -> None:
     jobs = [Job(i, prompt, 10 + i, (), 16, tuple(sorted(settings.items()))) for i, prompt in enumerate(PROMPTS)]
     together = Generator(model, hooks=hooks, batch_size=4).run(jobs)
     found = {text.place: text.text for some in together for text in some}
@@ -45,6 +42,20 @@ def test_a_generated_text_is_that_of_its_prompt_alone(family: str, name: str) ->
         run = dl.denoise(model, [prompt], gen_length=16, seed=[10 + i], hooks=hooks, **settings)
         answer = run.tokens[0].tolist()[len(prompt) : len(prompt) + 16]
         assert found[i] == cut(model.tokenizer, answer, end_ids(model.config), ()).text
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("family", CASES)
+def test_a_generated_text_is_that_of_its_prompt_alone(family: str, name: str) -> None:
+    check_alone(tiny(family), CASES[family], [HOOKS[name]])
+
+
+@pytest.mark.parametrize("name", ["random", "some steps", "an activation"])
+def test_a_rule_that_implies_a_threshold_has_steps_that_depend_on_the_tokens(name: str) -> None:
+    """Dream's "confidence_threshold" without a threshold has 0.9, which a sharp network reaches somewhere."""
+    model = tiny("dream")
+    model.lm_head.weight.data *= 5.0
+    check_alone(model, {"steps": 16, "block_length": 4, "remasking": "confidence_threshold"}, [HOOKS[name]])
 
 
 @pytest.mark.parametrize("family", ["bd3lm", "sdar", "llada2"])
