@@ -133,7 +133,7 @@ class Generator:
             same = list(group)
             settings = dict(same[0].settings)
             given = {"gen_length": same[0].gen_length, **settings}
-            rows = 1 if stateful and self._rows_wait(given) else self._rows(same[0], settings)
+            rows = 1 if stateful and self._rows_wait(given) else self._rows(same[0], given)
             if self.leaves and not stateful and self._blocks_are_final(given):
                 for start in range(0, len(same), POOL * rows):
                     yield from self._by_blocks(same[start : start + POOL * rows], settings, rows)
@@ -146,7 +146,7 @@ class Generator:
             return self.batch_size
         head = self.model.get_output_embeddings()
         most = POSITIONS.get(execution_device(head).type, max(POSITIONS.values()))
-        halves = 2 if settings.get("cfg_scale", self.model.sampler_defaults.get("cfg_scale")) else 1
+        halves = 2 if self._resolved(settings).get("cfg_scale") else 1
         if self.algorithm.sampler.autoregressive:
             evaluated = 1
         else:

@@ -7,7 +7,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
-from dlm_lens.evaluation.generation_requests import Generator
+from dlm_lens.evaluation.generation_requests import Generator, Job
 from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import (
     ablate,
@@ -300,6 +300,12 @@ def test_a_block_that_draws_is_never_left_early(llada: Any) -> None:
     assert not Generator(drawing)._blocks_are_final({"temperature": None})  # the model's own, as in `denoise`
     assert Generator(tiny("mmada"))._blocks_are_final({"remasking": "low_confidence"})
     assert not Generator(tiny("mmada"))._blocks_are_final({"remasking": "low_confidence", "eot_token": 5})
+
+
+def test_both_halves_of_the_models_own_guidance_take_memory() -> None:
+    generator, job = Generator(tiny("smdm")), Job(0, [3, 4, 5], 0, (), 8, ())
+    own, none, without = (generator._rows(job, given) for given in ({}, {"cfg_scale": None}, {"cfg_scale": 0.0}))
+    assert own == none == without // 2
 
 
 def test_what_tasks_ask_for_is_not_mixed(llada: Any) -> None:
