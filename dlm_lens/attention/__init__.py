@@ -78,7 +78,7 @@ from dlm_lens.attention.model_access import exclusive, in_use
 from dlm_lens.attention.pattern_reductions import PatternStats, TileStats, pattern_stats
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.self_check import check_hook_points, check_ids
-from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, sink
+from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, beside_sinks, sink
 from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
 from dlm_lens.attention.softmax_variants import rows_of_one
 from dlm_lens.attention.streaming import received_by_class, stream_columns
@@ -136,6 +136,7 @@ __all__ = [
     "attention_of",
     "attention_stack",
     "attention_stacks",
+    "beside_sinks",
     "check_hook_points",
     "check_ids",
     "checked",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 Placement = Literal["front", "end"]
@@ -29,6 +29,21 @@ def sink(index: int) -> SinkToken:
     if not isinstance(index, int) or index < 0:
         raise ValueError(f"sink({index!r}): sinks are counted from 0; give a whole number")
     return SinkToken(index)
+
+
+def beside_sinks(canvas: Shaped[Tensor, "*axes position"], count: int, value: bool | None = None) -> Tensor:
+    """A tensor over canvas positions in the order of results, [*axes, key]: the learned sink tokens come last.
+
+    Args:
+        canvas: over the canvas positions.
+        count: of sink tokens; without any the canvas is returned as it is.
+        value: of every sink; None for token ids, of which sink i has -1 - i.
+    """
+    if not count:
+        return canvas
+    ids = -1 - torch.arange(count, device=canvas.device)
+    at_sinks = ids if value is None else torch.full_like(ids, value)
+    return torch.cat([canvas, at_sinks.to(canvas.dtype).expand(*canvas.shape[:-1], count)], -1)
 
 
 @dataclass(frozen=True)

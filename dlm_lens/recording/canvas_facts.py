@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import BlockLayout, observed_order, sees_observed_first
+from dlm_lens.attention import BlockLayout, beside_sinks, observed_order, sees_observed_first
 from dlm_lens.recording.query_classes import QueryClass, checked_class
 
 
@@ -99,7 +99,7 @@ class CanvasFacts:
     @property
     def keys(self) -> Bool[Tensor, "*run key"]:
         """Which keys are defined: the present canvas positions and, after them, the learned sink tokens."""
-        return self._once("keys", lambda: self._beside_sinks(self.present))
+        return self._once("keys", lambda: beside_sinks(self.present, self.sinks, value=True))
 
     @property
     def absent_keys(self) -> Bool[Tensor, "*run key"]:
@@ -179,7 +179,7 @@ class CanvasFacts:
             return (each.flip(-1).cumsum(-1).flip(-1).gather(-1, start) * seen).float()
         if not self.causal and self._whole:
             each = queries.sum(-1, keepdim=True) / (seen.sum(-1, keepdim=True) + self.sinks).clamp(min=1)
-            return self._beside_sinks(seen) * each
+            return beside_sinks(seen, self.sinks, value=True) * each
         # Key j is seen by the queries i >= j; query i sees the keys up to i.
         if self.causal and self._whole:
             each = queries / seen.cumsum(-1).clamp(min=1)
@@ -198,7 +198,7 @@ class CanvasFacts:
         if self.blocks is not None:
             return queries.flip(-1).cumsum(-1).flip(-1).gather(-1, self.block_bounds()[0]) * seen
         if not self.causal and self._whole:
-            return self._beside_sinks(seen) * queries.sum(-1, keepdim=True)
+            return beside_sinks(seen, self.sinks, value=True) * queries.sum(-1, keepdim=True)
         if self._whole:
             return queries.flip(-1).cumsum(-1).flip(-1) * seen
         return self._in_window(self.queries(name).long().flip(-1)).flip(-1).float() * seen
@@ -246,8 +246,3 @@ class CanvasFacts:
         if not self.unpadded:
             return self.present
         return torch.ones_like(self.valid) if self.own_canvas is None else self.own_canvas.expand(self.valid.shape)
-
-    def _beside_sinks(self, canvas: Bool[Tensor, "*run position"]) -> Bool[Tensor, "*run key"]:
-        if not self.sinks:
-            return canvas
-        return torch.cat([canvas, canvas.new_ones(*canvas.shape[:-1], self.sinks)], -1)

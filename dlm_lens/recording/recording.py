@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import meant
+from dlm_lens.attention import beside_sinks
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import shown
@@ -90,12 +91,12 @@ class Recording(ShowsItself, RecordingFields):
     @property
     def tokens(self) -> Int[Tensor, "step batch key"]:
         """The canvas of each step, and the learned sink tokens after it."""
-        return self._beside_sinks(self.run.canvases[:-1], -1 - torch.arange(self.sinks))
+        return beside_sinks(self.run.canvases[:-1], self.sinks)
 
     @property
     def masked(self) -> Bool[Tensor, "step batch key"]:
         """Which keys are open at each step: masked, or holding a random token (in an AR run: not written yet)."""
-        return self._beside_sinks(self.run.masked[:-1], False)
+        return beside_sinks(self.run.masked[:-1], self.sinks, value=False)
 
     @property
     def open(self) -> Bool[Tensor, "step batch key"]:
@@ -105,7 +106,7 @@ class Recording(ShowsItself, RecordingFields):
     @property
     def valid(self) -> Bool[Tensor, "batch key"]:
         """Content (True) or padding (False)."""
-        return self._beside_sinks(self.run.attention_mask, True)
+        return beside_sinks(self.run.attention_mask, self.sinks, value=True)
 
     @property
     def progress(self) -> Float[Tensor, "step batch"]:
@@ -273,12 +274,6 @@ class Recording(ShowsItself, RecordingFields):
     def of(cls, fields: RecordingFields) -> "Recording":
         """The recording with these fields."""
         return cls(**{each.name: getattr(fields, each.name) for each in dataclass_fields(fields)})
-
-    def _beside_sinks(self, canvas: Tensor, value: Tensor | int) -> Any:
-        if not self.sinks:
-            return canvas
-        sinks = torch.as_tensor(value, dtype=canvas.dtype).expand(*canvas.shape[:-1], self.sinks)
-        return torch.cat([canvas, sinks], -1)
 
 
 def selected(recording: Recording, wanted: Mapping[str, Index | None]) -> Recording:

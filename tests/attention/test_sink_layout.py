@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlm_lens.attention import SinkLayout
+from dlm_lens.attention import SinkLayout, beside_sinks
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -16,3 +16,11 @@ def test_sinks_last_orders_an_axis_as_canvas_then_sinks(axis: int) -> None:
         assert layout.sinks_last(values, axis) is values
     broadcast = values.select(axis, 0).unsqueeze(axis)
     assert SinkLayout(2, "front").sinks_last(broadcast, axis) is broadcast
+
+
+def test_beside_sinks_appends_ids_or_a_flag_per_sink() -> None:
+    ids = torch.tensor([[5, 6], [7, 8]])
+    assert beside_sinks(ids, 2).tolist() == [[5, 6, -1, -2], [7, 8, -1, -2]]
+    assert beside_sinks(ids > 5, 1, value=True).tolist() == [[False, True, True], [True, True, True]]
+    assert beside_sinks(ids > 5, 1, value=False).tolist() == [[False, True, False], [True, True, False]]
+    assert beside_sinks(ids, 0) is ids

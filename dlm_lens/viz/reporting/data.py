@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import is_whole
+from dlm_lens.attention import beside_sinks
 from dlm_lens.printable import printable, shown
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
@@ -214,13 +215,10 @@ def _shown(value: Any) -> str:
 def _canvas(subject: Subject, shown: Tensor, pack: Pack) -> dict[str, Any]:
     """The tokens and open positions of the canvas of every step and after the last one, without padding."""
     run, row, sinks = subject.run, subject.row, subject.received.sinks
-    learned = -1 - torch.arange(sinks)
-    canvases = torch.cat([run.canvases[:, row], learned.expand(run.steps + 1, -1)], -1)[:, shown]
+    canvases = beside_sinks(run.canvases[:, row], sinks)[:, shown]
     ids, index = canvases.unique(return_inverse=True)
-    pad = torch.zeros(run.steps + 1, sinks, dtype=torch.bool)
-    masked = torch.cat([run.masked[:, row], pad], -1)[:, shown]
-    unmasked = torch.cat([run.unmasked[:, row], pad[1:]], -1)[:, shown]
-    revised = torch.cat([run.revised[:, row], pad[1:]], -1)[:, shown]
+    flags = (run.masked, run.unmasked, run.revised)
+    masked, unmasked, revised = (beside_sinks(each[:, row], sinks, value=False)[:, shown] for each in flags)
     positions, padding = run.tokens.shape[1], int(run.padding[row])
     return {
         "positions": [key - padding if key < positions else -1 - (key - positions) for key in shown.tolist()],
