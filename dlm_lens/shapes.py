@@ -1,6 +1,8 @@
 """`check_shapes`: check the tensors of a result against their annotations; `same_shape`: what replaces a tensor."""
 
+from collections.abc import Mapping
 from functools import cache
+from inspect import get_annotations
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -63,12 +65,38 @@ def check_shapes(result: Any, **sizes: int) -> None:
             known |= {axis: size for axis, size in zip(axes, given.shape, strict=True) if axis.isidentifier()}
 
 
+def tensor_axes(kind: Any) -> dict[str, tuple[str, ...]]:
+    """The axes of every tensor of a dataclass, from its jaxtyping annotation."""
+    return {name: tuple(annotation.dim_str.split()) for name, annotation in _tensors(kind)}
+
+
+def taken(result: Any, places: Mapping[str, slice | Tensor]) -> dict[str, Any]:
+    """The tensors of a dataclass at some places of their axes; with slices they are views.
+
+    A field that is None is left out. A broadcasting axis (`#layer`) of size 1 stays as it is.
+
+    Args:
+        result: the dataclass, with annotations such as `Float[Tensor, "step batch key"]`.
+        places: axis -> a slice of it, or indices (of one axis only).
+    """
+    found = {}
+    for name, axes in tensor_axes(type(result)).items():
+        given = getattr(result, name)
+        if given is None:
+            continue
+        cut = [axis.lstrip("#") if size > 1 else axis for axis, size in zip(axes, given.shape, strict=True)]
+        found[name] = given[tuple(places.get(axis, slice(None)) for axis in cut)]
+    return found
+
+
 @cache
 def _tensors(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """The annotated tensors of a dataclass."""
+    """The annotated tensors of a dataclass, its own before those of its bases."""
+    hints = get_type_hints(kind)
+    names = dict.fromkeys(name for each in kind.__mro__ for name in get_annotations(each) if name in hints)
     found = []
-    for name, hint in get_type_hints(kind).items():
-        found += [(name, one) for one in (hint, *get_args(hint)) if hasattr(one, "dim_str")]
+    for name in names:
+        found += [(name, one) for one in (hints[name], *get_args(hints[name])) if hasattr(one, "dim_str")]
     return tuple(found)
 
 

@@ -1,7 +1,6 @@
 """What sink hooks detect sinks from: the statistics of a pass, or a `Received` or `Sinks` measured before."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from dlm_lens.attention import MIN_VIEWERS, ColumnStats, PointContext, RunStep, 
 from dlm_lens.sinks import Detector, Level, Quantity, Received, Sinks
 from dlm_lens.sinks.detection import check_all_heads
 from dlm_lens.sinks.detectors.base import of_every_key
-from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, with_all_axes
+from dlm_lens.sinks.key_axes import with_all_axes
+from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
 
 
 def scores_of(
@@ -92,8 +92,6 @@ def grown(found: Bool[Tensor, "batch #head key"], keys: int) -> Bool[Tensor, "ba
 
 MeasuredSinks = Received | Sinks
 
-_PER_STEP = ("values", "steps", "expected", "counted", "tokens", "masked", "viewers")
-
 
 def measured_columns(
     source: MeasuredSinks,
@@ -121,7 +119,7 @@ def measured_columns(
         found, scores = found[step, :, index], scores[step, :, index]
     else:
         assert detector is not None
-        received = _at_step(source, step)
+        received = source.part(steps=slice(step, step + 1))
         if per != "model" and "layer" in source.dims:
             index = _layer_index(source, layer, who)
             received = received.part(layers=slice(index, index + 1))
@@ -163,13 +161,6 @@ def _check_prompts(source: MeasuredSinks, run: RunStep, who: Any) -> None:
             f"{who}: row {rows[0] % len(tokens)} of the source is of another prompt than row {rows[0]} of the run; "
             "give one of the same prompts"
         )
-
-
-def _at_step(source: Received, step: int) -> Received:
-    """One step of the statistics, as views."""
-    given = {field.name: getattr(source, field.name) for field in fields(source) if field.name in _PER_STEP}
-    part = {name: value[step : step + 1] for name, value in given.items() if value is not None}
-    return replace(source, **part)
 
 
 def _numbers(source: MeasuredSinks) -> tuple[int, ...]:

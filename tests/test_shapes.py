@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.shapes import check_shapes
+from dlm_lens.shapes import check_shapes, taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,3 +63,28 @@ def test_results_do_not_bind_each_other() -> None:
     Result(SCORES, SCORES)
     other = torch.zeros(1, 2, 9)
     assert Result(other, other).scores.shape == (1, 2, 9)
+
+
+@dataclass(frozen=True, eq=False)
+class Longer(Result):
+    """A result with a tensor more than its base."""
+
+    counts: Int[Tensor, "step"] | None = None
+
+
+def test_a_tensor_of_a_base_is_compared_with_those_of_the_class() -> None:
+    with pytest.raises(ValueError, match=r"Longer\.scores has shape \[3, 4, 5\].* with step=2"):
+        Longer(scores=SCORES, expected=SCORES, counts=torch.zeros(2, dtype=torch.long))
+
+
+def test_taken_cuts_every_tensor_on_its_own_axes() -> None:
+    scores, expected = torch.arange(60.0).view(3, 4, 5), torch.arange(15.0).view(3, 1, 5)
+    result = Result(scores, expected, top=torch.arange(6).view(3, 2))
+    found = taken(result, {"step": slice(1, 3), "layer": slice(2, 3)})
+    assert list(found) == ["scores", "expected", "top"]
+    assert torch.equal(found["scores"], scores[1:3, 2:3])
+    assert torch.equal(found["expected"], expected[1:3])
+    assert torch.equal(found["top"], torch.tensor([[2, 3], [4, 5]]))
+    assert found["scores"].data_ptr() == scores[1:3, 2:3].data_ptr()
+    order = torch.tensor([2, 0, 1])
+    assert torch.equal(taken(result, {"step": order})["expected"], expected[order])

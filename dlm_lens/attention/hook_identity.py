@@ -161,6 +161,8 @@ def _opened(value: Any, name: str, shown: bool, strict: bool) -> tuple[str, Insi
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     """The fields, slots and attributes of an object, without those that a cached property computed."""
     names = [one.name for one in fields(value)] if is_dataclass(value) else []
+    # Identities are stored, and fields that moved to a base class keep their place in them.
+    names = [*getattr(type(value), "IDENTITY_ORDER", "").split(), *names]
     own = [kind for kind in type(value).__mro__ if not _is_installed(kind)]
     names += [name for kind in own for name, one in vars(kind).items() if isinstance(one, MemberDescriptorType)]
     found = {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})

@@ -30,6 +30,7 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Level, Received, find_sinks
+from dlm_lens.sinks.key_axes import shared_fields_of
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
 
 PER_POSITION = ("kl", "confidence", "confidence_hooked", "rank", "rank_hooked", "token", "token_hooked")
@@ -402,32 +403,19 @@ def _received(
     stored: StoredRun, passes: _Passes, stacked: dict[str, Tensor], queries: str, min_viewers: int
 ) -> Iterator[Received]:
     """Received attention without and with hooks, over the same e_j."""
-    run, count = stored.run, passes.layout.count
-    sinks = -1 - torch.arange(count)
+    run = stored.run
     expected, viewers = stacked["expected"].nan_to_num(0.0), stacked["viewers"].nan_to_num(0.0)
     undefined = viewers < min_viewers
     counted = torch.stack([passes.counted(step).sum(-1).cpu() for step in range(run.steps)])
-
-    def with_sinks(canvas: Tensor, value: Tensor | int) -> Tensor:
-        extra = torch.as_tensor(value, dtype=canvas.dtype).expand(*canvas.shape[:-1], count)
-        return torch.cat([canvas, extra], -1)
-
     for name in ("plain", "hooked"):
         values = (stacked[name] / expected).masked_fill(undefined, torch.nan)
         yield Received(
             values=values,
             expected=expected.expand(*values.shape[:3], expected.shape[3], -1),
             counted=counted,
-            tokens=with_sinks(run.canvases[:-1], sinks),
-            masked=with_sinks(run.masked[:-1], 0),
-            valid=with_sinks(run.attention_mask, 1),
-            final_tokens=with_sinks(run.tokens, sinks),
             scale=RELATIVE,
-            layers=passes.layers,
             queries=queries,
             min_viewers=min_viewers,
-            sinks=count,
-            tokenizer=run.tokenizer,
-            row_prompts=run.row_prompts,
             viewers=viewers,
+            **shared_fields_of(run, passes.layers, (), passes.layout.count),
         )

@@ -30,6 +30,7 @@ from .from_recording import key_statistic_of as key_statistic_of
 from .from_recording import key_statistic_over_steps as key_statistic_over_steps
 from .from_recording import received_of as received_of
 from .from_recording import received_over_steps as received_over_steps
+from .key_axes import KeyAxes as KeyAxes
 from .key_statistics import KeyStatistic as KeyStatistic
 from .lifetimes import SinkLifetimes as SinkLifetimes
 from .received import Level as Level
@@ -44,6 +45,7 @@ __all__ = [
     "AboveStd",
     "AttentionShare",
     "Detector",
+    "KeyAxes",
     "KeyStatistic",
     "Level",
     "LowKeyNorm",

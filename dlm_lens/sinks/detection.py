@@ -1,7 +1,7 @@
 """`find_sinks`: apply a detector to received attention, a pattern or a recording; its result `Sinks`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
 import pandas as pd
@@ -17,13 +17,16 @@ from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.detectors.base import Detector, MedianDetector, as_detector, of_every_key
 from dlm_lens.sinks.from_patterns import received_from_pattern
 from dlm_lens.sinks.from_recording import scores_for
+from dlm_lens.sinks.key_axes import AXES, KeyAxes, each_key_tensor, key_shapes, with_all_axes, without_absent_axes
 from dlm_lens.sinks.key_statistics import KeyStatistic
-from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Level, Received, Scale
+from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Level, Received, Scale
 
 
 @dataclass(frozen=True, eq=False)
-class Sinks(ShowsItself):
+class Sinks(ShowsItself, KeyAxes):
     """The sinks that a detector found.
+
+    Further arguments, by name, are those of `KeyAxes`; its tensors [..., key] have those axes that are in `dims`.
 
     Args:
         is_sink: True for the columns that are sinks; its axes are `dims`.
@@ -32,22 +35,17 @@ class Sinks(ShowsItself):
         scale: unit of scores and threshold.
         level: whose pattern a score describes: "head", "layer" (mean over heads) or "model" (mean over all).
         detector: the rule.
-        dims: names of the axes, in the order step, batch, layer, head, key; merged or absent ones are left out.
-        tokens: ids of the keys, on the step, batch and key axes among `dims`; None if unknown.
-        masked: which keys are still masked, on the same axes; None if unknown.
-        layers: index of each layer in the model; empty without a layer axis.
-        steps: number of each step in its run, which tables and figures show; empty for 0, 1, ....
-        heads: likewise, index of each head in the model.
         queries: the class of counted queries, as text.
-        sinks: how many of the keys, the last ones, are the model's learned sink tokens (token id -1 - i).
-        tokenizer: decodes token ids; None if there is none.
         padding: how many keys of each row are padding on its left; None for none.
-        final_tokens: ids of the keys after the last step, on the batch and key axes among `dims`; None if unknown.
-        row_prompts: as in `Received`.
 
     Raises:
         ValueError: the shapes contradict each other.
     """
+
+    IDENTITY_ORDER = (
+        "is_sink scores threshold scale level detector dims tokens masked layers steps heads queries sinks "
+        "tokenizer padding final_tokens row_prompts"
+    )
 
     is_sink: Bool[Tensor, "*axes key"]
     scores: Float[Tensor, "*axes key"]
@@ -55,49 +53,40 @@ class Sinks(ShowsItself):
     scale: Scale
     level: Level
     detector: Detector
-    dims: tuple[str, ...]
-    tokens: Int[Tensor, "*rows key"] | None = None
-    masked: Bool[Tensor, "*rows key"] | None = None
-    layers: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    heads: tuple[int, ...] = ()
     queries: str = "all"
-    sinks: int = 0
-    tokenizer: Any = field(default=None, repr=False)
-    padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
-    final_tokens: Int[Tensor, "*batch key"] | None = field(default=None, repr=False)
-    row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
+    padding: Int[Tensor, "batch"] | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.is_sink.shape)
         if len(shape) != len(self.dims) or tuple(d for d in AXES if d in self.dims) != self.dims:
             raise ValueError(f"Sinks.is_sink has shape {list(shape)}, which does not fit the axes {self.dims}")
-        rows = tuple(size for d, size in zip(self.dims, shape, strict=True) if d not in ("layer", "head"))
-        final = rows[1:] if "step" in self.dims else rows
-        wanted = {"scores": shape, "threshold": shape, "tokens": rows, "masked": rows, "final_tokens": final}
+        wanted = {"scores": shape, "threshold": shape} | key_shapes(self.sizes)
         for name, expected in wanted.items():
             given = getattr(self, name)
             if given is not None and tuple(given.shape) != expected:
                 raise ValueError(f"Sinks.{name} has shape {list(given.shape)}; is_sink needs {list(expected)}")
-        if "layer" in self.dims and len(self.layers) != shape[self.dims.index("layer")]:
-            raise ValueError(f"{len(self.layers)} layer indices for is_sink of shape {list(shape)} {self.dims}")
-        for axis, numbers in (("step", self.steps), ("head", self.heads)):
-            if numbers and len(numbers) != dict(zip(self.dims, shape, strict=True)).get(axis, 1):
+        for axis, numbers in (("layer", self.layers), ("step", self.steps), ("head", self.heads)):
+            known = numbers or (axis == "layer" and axis in self.dims)
+            if known and len(numbers) != self.sizes.get(axis, 1):
                 raise ValueError(f"{len(numbers)} {axis} numbers for is_sink of shape {list(shape)} {self.dims}")
 
     @property
-    def step_numbers(self) -> tuple[int, ...]:
-        """The number of each step in its run."""
-        return self.steps or tuple(range(len(self.is_sink) if "step" in self.dims else 1))
+    def sizes(self) -> dict[str, int]:
+        """Length of every axis in `dims`."""
+        return dict(zip(self.dims, self.is_sink.shape, strict=True))
 
     @property
     def head_numbers(self) -> tuple[int, ...]:
         """The index of each head in the model; none where heads are merged."""
-        heads = self.is_sink.shape[self.dims.index("head")] if "head" in self.dims else 0
-        return self.heads or tuple(range(heads))
+        return super().head_numbers if "head" in self.dims else ()
+
+    @property
+    def shared_fields(self) -> dict[str, Any]:
+        """The fields of `KeyAxes`, with all axes, for another result of the same keys."""
+        return each_key_tensor(super().shared_fields, with_all_axes)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in zip(self.dims, self.is_sink.shape, strict=True))
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         defined = int((~self.scores.isnan()).sum())
         return f"Sinks({int(self.is_sink.sum())} of {defined} columns by {self.rule}; {sizes})"
 
@@ -260,32 +249,16 @@ def _detected(given: Received | KeyStatistic, detector: Detector) -> Sinks:
     is_sink = of_every_key(detector, "detect", is_sink, scores)
     threshold = of_every_key(detector, "thresholds", threshold, scores)
     return Sinks(
-        is_sink=_squeeze(is_sink, given, AXES),
-        scores=_squeeze(scores, given, AXES),
-        threshold=_squeeze(threshold, given, AXES),
+        is_sink=without_absent_axes(is_sink, given.dims),
+        scores=without_absent_axes(scores, given.dims),
+        threshold=without_absent_axes(threshold, given.dims),
         scale=scale,
         level=given.level,
         detector=detector,
-        dims=given.dims,
-        tokens=_squeeze(given.tokens, given, ("step", "batch", "key")),
-        masked=_squeeze(given.masked, given, ("step", "batch", "key")),
-        layers=given.layers,
-        steps=given.steps,
-        heads=given.heads,
         queries=given.queries if isinstance(given, Received) else "none (hidden states)",
-        sinks=given.sinks,
         padding=given.padding,
-        tokenizer=given.tokenizer,
-        final_tokens=_squeeze(given.final_tokens, given, ("batch", "key")),
-        row_prompts=given.row_prompts,
+        **each_key_tensor(given.shared_fields, without_absent_axes),
     )
-
-
-def _squeeze(tensor: Any, received: Received | KeyStatistic, axes: tuple[str, ...]) -> Any:
-    """Drop the axes that are not in `dims`."""
-    if tensor is None:
-        return None
-    return tensor.squeeze([axis for axis, name in enumerate(axes) if name not in received.dims])
 
 
 def check_all_heads(found: int, heads: int, who: str) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dlm_lens.arguments import level_of_caller
 from dlm_lens.attention import MIN_VIEWERS, expected_received, received_attention, viewers, visible_keys
-from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received, warn_unscored
+from dlm_lens.sinks.key_axes import AXES
+from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Received, warn_unscored
 
 LEADING = AXES[:-1]
 DEFAULT_DIMS = {

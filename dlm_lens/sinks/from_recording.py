@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -14,8 +13,9 @@ from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
+from dlm_lens.sinks.key_axes import AXES, shared_fields_of
 from dlm_lens.sinks.key_statistics import KeyStatistic
-from dlm_lens.sinks.received import AXES, COLUMN_SUM, RELATIVE, Received, warn_unscored
+from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Received, warn_unscored
 
 
 @checked_arguments()
@@ -138,27 +138,19 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
             f"this recording has no {name}; record with ReceivedAttention(queries={given!r}), it has "
             f"{', '.join(recording.specs)}"
         )
-    run, counted = recording.run, recording.counted(queries)
+    counted = recording.counted(queries)
     min_viewers = int(recording.specs[name].settings["min_viewers"])
     warn_unscored(counted, min_viewers)
     return Received(
         values=getattr(recording, name),
         expected=recording.expected_by_layer(queries)[:, :, :, None],
         counted=counted,
-        tokens=recording.tokens,
-        masked=recording.masked,
-        valid=recording.valid,
-        final_tokens=_final(recording),
         scale=RELATIVE,
-        layers=recording.layers,
-        steps=recording.steps,
         heads=recording.heads or (),
         queries=queries,
         min_viewers=min_viewers,
-        sinks=recording.sinks,
-        tokenizer=run.tokenizer,
-        row_prompts=run.row_prompts,
         viewers=recording.viewers_by_layer(queries)[:, :, :, None],
+        **shared_fields_of(recording.run, recording.layers, recording.steps, recording.sinks),
     )
 
 
@@ -189,17 +181,9 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
         values=values,
         quantity=quantity,
         median=median,
-        tokens=recording.tokens,
-        masked=recording.masked,
-        valid=recording.valid,
-        layers=recording.layers,
-        steps=recording.steps,
         heads=() if quantity == "max activation" else recording.heads or (),
         dims=tuple(axis for axis in AXES if axis != "head") if quantity == "max activation" else AXES,
-        sinks=recording.sinks,
-        tokenizer=recording.run.tokenizer,
-        row_prompts=recording.run.row_prompts,
-        final_tokens=_final(recording),
+        **shared_fields_of(recording.run, recording.layers, recording.steps, recording.sinks),
     )
 
 
@@ -217,9 +201,3 @@ def scores_for(recording: Recording, quantity: Quantity) -> Received | KeyStatis
 def _groups(recording: Recording, values: Float[Tensor, "step batch layer kv_head key"]) -> int:
     """Query heads per key head."""
     return max(1, recording.query_heads // values.shape[3])
-
-
-def _final(recording: Recording) -> Tensor:
-    tokens = recording.run.tokens
-    sinks = -1 - torch.arange(recording.sinks)
-    return torch.cat([tokens, sinks.expand(len(tokens), -1)], -1) if recording.sinks else tokens

@@ -1,59 +1,55 @@
 """`KeyStatistic`: a number per position from hidden states, the largest activation or the norm of the key."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import padding_before
-from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
-from dlm_lens.sinks.received import AXES, Level, Scale
+from dlm_lens.sinks.key_axes import AXES, KeyAxes
+from dlm_lens.sinks.received import Level, Scale
 
 
 @dataclass(frozen=True, eq=False)
-class KeyStatistic:
+class KeyStatistic(KeyAxes):
     """A statistic of hidden states per position and step, for detectors that read hidden states.
 
-    All five axes are always there; those that are not in `dims` have size 1.
+    Further arguments, by name, are those of `KeyAxes`.
 
     Args:
         values: the statistic; NaN where a position is undefined (padding, not decoded yet in an AR baseline).
         quantity: "max activation" (no head axis) or "key norm" (for every query head, of the key that it uses).
         median: median over positions and features of |h|, the reference of "max activation"; None for the median of
             `values` over the positions.
-        tokens, masked, valid, layers, steps, heads, tokenizer, sinks, final_tokens, row_prompts: as in `Received`.
-        dims: the axes that exist.
+        valid: as in `Received`.
 
     Raises:
         ValueError: an unknown quantity, or shapes that contradict each other.
     """
 
+    IDENTITY_ORDER = (
+        "values quantity median tokens masked valid layers steps heads dims sinks tokenizer final_tokens "
+        "row_prompts"
+    )
+
     values: Float[Tensor, "step batch layer head key"]
     quantity: HiddenQuantity
     median: Float[Tensor, "step batch layer head 1"] | None = None
-    tokens: Int[Tensor, "step batch key"] | None = None
-    masked: Bool[Tensor, "step batch key"] | None = None
     valid: Bool[Tensor, "batch key"] | None = None
-    layers: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    heads: tuple[int, ...] = ()
-    dims: tuple[str, ...] = AXES
-    sinks: int = 0
-    tokenizer: Any = field(default=None, repr=False)
-    final_tokens: Int[Tensor, "batch key"] | None = None
-    row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.quantity not in ("max activation", "key norm"):
             raise ValueError(f"KeyStatistic.quantity is {self.quantity!r}; 'max activation' or 'key norm'")
-        known = {"layer": len(self.layers), "step": len(self.steps), "head": len(self.heads)}
-        check_shapes(self, **{axis: size for axis, size in known.items() if size})
+        super().__post_init__()
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{n}={s}" for n, s in zip(AXES, self.values.shape, strict=True) if n in self.dims)
-        return f"KeyStatistic({self.quantity}; {sizes})"
+        return f"KeyStatistic({self.quantity}; {', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Length of every axis in `dims`."""
+        return {name: size for name, size in zip(AXES, self.values.shape, strict=True) if name in self.dims}
 
     @property
     def padding(self) -> Int[Tensor, "batch"] | None:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,8 +13,9 @@ from torch import Tensor
 from dlm_lens.arguments import instance, level_of_caller
 from dlm_lens.attention import padding_before
 from dlm_lens.display import ShowsItself
-from dlm_lens.shapes import check_shapes
+from dlm_lens.shapes import taken
 from dlm_lens.sinks.detectors.base import Quantity
+from dlm_lens.sinks.key_axes import AXES, KeyAxes
 
 Scale = Literal[
     "relative to uniform", "column sum", "share of attention", "mean attention", "max activation", "key norm"
@@ -33,7 +34,6 @@ COLUMN_SUM: Scale = "column sum"
 SHARE: Scale = "share of attention"
 MEAN: Scale = "mean attention"
 
-AXES = ("step", "batch", "layer", "head", "key")
 MERGED: dict[Level, tuple[str, ...]] = {"head": (), "layer": ("head",), "model": ("layer", "head")}
 """The axes over which a level averages the pattern."""
 
@@ -51,11 +51,11 @@ def in_model(at: Mapping[str, Any], layers: Sequence[int], heads: Sequence[int])
 
 
 @dataclass(frozen=True, eq=False)
-class Received(ShowsItself):
+class Received(ShowsItself, KeyAxes):
     """Received attention r_j = sum_i A_ij of every key, at every step, in every layer and head.
 
     The A-bar of 2510.15731, section 4.1, is r_j divided by the number of queries; docs/sinks.md explains the
-    scales. All five axes are always there; those that are not in `dims` have size 1.
+    scales. Further arguments, by name, are those of `KeyAxes`.
 
     Args:
         values: the scores on `scale`; NaN where a key is undefined (padding, not decoded yet in an AR baseline,
@@ -63,62 +63,40 @@ class Received(ShowsItself):
         expected: e_j = sum_i M_ij / sum_k M_ik, the value under even attention; values times e_j are column sums
             if `scale` is "relative to uniform".
         counted: how many queries count; the sum of all column sums where the rows of the pattern sum to 1.
-        tokens: ids of the keys at each step; None if unknown.
-        masked: which keys are masked (in an AR baseline: not decoded yet) at each step; None if unknown.
         valid: content (True) or padding (False); None if there is no padding.
-        final_tokens: ids of the keys after the last step; None if unknown.
         scale: "relative to uniform" or "column sum".
         level: whose pattern the scores describe, see `at_level`.
-        layers: index of each layer in the model; empty without a layer axis.
-        steps: number of each step in its run, which tables and figures show; empty for 0, 1, ....
-        heads: likewise, index of each head in the model.
         queries: the class of counted queries, as text.
         min_viewers: fewest counted queries that must see a key for it to have a score.
-        dims: the axes that exist, a part of ("step", "batch", "layer", "head", "key").
-        sinks: how many of the keys, the last ones, are the model's learned sink tokens: they have no canvas
-            position, and in `tokens` sink i has the id -1 - i.
-        tokenizer: decodes token ids; None if there is none.
         viewers: n_j, how many counted queries see each key; None if unknown. Only needed for the mean attention,
             and only if not every counted query sees every key.
-        row_prompts: the number of each row's prompt (`DenoisingRun.row_prompts`), which intervals resample; None:
-            every row is one of its own.
 
     Raises:
         ValueError: the shapes contradict each other.
     """
 
+    IDENTITY_ORDER = (
+        "values expected counted tokens masked valid final_tokens scale level layers steps heads queries "
+        "min_viewers dims sinks tokenizer viewers row_prompts"
+    )
+
     values: Float[Tensor, "step batch layer head key"]
     expected: Float[Tensor, "step batch #layer #head key"]
     counted: Int[Tensor, "step batch"]
-    tokens: Int[Tensor, "step batch key"] | None = None
-    masked: Bool[Tensor, "step batch key"] | None = None
+    _: KW_ONLY
     valid: Bool[Tensor, "batch key"] | None = None
-    final_tokens: Int[Tensor, "batch key"] | None = None
     scale: Scale = RELATIVE
     level: Level = "head"
-    layers: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    heads: tuple[int, ...] = ()
     queries: str = "all"
     min_viewers: int = 1
-    dims: tuple[str, ...] = AXES
-    sinks: int = 0
-    tokenizer: Any = field(default=None, repr=False)
     viewers: Float[Tensor, "step batch #layer #head key"] | None = None
-    row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.scale not in (RELATIVE, COLUMN_SUM):
             raise ValueError(f"Received.scale is {self.scale!r}; it must be {RELATIVE!r} or {COLUMN_SUM!r}")
-        known = {"layer": len(self.layers), "step": len(self.steps), "head": len(self.heads)}
-        check_shapes(self, **{axis: size for axis, size in known.items() if size})
-        self._check_dims()
-
-    def _check_dims(self) -> None:
-        if tuple(d for d in AXES if d in self.dims) != tuple(self.dims) or "key" not in self.dims:
-            raise ValueError(f"Received.dims is {self.dims}; it must be a part of {AXES}, in this order, with key")
+        super().__post_init__()
         for name, size in zip(AXES, self.values.shape, strict=True):
-            if size > 1 and name not in self.dims:
+            if name not in self.dims and (size > 1 or name == "key"):
                 raise ValueError(f"the {name} axis has size {size}, but dims {self.dims} do not name it")
 
     def __repr__(self) -> str:
@@ -127,18 +105,8 @@ class Received(ShowsItself):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Length of every named axis."""
-        return {n: s for n, s in zip(AXES, self.values.shape, strict=True) if n in self.dims}
-
-    @property
-    def step_numbers(self) -> tuple[int, ...]:
-        """The number of each step in its run."""
-        return self.steps or tuple(range(len(self.values)))
-
-    @property
-    def head_numbers(self) -> tuple[int, ...]:
-        """The index of each head in the model."""
-        return self.heads or tuple(range(self.values.shape[3]))
+        """Length of every axis in `dims`."""
+        return {name: size for name, size in zip(AXES, self.values.shape, strict=True) if name in self.dims}
 
     @property
     def padding(self) -> Int[Tensor, "batch"] | None:
@@ -203,38 +171,17 @@ class Received(ShowsItself):
         steps: slice = slice(None),
     ) -> "Received":
         """Some rows of the batch, layers, heads and steps, as views; slices of the axes, not layer indices."""
-
-        def wide(tensor: Tensor) -> Tensor:
-            layer, head = (s if tensor.shape[axis] > 1 else slice(None) for axis, s in ((2, layers), (3, heads)))
-            return tensor[steps, rows, layer, head]
-
-        def per_step(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[steps, rows]
-
         return replace(
             self,
-            values=self.values[steps, rows, layers, heads],
-            expected=wide(self.expected),
-            viewers=None if self.viewers is None else wide(self.viewers),
-            counted=self.counted[steps, rows],
-            tokens=per_step(self.tokens),
-            masked=per_step(self.masked),
-            valid=None if self.valid is None else self.valid[rows],
-            final_tokens=None if self.final_tokens is None else self.final_tokens[rows],
-            row_prompts=None if self.row_prompts is None else self.row_prompts[rows],
-            layers=self.layers[layers] if self.layers else (),
+            **taken(self, {"step": steps, "batch": rows, "layer": layers, "head": heads}),
+            layers=self.layers[layers],
             steps=self.steps[steps],
             heads=self.heads if heads == slice(None) else self.head_numbers[heads],
         )
 
     def first_steps(self, count: int) -> "Received":
         """The first `count` steps, as views."""
-        if count >= len(self.values):
-            return self
-        names = ("values", "expected", "counted", "tokens", "masked", "viewers")
-        held = {name: getattr(self, name) for name in names}
-        kept = {name: value[:count] for name, value in held.items() if value is not None}
-        return replace(self, **kept, steps=self.steps[:count])
+        return self.part(steps=slice(count))
 
     def on_scale(self, scale: Scale) -> "Received":
         """The same attention relative to uniform, or as column sums.
@@ -302,15 +249,6 @@ def warn_unscored(counted: Int[Tensor, "..."], min_viewers: int) -> None:
             "prompts or answers, or a smaller min_viewers",
             stacklevel=level_of_caller(),
         )
-
-
-def with_all_axes(tensor: Any, dims: tuple[str, ...], axes: tuple[str, ...] = AXES) -> Any:
-    """A tensor with the axes that are not in `dims` inserted, with size 1; None stays None."""
-    if tensor is None:
-        return None
-    for axis, name in enumerate(axes):
-        tensor = tensor if name in dims else tensor.unsqueeze(axis)
-    return tensor
 
 
 def _wide(values: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:

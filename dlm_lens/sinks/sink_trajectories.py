@@ -1,7 +1,7 @@
 """`trajectories`: onsets, lifetimes and moves of sinks over the steps of a run."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from typing import Any, Literal
@@ -18,10 +18,10 @@ from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.detection import Sinks
 from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.from_recording import received_of
+from dlm_lens.sinks.key_axes import AXES, KeyAxes, with_all_axes
 from dlm_lens.sinks.lifetimes import (
     KINDS,
     TRANSIENT_STEPS,
@@ -35,7 +35,7 @@ from dlm_lens.sinks.lifetimes import (
     link_lifetimes,
     main_path,
 )
-from dlm_lens.sinks.received import Level, Received, Scale, in_model, with_all_axes
+from dlm_lens.sinks.received import Level, Received, Scale, in_model
 
 By = Literal["pattern", "head", "layer", "all"]
 """One line of a summary: a pattern of one sequence, a (layer, head) or a layer over all sequences, or all."""
@@ -49,11 +49,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Trajectories(ShowsItself):
+class Trajectories(ShowsItself, KeyAxes):
     """Sinks followed over steps, from `trajectories`; definitions there.
 
-    All axes are always there; axes that are not in `dims` have size 1. A pattern is one (batch, layer, head), and
-    its index counts over them in this order.
+    A pattern is one (batch, layer, head), and its index counts over them in this order. Further arguments, by name,
+    are those of `KeyAxes`; `dims` are without "key".
 
     Args:
         lives: every active interval of a position, ordered by pattern, first step and position.
@@ -68,16 +68,19 @@ class Trajectories(ShowsItself):
         static_share: its share of the steps that have a sink.
         scored_by_layer: which keys have a score in each layer, fewer under a sliding window; its axis of layers has
             size 1 where all have the same.
-        tokens, masked, final_tokens, scale, level, layers, steps, heads, queries, sinks, tokenizer, row_prompts:
-            as in `Received`.
-        padding: how many keys of each row are padding on its left; None for none.
+        scale, level, queries, padding: as in `Sinks`.
         detector: the rule of the onset.
         hysteresis: factor of the rule's setting below which an active position ends.
-        dims: the axes that exist.
 
     Raises:
         ValueError: the shapes contradict each other.
     """
+
+    IDENTITY_ORDER = (
+        "lives before trajectory main main_score counts defined switched static_position static_share "
+        "scored_by_layer scale level detector hysteresis dims tokens masked final_tokens layers steps heads "
+        "queries sinks tokenizer padding row_prompts"
+    )
 
     lives: SinkLifetimes
     before: Ints
@@ -94,22 +97,11 @@ class Trajectories(ShowsItself):
     level: Level
     detector: Detector
     hysteresis: float
-    dims: tuple[str, ...]
-    tokens: Int[Tensor, "step batch key"] | None = None
-    masked: Bool[Tensor, "step batch key"] | None = None
-    final_tokens: Int[Tensor, "batch key"] | None = None
-    layers: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    heads: tuple[int, ...] = ()
     queries: str = "all"
-    sinks: int = 0
-    tokenizer: Any = field(default=None, repr=False)
-    padding: Int[Tensor, "batch"] | None = field(default=None, repr=False)
-    row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
+    padding: Int[Tensor, "batch"] | None = None
 
     def __post_init__(self) -> None:
-        known = {"layer": len(self.layers), "step": len(self.steps), "head": len(self.heads)}
-        check_shapes(self, **{axis: size for axis, size in known.items() if size})
+        super().__post_init__()
         if not len(self.lives) == len(self.before) == len(self.trajectory):
             raise ValueError(
                 f"{len(self.before)} predecessors, {len(self.trajectory)} trajectories and {len(self.lives)} "
@@ -146,14 +138,9 @@ class Trajectories(ShowsItself):
         return self.scored_by_layer.any(2)
 
     @property
-    def step_numbers(self) -> tuple[int, ...]:
-        """The number of each step in its run."""
-        return self.steps or tuple(range(len(self.main)))
-
-    @property
-    def head_numbers(self) -> tuple[int, ...]:
-        """The index of each head in the model."""
-        return self.heads or tuple(range(self.main.shape[3]))
+    def sizes(self) -> dict[str, int]:
+        """Length of every axis in `dims`."""
+        return {name: size for name, size in zip(AXES, self.main.shape, strict=False) if name in self.dims}
 
     @cached_property
     def kinds(self) -> NDArray[np.str_]:
@@ -358,12 +345,10 @@ def trajectories(
         scale=given.scale,
         detector=given.detector,
         hysteresis=hysteresis,
-        dims=tuple(name for name in given.dims if name != "key"),
         **given.context,
     )
 
 
-_CARRIED = ("level", "layers", "steps", "heads", "queries", "sinks", "tokenizer", "padding", "row_prompts")
 _PER_STEP = ("main", "main_score", "counts", "defined", "switched")
 _PER_PATTERN = ("static_position", "static_share")
 
@@ -421,8 +406,7 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
         detector = as_detector(detector)
         received = sinks.at_level(level)
         scale = received.part(slice(0, 0)).read(detector.quantity)[1]
-        context = {name: getattr(received, name) for name in ("tokens", "masked", "final_tokens", *_CARRIED)}
-        return _Input(received.values, received, None, scale, detector, received.dims, context)
+        return _Input(received.values, received, None, scale, detector, received.dims, _context(received))
     if not isinstance(sinks, Sinks):
         raise TypeError(f"trajectories of a {type(sinks).__name__}; give a Received and a detector, or Sinks")
     if sinks.detector.low_is_sink:
@@ -431,14 +415,15 @@ def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Inp
         raise TypeError(
             f"these Sinks were found by {sinks.detector} at level {sinks.level}; leave the detector and level= out"
         )
-    context = {
-        "tokens": with_all_axes(sinks.tokens, sinks.dims, ("step", "batch", "key")),
-        "masked": with_all_axes(sinks.masked, sinks.dims, ("step", "batch", "key")),
-        "final_tokens": with_all_axes(sinks.final_tokens, sinks.dims, ("batch", "key")),
-        **{name: getattr(sinks, name) for name in _CARRIED},
-    }
     scores, entered = (with_all_axes(tensor, sinks.dims) for tensor in (sinks.scores, sinks.is_sink))
-    return _Input(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, context)
+    return _Input(scores, None, entered, sinks.scale, sinks.detector, sinks.dims, _context(sinks))
+
+
+def _context(given: Received | Sinks) -> dict[str, Any]:
+    """The fields that `Trajectories` take over; patterns have no axis of keys."""
+    dims = tuple(name for name in given.dims if name != "key")
+    own = {"level": given.level, "queries": given.queries, "padding": given.padding}
+    return given.shared_fields | own | {"dims": dims}
 
 
 def _joined(pieces: list[tuple[Tensor, SinkLifetimes]]) -> SinkLifetimes:

@@ -12,7 +12,7 @@ from dlm_lens.arguments import INDICES, is_whole, meant
 from dlm_lens.printable import is_array, shown
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Level, Received, Trajectories, received_of
-from dlm_lens.sinks.received import AXES
+from dlm_lens.sinks.key_axes import AXES
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,10 @@ def _shuffled(received: Any) -> Any:
     """The same steps in a random order."""
     import torch
 
+    from dlm_lens.shapes import taken
+
     order = torch.randperm(len(received.values), generator=torch.Generator().manual_seed(0))
-    held = {
-        name: getattr(received, name) for name in ("values", "expected", "counted", "tokens", "masked", "viewers")
-    }
-    return replace(received, **{name: value[order] for name, value in held.items() if value is not None})
+    return replace(received, **taken(received, {"step": order}))
 
 
 def render(results: Results) -> Rendering:

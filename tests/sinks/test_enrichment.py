@@ -396,7 +396,7 @@ def test_masks_that_an_ended_row_keeps_are_no_frontier():
     values = torch.full((4, 2, 1, 1, 8), 0.5)
     values[..., 4] = 6.0
     received = Received(
-        values, torch.ones(4, 2, 1, 1, 8), torch.full((4, 2), 8), tokens, masked, final_tokens=final
+        values, torch.ones(4, 2, 1, 1, 8), torch.full((4, 2), 8), tokens=tokens, masked=masked, final_tokens=final
     )
     table = frontier_alignment(trajectories(received, RULE)).set_index("reference")
     # Row 0 counts at its four steps, row 1 at the two that write something.
@@ -442,7 +442,7 @@ def test_a_step_of_a_part_that_decodes_nothing_counts_while_its_row_is_not_done(
     values = torch.full((2, 2, 1, 1, 8), 0.5)
     values[..., 4] = 6.0
     received = Received(
-        values, torch.ones(2, 2, 1, 1, 8), torch.full((2, 2), 8), tokens, masked, final_tokens=final
+        values, torch.ones(2, 2, 1, 1, 8), torch.full((2, 2), 8), tokens=tokens, masked=masked, final_tokens=final
     )
     table = frontier_alignment(trajectories(received, RULE), unmasked=torch.zeros_like(masked))
     assert table.set_index("reference")["n"].to_dict() == {

@@ -12,7 +12,7 @@ from torch import Tensor
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, find_sinks, received_of, trajectories
 from dlm_lens.sinks.detector_registry import DETECTORS, DetectorText, text_of
-from dlm_lens.sinks.received import AXES
+from dlm_lens.sinks.key_axes import AXES
 from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 
 logger = logging.getLogger(__name__)
