@@ -145,7 +145,7 @@ def _check_prompts(source: MeasuredSinks, run: RunStep, who: Any) -> None:
     """
     if source.tokens is None:
         return
-    tokens = with_all_axes(source.tokens, source.dims, ("step", "batch", "key"))[0]
+    tokens = source.shared_fields["tokens"][0]
     if len(tokens) == 1 < len(run.tokens):
         return
 

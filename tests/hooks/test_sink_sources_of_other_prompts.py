@@ -1,9 +1,11 @@
 """`mask_sinks(source=)` takes sinks that were found in a run of the same prompts, row by row."""
 
 import pytest
+import torch
 
 from dlm_lens import AboveMean, denoise, find_sinks, received_of, record
 from dlm_lens.hooks import mask_sinks
+from dlm_lens.sinks import received_from_pattern
 from dlm_lens.testing import tiny
 
 PROMPTS = [[5, 9, 11, 3], [6, 2, 4, 7]]
@@ -35,6 +37,20 @@ def test_more_rows_than_the_source_has_are_not_the_halves_of_guidance(guided: bo
     source = received_of(record(model, PROMPTS, **settings))
     with pytest.raises(ValueError, match="row 0 of the source is of another prompt than row 2 of the run"):
         denoise(model, [*PROMPTS, [1, 2, 3, 4], [4, 4, 4, 4]], hooks=[mask_sinks(RULE, source=source)], **settings)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", ["received", "sinks"])
+def test_the_prompts_of_a_pattern_without_steps_are_compared(kind: str, rows: int) -> None:
+    """Its tokens have no axis of steps to take the first step of."""
+    model = tiny("llada")
+    pattern = torch.rand(rows, 2, 4, 8, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    tokens = torch.tensor([[*prompt, 0, 0, 0, 0] for prompt in PROMPTS[:rows]])
+    source = received_from_pattern(pattern, dims=("batch", "layer", "head"), tokens=tokens)
+    hook = mask_sinks(RULE, source=source) if kind == "received" else mask_sinks(source=find_sinks(source, RULE))
+    assert denoise(model, PROMPTS[:rows], hooks=[hook], **SETTINGS).settings["columns_hidden"][0] > 0
+    with pytest.raises(ValueError, match="row 0 of the source is of another prompt than row 0 of the run"):
+        denoise(model, PROMPTS[::-1][:rows], hooks=[hook], **SETTINGS)
 
 
 def test_one_row_is_for_all() -> None:
