@@ -130,11 +130,13 @@ class Replay(ShowsItself):
     def table(self) -> pd.DataFrame:
         """One line per step and predicted position: its measures, and the token that was finally decoded there.
 
-        `position` counts from the prompt's first token, `canvas_position` on the canvas.
+        `step` is the number in the whole run, `position` counts from the prompt's first token, `canvas_position` on
+        the canvas.
         """
         where = self.predicted.nonzero(as_tuple=True)
         text = TokenTexts(self.run.tokenizer)
         columns: dict[str, Any] = dict(zip(("step", "batch", "position"), (i.tolist() for i in where), strict=True))
+        columns["step"] = [self.run.step_numbers[step] for step in columns["step"]]
         columns["written"] = [text(int(i)) for i in self.run.tokens[where[1], where[2]]]
         columns["unmasked"] = self.run.unmasked[where].tolist()
         for name in PER_POSITION:
@@ -417,5 +419,5 @@ def _received(
             queries=queries,
             min_viewers=min_viewers,
             viewers=viewers,
-            **shared_fields_of(run, passes.layers, (), passes.layout.count),
+            **shared_fields_of(run, passes.layers, run.part.numbers if run.part else (), passes.layout.count),
         )

@@ -21,6 +21,7 @@ from dlm_lens.hooks import (
     zero_value,
 )
 from dlm_lens.probes import Replay, replay
+from dlm_lens.sampling import part_of_run
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -308,6 +309,17 @@ def test_the_table_says_what_the_tensors_say(llada: Any, run: Any) -> None:
     )
     with pytest.raises(ValueError, match=r"has no attention; call replay\(\.\.\., attention=True\)"):
         found.gained()
+
+
+def test_a_part_of_a_run_has_the_step_numbers_of_the_whole(llada: Any, run: Any) -> None:
+    part = part_of_run(run, [1, 3], [0, 1])
+    found = replay(llada, part, [steer(torch.zeros(32))])
+    assert sorted(set(found.table()["step"])) == [1, 3]
+    for received in (found.received, found.received_hooked):
+        assert received is not None
+        assert received.step_numbers == (1, 3)
+    whole = replay(llada, run, [steer(torch.zeros(32))], attention=False).table()
+    assert found.table()["kl"].tolist() == whole[whole["step"].isin([1, 3])]["kl"].tolist()
 
 
 def test_logits_are_compared_a_few_at_a_time(llada: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
