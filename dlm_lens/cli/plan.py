@@ -7,10 +7,7 @@ import typer
 from dlm_lens.cli.options import check_least
 from dlm_lens.option_values import one_of
 from dlm_lens.printable import echo
-from dlm_lens.training.gpus import DEVICES
-
-UTILISATION = 0.4
-"""Share of a device's peak that matrix products of this size reach; assumed, not measured."""
+from dlm_lens.training.gpus import DEVICES, UTILISATION
 
 
 def plan_command(
@@ -37,9 +34,9 @@ def plan_command(
     settings = {name: value for name, value in given.items() if value is not None}
     plan = plan_run(model, prompt_length=prompt_length, rows=rows, bits=bits, **settings)
     chosen = DEVICES[device]
-    seconds = plan.flops / (chosen.peak * UTILISATION)
     fits = "fits" if plan.memory <= chosen.memory else "does not fit: fewer bits, fewer rows, or several devices"
     echo(
-        f"{plan}\n{device} ({chosen.memory / 1e9:.0f} GB): {fits}; about {seconds:.2g} s at {UTILISATION:.0%} of "
-        "its peak, which is assumed, not measured; reading the weights from memory at every step is not counted"
+        f"{plan}\n{device} ({chosen.memory / 1e9:.0f} GB): {fits}; about {chosen.seconds(plan.flops):.2g} s at "
+        f"{UTILISATION:.0%} of its peak, which is assumed, not measured; reading the weights from memory at every "
+        "step is not counted"
     )

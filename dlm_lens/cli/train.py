@@ -32,7 +32,7 @@ def train_command(
 ) -> None:
     """Train a masked DLM; the same command continues an interrupted run."""
     from dlm_lens.training.config_files import read_settings
-    from dlm_lens.training.gpus import DEVICES
+    from dlm_lens.training.gpus import DEVICES, UTILISATION
 
     if device is not None:
         one_of("--device", device, DEVICES)
@@ -47,7 +47,7 @@ def train_command(
         )
     settings = read_settings(config, overrides or ())
     if dry_run:
-        _show_plan(settings, device or "h100", devices, 0.4 if utilisation is None else utilisation)
+        _show_plan(settings, device or "h100", devices, UTILISATION if utilisation is None else utilisation)
         return
     from dlm_lens.training.trainer import end_processes, run_training
 

@@ -5,16 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from dlm_lens.adapters.config_fields import active_experts, built_config
-from dlm_lens.adapters.hub import config_values
-from dlm_lens.adapters.loading import finish_model, known_values, prepare_config
-from dlm_lens.adapters.model_names import embedded_path
-from dlm_lens.adapters.registry import family_of, model_type_of
-from dlm_lens.adapters.text_part import text_values
+from dlm_lens.adapters.forward_cost import ForwardCost, network_without_weights
 from dlm_lens.arguments import check_values
-from dlm_lens.attention import SinkLayout, decoder_of, head_width, hooked_attentions
+from dlm_lens.attention import SinkLayout, decoder_of
 from dlm_lens.printable import counted
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.denoising import prepared_run
@@ -104,24 +98,10 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
         )
     if rows > MOST_ROWS:
         raise ValueError(f"rows is {rows}; a plan is for at most {MOST_ROWS} prompts in one run")
-    values = config_values(embedded_path(source), {})
-    if values.get("model_type") is None:
-        raise ValueError(
-            f"the config.json of {source} names no model_type, and a plan reads no weights to tell it from: load "
-            "the checkpoint, save it with save_pretrained, and plan with that directory"
-        )
-    values["model_type"] = model_type_of(values, source)
-    values = text_values(values, f"the config.json of {source}") or values
-    family = family_of(values["model_type"])
-    values |= known_values(family, source, values)
-    config_class, model_class = family.layouts[values["model_type"]]
-    config = built_config(config_class, values, f"the config.json of {source}")
-    prepare_config(config, family)
-    with torch.device("meta"):
-        model = finish_model(model_class(config), family)
+    model: Any = network_without_weights(source)
     check_values(model.sampler_defaults)
-    algorithm = algorithm_of(config)
-    trained = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
+    algorithm = algorithm_of(model.config)
+    trained = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
     if prompt_length > MOST_CONTEXTS * trained:
         raise ValueError(
             f"prompt_length is {prompt_length}, more than {MOST_CONTEXTS} times the {trained} positions that the "
@@ -135,20 +115,7 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
 
 
 def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: float) -> RunPlan:
-    config, sampler, length = model.config, run["sampler"], run["canvas"].shape[1]
-    text = config.get_text_config()
-    total = sum(each.numel() for each in model.parameters())
-    # GPT-2 has a table of positions too.
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    ends += [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    tables = {id(part.weight): part.weight.numel() for part in ends}
-    matrices = {id(each): (name, each.numel()) for name, each in model.named_parameters() if each.ndim > 1}
-    # An encoder's vision tower does not see text.
-    used = {key: pair for key, pair in matrices.items() if key not in tables and "vision" not in pair[0]}
-    active = int(sum(count * active_experts(name, text) for name, count in used.values()))
-    # What reads the noise level of a DiT acts once on a row, not on its positions.
-    rowwise = sum(count for name, count in used.values() if "modulation" in name or "sigma_map" in name)
-    layers = [_widths(each) for each in hooked_attentions(model)]
+    sampler, length, cost = run["sampler"], run["canvas"].shape[1], ForwardCost.of(model)
     encoder = "encoder" in getattr(model, "attention_stacks", {})
     prompt_length, sinks = run["history"].prompt_length, SinkLayout.of(model).count
     plans = sampler.plans(prompt_length, length)
@@ -160,34 +127,20 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
     if encoder or sampler.use_cache:
         passes += _kept_passes(plans, prompt_length, sampler, encoder=encoder)
     passes = [(queries + sinks, keys + sinks) for queries, keys in passes]
-    flops = float(
-        sum(
-            2 * ((active - rowwise) * q + rowwise) + 4 * sum(width for width, _ in layers) * q * k
-            for q, k in passes
-        )
-        + 2 * (len(plans) + conditioned) * logits * text.hidden_size * text.vocab_size
-    )
-    kept = sum(count for _, count in used.values()) * bits / 8 + sum(tables.values()) * 2
+    flops = sum(cost.layers(*each) for each in passes) + cost.head((len(plans) + conditioned) * logits)
+    halves = rows * sampler.halves
     return RunPlan(
         source,
-        total,
-        active,
+        cost.parameters,
+        cost.active,
         len(plans),
-        rows * sampler.halves * sum(queries for queries, _ in passes),
-        rows * flops * sampler.halves,
-        kept + 2 * (total - sum(count for _, count in used.values()) - sum(tables.values())),
-        rows * sampler.halves * (length + sinks) * sum(2 * 2 * width for _, width in layers),
-        rows * sampler.halves * logits * text.vocab_size * LOGIT_BYTES,
+        halves * sum(queries for queries, _ in passes),
+        halves * float(flops),
+        2 * (cost.parameters - cost.matrices) + cost.matrices * bits / 8,
+        halves * (length + sinks) * sum(2 * 2 * width for width in cost.key_widths),
+        halves * logits * cost.d_vocab * LOGIT_BYTES,
         rows,
     )
-
-
-def _widths(attention: Any) -> tuple[int, int]:
-    """The widths of all queries and of all keys of a layer; where one projection makes both there are as many."""
-    if hasattr(attention, "q_proj"):
-        return int(attention.q_proj.out_features), int(attention.k_proj.out_features)
-    width = attention.config.num_attention_heads * head_width(attention)
-    return width, width
 
 
 def _kept_passes(

@@ -8,14 +8,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.config_fields import active_experts, built_config
-from dlm_lens.adapters.hub import config_values
+from dlm_lens.adapters.config_fields import built_config
+from dlm_lens.adapters.forward_cost import ForwardCost, layout_of
 from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
-from dlm_lens.attention import decoder_of
+from dlm_lens.attention import SinkLayout, add_hook_points, decoder_of
 from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.training.conversion import MASK, TARGETS, with_mask_token
-from dlm_lens.training.gpus import DEVICES, Device
+from dlm_lens.training.gpus import DEVICES, UTILISATION, Device
 from dlm_lens.training.initialization import NEW, SCRATCH, smdm_config
 from dlm_lens.training.losses import ELEMENTS
 from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
@@ -24,23 +24,8 @@ from dlm_lens.training.settings import TrainingSettings
 MOST_DEVICES = 8
 """Of one machine: what a plan assumes where the batch divides among so many."""
 
-KNOWN: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                          "num_attention_heads": 14, "num_key_value_heads": 2},
-    "Qwen/Qwen2.5-1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-                          "num_attention_heads": 12, "num_key_value_heads": 2},
-}  # fmt: skip
-"""Shapes of the checkpoints of the shipped configs, so that a plan needs no network."""
-
-for _shape in KNOWN.values():
-    _shape.update(model_type="qwen2", vocab_size=151936, tie_word_embeddings=True)
-
-KNOWN["smollm2"] = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-                    "num_attention_heads": 9, "num_key_value_heads": 3, "model_type": "llama",
-                    "vocab_size": 49152, "tie_word_embeddings": True}  # fmt: skip
-
 FULL = frozenset({"smollm2"})
-"""Those of `KNOWN` whose embedding has no spare row for a mask token."""
+"""Those of `PUBLISHED` whose embedding has no spare row for a mask token."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +35,8 @@ class Plan:
     Args:
         steps: optimiser steps.
         tokens: positions that are seen, padding included.
-        parameters: of the network, tied ones once. Of a checkpoint of the hub that is not in `KNOWN` without the
-            row that the mask token of a conversion may need, because its tokenizer is not read.
+        parameters: of the network, tied ones once. Of a checkpoint of the hub without the row that the mask token
+            of a conversion may need, because its tokenizer is not read.
         flops: floating-point operations of the whole run (see `plan`).
         state_bytes: weights, gradients and optimiser moments in float32, not divided among devices.
         activation_bytes: per device, of a forward pass that is kept for the backward one, and the held logits.
@@ -73,7 +58,7 @@ class Plan:
     @property
     def device_hours(self) -> float:
         """Hours of one device."""
-        return self.flops / (self.device.peak * self.utilisation) / 3600
+        return self.device.seconds(self.flops, self.utilisation) / 3600
 
     @property
     def bytes_per_device(self) -> int:
@@ -110,7 +95,7 @@ def planned_config(settings: TrainingSettings) -> PreTrainedConfig:
         return smdm_config(chosen)
     start = chosen.start.removeprefix(NEW)
     source = embedded_path(start)
-    values = dict(KNOWN.get(source) or config_values(source, {}))
+    values = layout_of(source)
     kind = str(values.get("model_type"))
     extra: dict[str, Any] = {}
     if kind in TARGETS and not isinstance(settings.objective, NextToken):
@@ -140,16 +125,15 @@ def plan(
     *,
     device: str = "h100",
     devices: int | None = None,
-    utilisation: float = 0.4,
+    utilisation: float = UTILISATION,
     rows: int | None = None,
 ) -> Plan:
     """Estimate a run without building its weights.
 
-    Operations per token: 6 per weight of the layers (2 forward, 4 backward; of E experts the k that a token uses),
-    12 S d per layer for attention, and 6 d_vocab d for the head on the masked half of the positions only, with
-    `ar_weight` on all of the clean copy too. With `checkpointing` the layers' forward pass runs twice: 8 per weight
-    and 16 S d. Block diffusion computes two copies of every token in the layers, each of which attends over 2 S
-    keys, and holds an additive mask [2 S, 2 S] of every row.
+    Operations are those of `ForwardCost`: 3 passes of the layers (forward, and twice that backward), 4 with
+    `checkpointing`, which repeats the forward one, and 3 of the head on the masked half of the positions, with
+    `ar_weight` on all of the clean copy too. Block diffusion computes two copies of every token in the layers, each
+    of which attends over both, and holds an additive mask [2 S, 2 S] of every row. Learned sinks are computed too.
 
     Args:
         settings: of the run.
@@ -181,20 +165,31 @@ def plan(
     config: Any = planned_config(settings)
     steps = settings.total_steps(rows)
     tokens = steps * settings.batch_size * settings.data.length
-    total, active, matrices = _parameters(config)
-    copies = _copies(config, settings)
-    attention = 2 * copies * settings.data.length * _width(config) * config.num_hidden_layers
-    per_weight = 8 if settings.checkpointing else 6
-    objective, predicted = settings.objective, 1.0
-    if isinstance(objective, MaskedDiffusionLoss):
-        predicted = 1.5 if objective.ar_weight else 0.5
-    head = 6 * predicted * config.vocab_size * config.hidden_size
-    flops = tokens * (copies * per_weight * (active + attention) + head)
-    muon = matrices if settings.optimisation.optimizer == "muon" else 0
-    state = 16 * total - 4 * muon
+    model = _network(config)
+    cost, data = ForwardCost.of(model), settings.data
+    seen = _copies(config, settings) * data.length + SinkLayout.of(model).count
+    passes = 4 if settings.checkpointing else 3
+    row = passes * cost.layers(seen, seen) + 3 * cost.head(predicted_share(settings.objective) * data.length)
+    muon = _layer_matrices(model) if settings.optimisation.optimizer == "muon" else 0
+    state = 16 * cost.parameters - 4 * muon
     return Plan(
-        steps, tokens, total, flops, state, _activations(config, settings), DEVICES[device], devices, utilisation
+        steps,
+        tokens,
+        cost.parameters,
+        steps * settings.batch_size * row,
+        state,
+        _activations(config, settings),
+        DEVICES[device],
+        devices,
+        utilisation,
     )
+
+
+def predicted_share(objective: Any) -> float:
+    """Logits that a training computes for every position: of a masked DLM on average those of half of them."""
+    if not isinstance(objective, MaskedDiffusionLoss):
+        return 1.0
+    return 1.5 if objective.ar_weight else 0.5
 
 
 def _divides(settings: TrainingSettings, devices: int) -> bool:
@@ -211,44 +206,49 @@ def _copies(config: Any, settings: TrainingSettings) -> int:
     return 2 if found else 1
 
 
-def _width(config: Any) -> int:
-    """Width of all query heads together."""
-    own = getattr(config, "head_dim", None)
-    return int(config.num_attention_heads * own if own else config.hidden_size)
-
-
-def _parameters(config: Any) -> tuple[int, float, int]:
-    """Weights of the network, those of its layers that a token uses, and those of its layers' matrices.
-
-    They are counted on the meta device.
-    """
+def _network(config: Any) -> Any:
+    """The network of a config, on the meta device."""
     _, model_class = family_of(config.model_type).layouts[config.model_type]
     with torch.device("meta"):
-        model = model_class(config)
-    total = sum(parameter.numel() for parameter in model.parameters())
+        return add_hook_points(model_class(config))
+
+
+def _layer_matrices(model: Any) -> int:
+    """Weights of the layers' matrices, those that Muon takes."""
     decoder = decoder_of(model)
     layers = decoder.layers if hasattr(decoder, "layers") else decoder.h  # of GPT-2
-    named = dict(layers.named_parameters())
-    active = sum(parameter.numel() * active_experts(name, config) for name, parameter in named.items())
-    return total, active, sum(parameter.numel() for parameter in named.values() if parameter.ndim == 2)
+    return sum(parameter.numel() for parameter in layers.parameters() if parameter.ndim == 2)
 
 
-def _activations(config: Any, settings: TrainingSettings) -> int:
-    """Bytes that a fused attention kernel and bfloat16 matrix products keep for the backward pass.
+def activation_bytes(config: Any, tokens: int, *, itemsize: int = 2, checkpointing: bool = False) -> int:
+    """Bytes that a fused attention kernel and matrix products keep of so many positions for the backward pass.
 
     Per layer and token: the residual stream and the norms' inputs in float32, everything that a matrix product or
-    the gate of the MLP (`SwiGLU`) reads in bfloat16 (or float32, where that is the precision). Of block diffusion
-    also the additive mask, in float32 as the weights are and in the precision of the matrix products.
+    the gate of the MLP (`SwiGLU`) reads in the precision of the products; and the logits that the loss holds.
+
+    Args:
+        config: of the network.
+        tokens: positions of a pass.
+        itemsize: bytes of a number in a matrix product: 2 in bfloat16.
+        checkpointing: keep only the residual stream of every layer, and one layer at a time.
     """
     width, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width  # GPT-2
-    heads = _width(config)
+    own = getattr(config, "head_dim", None)
+    heads = config.num_attention_heads * own if own else width
     key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     pairs = heads // config.num_attention_heads * key_heads
-    size = 2 if settings.precision == "bf16" else 4
-    per_layer = 4 * 4 * width + size * (2 * width + 3 * heads + 4 * pairs + 3 * inner)
-    copies = _copies(config, settings)
+    per_layer = 4 * 4 * width + itemsize * (2 * width + 3 * heads + 4 * pairs + 3 * inner)
+    kept = 4 * width * layers + per_layer if checkpointing else per_layer * layers
+    return int(tokens * kept + ELEMENTS["cuda"] * 8)
+
+
+def _activations(config: Any, settings: TrainingSettings) -> int:
+    """Bytes of a micro-batch's pass, `activation_bytes` and the additive mask of block diffusion.
+
+    The mask is held in float32, as the weights are, and in the precision of the matrix products.
+    """
+    size, copies = 2 if settings.precision == "bf16" else 4, _copies(config, settings)
     tokens = settings.micro_batch_size * settings.data.length * copies
-    kept = tokens * (4 * width * layers + per_layer if settings.checkpointing else per_layer * layers)
     masks = tokens * settings.data.length * copies * (4 + size % 4) if copies > 1 else 0
-    return int(kept + masks + ELEMENTS["cuda"] * 8)
+    return activation_bytes(config, tokens, itemsize=size, checkpointing=settings.checkpointing) + masks

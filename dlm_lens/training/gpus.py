@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+UTILISATION = 0.4
+"""Share of a device's peak that matrix products of this size reach; assumed, not measured."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -10,6 +13,10 @@ class Device:
     name: str
     peak: float
     memory: float
+
+    def seconds(self, flops: float, utilisation: float = UTILISATION) -> float:
+        """Time of so many operations at this share of the peak."""
+        return flops / (self.peak * utilisation)
 
 
 DEVICES = {
