@@ -88,6 +88,7 @@ class Cost:
         positions: tokens of each canvas; for an AR model the longest prefix.
         model: name of the model.
         backward: whether a backward pass follows each (training).
+        predicted: share of the positions whose logits are computed.
     """
 
     passes: int
@@ -95,6 +96,7 @@ class Cost:
     positions: int
     model: str
     backward: bool = False
+    predicted: float = 1.0
 
 
 class Bench:

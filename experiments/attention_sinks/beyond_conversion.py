@@ -75,7 +75,7 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
     if not causal and item["steps"] > before:
         micro = settings["micro_batch_size"] or settings["batch_size"]
         count = (item["steps"] - before) * settings["batch_size"] // micro
-        found.append(Cost(count, micro, length, start, backward=True))
+        found.append(Cost(count, micro, length, start, backward=True, predicted=0.5))
     return found
 
 

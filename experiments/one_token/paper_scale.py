@@ -93,9 +93,12 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
     """Of a training; evaluation is small beside it and not counted."""
     if item["task"] != "train":
         return []
+    from dlm_lens.training.cost_estimate import predicted_share
+
     wanted = training_settings(item, settings)
     passes = wanted.total_steps() * wanted.batch_size // wanted.micro_batch_size
-    return [Cost(passes, wanted.micro_batch_size, wanted.data.length, wanted.model.start, backward=True)]
+    predicted = predicted_share(wanted.objective)
+    return [Cost(passes, wanted.micro_batch_size, wanted.data.length, wanted.model.start, True, predicted)]
 
 
 @cache

@@ -53,7 +53,7 @@ def test_a_config_alone_costs_what_the_model_does(family: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        # The sums of the tensors in the published safetensors files.
+        # As the hub counts the tensors of the published files.
         ("GSAI-ML/LLaDA-8B-Instruct", 8_015_581_184),
         ("Dream-org/Dream-v0-Base-7B", 7_615_616_512),
         ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),

@@ -18,9 +18,9 @@ from dlm_lens.cli.app import app
 from dlm_lens.experiments import find_experiment, list_items, load_results, plan_experiment
 from dlm_lens.experiments.attention_sinks import conversion_tables, conversion_training
 from dlm_lens.experiments.attention_sinks.conversion_statistics import prompt_statistics, row_losses
-from dlm_lens.experiments.cost_estimate import shape_of
 from dlm_lens.experiments.experiment import Cost
 from dlm_lens.experiments.model_settings import settings_of
+from dlm_lens.experiments.network_cost import NetworkCost
 from dlm_lens.experiments.one_token import paper_scale
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.testing import tiny
@@ -351,10 +351,12 @@ def test_the_plan_for_a_gpu() -> None:
     assert sum(cost.passes for cost in training) == 3 * 1526 * 4
     assert sum(cost.passes * cost.rows * cost.positions for cost in training) / 3 == pytest.approx(100e6, rel=1e-3)
     assert f"{sum(cost.passes for cost in costs):,} forward passes" in result.output
-    # The memory is that of dlm_lens.training's own estimate, up to the parts that only one of them counts.
+    # Memory and operations are those of dlm_lens.training's own estimate, without the row of the mask token.
     settings = read_settings(paper_scale.CONFIGS / "smollm2.yaml")
-    ours = shape_of("smollm2").memory(Cost(1, 16, 1024, "smollm2", backward=True))
-    assert ours == pytest.approx(plan(settings).bytes_per_device, rel=0.15)
+    ours, cost = NetworkCost.of("smollm2"), Cost(1, 16, 1024, "smollm2", backward=True, predicted=0.5)
+    theirs = plan(settings)
+    assert ours.memory(cost) == pytest.approx(theirs.bytes_per_device, rel=1e-5)
+    assert ours.flops(cost) / (16 * 1024) == pytest.approx(theirs.flops / theirs.tokens, rel=1e-4)
 
 
 @pytest.mark.parametrize("table", ["one-token-table1", "one-token-table2"])

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlm_lens.adapters.forward_cost import ForwardCost
 from dlm_lens.experiments import find_experiment, render_experiment, run_experiment
-from dlm_lens.experiments.cost_estimate import shape_of
+from dlm_lens.experiments.network_cost import NetworkCost
 from dlm_lens.experiments.one_token import metrics, tables, text_metrics
 from dlm_lens.experiments.one_token.miniature import LONGER, Miniature
 from dlm_lens.experiments.one_token.text_corpus import LENGTH
@@ -153,12 +154,9 @@ def test_the_plan_knows_the_networks_size() -> None:
             return 1024
 
     model = build_network(Tokenizer(), 0)
-    shape = shape_of("one-token-text")
-    assert sum(one.numel() for one in model.parameters()) == pytest.approx(shape.parameters, rel=0.01)
-    config = model.config
-    assert (shape.layers, shape.heads, shape.width, shape.vocabulary) == (
-        config.num_hidden_layers, config.num_attention_heads, config.hidden_size, config.vocab_size
-    )  # fmt: skip
+    known = NetworkCost.of("one-token-text")
+    assert known.forward == ForwardCost.of(model)
+    assert known.forward.parameters == sum(one.numel() for one in model.parameters())
 
 
 def test_a_text_goes_with_small(story: str) -> None:

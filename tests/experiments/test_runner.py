@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch.utils.flop_counter import FlopCounterMode
 
 from dlm_lens.experiments import (
     Bench,
@@ -30,11 +31,12 @@ from dlm_lens.experiments import (
     render_experiment,
     run_experiment,
 )
-from dlm_lens.experiments.cost_estimate import Shape
 from dlm_lens.experiments.experiment import Cost, read_setting
 from dlm_lens.experiments.intervals import paired_difference, ratio_over_prompts, wilson
+from dlm_lens.experiments.network_cost import NetworkCost
 from dlm_lens.experiments.results import Record, ResultsFile
 from dlm_lens.files.atomic_writes import DiskFullError
+from dlm_lens.testing import tiny
 from tests.files.damage import damage
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ado]*/*.py"))
@@ -409,11 +411,19 @@ def test_bootstraps_draw_prompts() -> None:
         paired_difference([1], [1, 2])
 
 
-def test_flops_of_a_pass() -> None:
-    shape = Shape(parameters=1e6, layers=2, heads=2, width=8, vocabulary=10)
-    # 2 N S + 4 L S^2 d = 2e7 + 6400 per canvas of 10 positions.
-    assert shape.flops(Cost(3, 5, 10, "m")) == pytest.approx(15 * (2e7 + 6400))
-    assert shape.flops(Cost(1, 1, 10, "m", backward=True)) == pytest.approx(3 * (2e7 + 6400))
+@pytest.mark.parametrize("family", ["llada", "llada_moe"])
+def test_the_flops_of_an_experiment_are_those_that_torch_counts(family: str, tmp_path: Path) -> None:
+    """Untied embeddings, of which one is looked up; and a mixture, of whose 8 experts a position uses 2."""
+    model = tiny(family)
+    model.config.save_pretrained(tmp_path)
+    model.config._experts_implementation = "eager"  # torch does not count grouped products
+    model.set_attn_implementation("hooked")  # nor the fused kernel of a CPU
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(50).reshape(5, 10)).logits.sum().backward()
+    network, cost = NetworkCost.of(str(tmp_path)), Cost(7, 5, 10, "m", backward=True)
+    assert network.flops(cost) == pytest.approx(7 * counter.get_total_flops(), rel=0.01)
+    # 3 passes of the head, of 2 d_model d_vocab each, on the 50 positions.
+    assert network.flops(cost) - network.flops(replace(cost, predicted=0.0)) == 7 * 3 * 50 * 2 * 32 * 64
 
 
 @pytest.mark.parametrize("name", [one.name for one in list_experiments()])
