@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_lens.cli.options import DEVICE, DTYPE, JSON, RECORDING, SEED, check_device, check_dtype
+from dlm_lens.cli.options import DEVICE, DTYPE, JSON, LAYERS, OTHER_MODEL, RECORDING, SEED, check_network
 from dlm_lens.cli.output import show_tables
 from dlm_lens.cli.recordings import load_recording, network_of
 from dlm_lens.option_values import one_of, whole_numbers, words
@@ -13,10 +13,8 @@ from dlm_lens.option_values import one_of, whole_numbers, words
 
 def clock_command(
     recording: Annotated[Path, RECORDING],
-    model: Annotated[
-        str | None, typer.Option(help="The recording's model; the one that it names by default.")
-    ] = None,
-    layers: Annotated[str | None, typer.Option(help="Layers, such as 0,5,-1; all by default.")] = None,
+    model: Annotated[str | None, OTHER_MODEL] = None,
+    layers: Annotated[str | None, LAYERS] = None,
     positions: Annotated[
         str, typer.Option(help="Classes of positions: open, written, prompt.")
     ] = "open,written,prompt",
@@ -31,12 +29,7 @@ def clock_command(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Read denoising time from the residual stream with linear probes, on held-out prompts of a recording."""
-    from dlm_lens.adapters.model_names import check_model_name
-
-    if model is not None:
-        check_model_name(model)
-    check_dtype(dtype)
-    check_device(device)
+    check_network(model, dtype, device)
     one_of("--target", target, ("time", "progress"))
     chosen = words("--positions", positions)
     for name in chosen:

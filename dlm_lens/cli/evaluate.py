@@ -13,9 +13,10 @@ from dlm_lens.cli.options import (
     HOOKS,
     JSON,
     MODEL,
+    RECORDED_LAYERS,
     SEED,
-    check_device,
-    check_dtype,
+    STORAGE,
+    check_network,
     check_storage,
     device_or_gpu,
 )
@@ -61,12 +62,8 @@ def eval_command(
     record_to: Annotated[
         Path | None, typer.Option(help="Directory of the recordings, TASK/DOCUMENT-REQUEST each.")
     ] = None,
-    record_layers: Annotated[
-        str | None, typer.Option(help="Layers to record, such as 0,5,-1; all by default.")
-    ] = None,
-    record_storage: Annotated[
-        str, typer.Option(help="Dtype of the recorded statistics: float32, or float16 in half the space.")
-    ] = "float32",
+    record_layers: Annotated[str | None, RECORDED_LAYERS] = None,
+    record_storage: Annotated[str, STORAGE] = "float32",
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Let tasks execute the code that the model wrote.")
     ] = False,
@@ -113,12 +110,9 @@ def eval_command(
 
 def _check(model: str, dtype: str | None, device: str | None, hooks: str, batch_size: str) -> None:
     """Raise for arguments that can be checked before anything heavy is imported."""
-    from dlm_lens.adapters.model_names import check_model_name
     from dlm_lens.hooks.expressions import check_expression
 
-    check_model_name(model)
-    check_dtype(dtype)
-    check_device(device)
+    check_network(model, dtype, device)
     if hooks:
         check_expression(hooks)
     if not batch_size.isdigit() and not batch_size.startswith("auto"):

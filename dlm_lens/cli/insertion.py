@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_lens.cli.options import DEVICE, DTYPE, JSON, RECORDING, SEED, check_device, check_dtype
+from dlm_lens.cli.options import DEVICE, DTYPE, JSON, OTHER_MODEL, RECORDING, SEED, STEPS, check_network
 from dlm_lens.cli.output import show_tables
 from dlm_lens.cli.recordings import load_recording, network_of
 from dlm_lens.option_values import one_of, whole_numbers, words
@@ -14,10 +14,8 @@ from dlm_lens.option_values import one_of, whole_numbers, words
 def insertion_command(
     recording: Annotated[Path, RECORDING],
     sae: Annotated[str, typer.Option(help="Directories of sparse autoencoders, separated by commas.")],
-    model: Annotated[
-        str | None, typer.Option(help="The recording's model; the one that it names by default.")
-    ] = None,
-    steps: Annotated[str | None, typer.Option(help="Steps, such as 0,16,-1; all by default.")] = None,
+    model: Annotated[str | None, OTHER_MODEL] = None,
+    steps: Annotated[str | None, STEPS] = None,
     places: Annotated[
         str, typer.Option(help="Where the activation is replaced: all, open, decided.")
     ] = "all,open,decided",
@@ -28,12 +26,7 @@ def insertion_command(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Insert sparse autoencoders on every canvas of a recorded run: added loss beside zero, mean and two nulls."""
-    from dlm_lens.adapters.model_names import check_model_name
-
-    if model is not None:
-        check_model_name(model)
-    check_dtype(dtype)
-    check_device(device)
+    check_network(model, dtype, device)
     chosen = words("--places", places)
     for name in chosen:
         one_of("--places", name, ("all", "open", "decided"))

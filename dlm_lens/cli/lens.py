@@ -11,11 +11,13 @@ from dlm_lens.cli.options import (
     DTYPE,
     HOOKS,
     JSON,
+    LAYERS,
     LEVEL,
+    OTHER_MODEL,
     RECORDING,
     SEED,
-    check_device,
-    check_dtype,
+    STEPS,
+    check_network,
     check_rule,
 )
 from dlm_lens.cli.output import show_tables
@@ -28,17 +30,15 @@ if TYPE_CHECKING:
 
 def lens_command(
     recording: Annotated[Path, RECORDING],
-    model: Annotated[
-        str | None, typer.Option(help="The recording's model; the one that it names by default.")
-    ] = None,
+    model: Annotated[str | None, OTHER_MODEL] = None,
     positions: Annotated[
         str | None,
         typer.Option(help="Positions from the prompt's first token, such as 3,-1; sinks by default."),
     ] = None,
     detector: Annotated[str, DETECTOR] = "above-mean",
     level: Annotated[str, LEVEL] = "head",
-    steps: Annotated[str | None, typer.Option(help="Steps, such as 0,16,-1; all by default.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Layers, such as 0,5,-1; all by default.")] = None,
+    steps: Annotated[str | None, STEPS] = None,
+    layers: Annotated[str | None, LAYERS] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the likeliest tokens to name.")] = 3,
     lines: Annotated[
         int, typer.Option(min=0, help="How many positions to list, of the last layer that is read.")
@@ -54,13 +54,9 @@ def lens_command(
 
     With --hooks the tables also have what the interventions change; --hooks run takes those of the recording.
     """
-    from dlm_lens.adapters.model_names import check_model_name
     from dlm_lens.hooks.expressions import check_given, given_hooks
 
-    if model is not None:
-        check_model_name(model)
-    check_dtype(dtype)
-    check_device(device)
+    check_network(model, dtype, device)
     check_given(hooks)
     if tuned is not None and not tuned.exists():
         raise FileNotFoundError(f"{tuned} does not exist; --tuned takes a file that TunedLens.save wrote")

@@ -16,6 +16,7 @@ DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float", "float64", 
 """Dtypes of a model's weights (`dlm_lens.load`)."""
 
 MODEL = typer.Argument(help="Embedded model (toy, toy-ar, ...), directory or hub name.")
+OTHER_MODEL = typer.Option(help="The recording's model; the one that it names by default.")
 RECORDING = typer.Argument(help="Directory of a recording (dlm-lens record, or record(..., to=)).")
 DETECTOR = typer.Option(
     help="The rule that finds sinks, with its setting after a colon, such as above-mean:3 (2510.15731, Eq. 3). "
@@ -24,12 +25,16 @@ DETECTOR = typer.Option(
 LEVEL = typer.Option(help="Which patterns are judged: head, layer (mean over heads) or model.")
 LAYER = typer.Option(help="Only this layer; with --head only that head of it.")
 HEAD = typer.Option(min=0, help="Only this head, of --layer or of every layer.")
+LAYERS = typer.Option(help="Layers, such as 0,5,-1; all by default.")
+STEPS = typer.Option(help="Steps, such as 0,16,-1; all by default.")
 QUERIES = typer.Option(help="Which queries count: all, masked, unmasked, prompt or block, as recorded.")
 HOOKS = typer.Option(help='Interventions, such as "mask_sinks(above_mean(3), top=5)"; parsed, never executed.')
 SEED = typer.Option(help="Seed of all random numbers.")
 DEVICE = typer.Option(help="Where the model runs: cpu, cuda, cuda:1 or auto; a free GPU by default.")
 DTYPE = typer.Option(help="Dtype of the weights: bfloat16, float32, ...; the checkpoint's own by default.")
 JSON = typer.Option("--json", help="Print JSON.")
+RECORDED_LAYERS = typer.Option(help="Layers to record, such as 0,5,-1; all by default.")
+STORAGE = typer.Option(help="Dtype of the recorded statistics: float32, or float16 in half the space.")
 
 
 def check_least(least: float, **values: float | None) -> None:
@@ -66,6 +71,20 @@ def check_storage(option: str, value: str) -> None:
     """
     if value not in STORAGES:
         raise ValueError(f"{option} is {value!r}; it must be {' or '.join(map(repr, STORAGES))}")
+
+
+def check_network(model: str | None, dtype: str | None, device: str | None) -> None:
+    """Raise unless a command can load a model: checks its name, which None leaves to a recording, dtype and device.
+
+    Raises:
+        ValueError: a name, a dtype or a device that cannot be.
+    """
+    from dlm_lens.adapters.model_names import check_model_name
+
+    if model is not None:
+        check_model_name(model)
+    check_dtype(dtype)
+    check_device(device)
 
 
 def check_dtype(text: str | None) -> None:

@@ -10,9 +10,10 @@ from dlm_lens.cli.options import (
     DTYPE,
     HOOKS,
     MODEL,
-    check_device,
-    check_dtype,
+    RECORDED_LAYERS,
+    STORAGE,
     check_least,
+    check_network,
     check_parallel,
     check_storage,
     device_or_gpu,
@@ -53,24 +54,19 @@ def record_command(
         float | None, typer.Option(help="Unmask as many as the confidence allows (Fast-dLLM); or --threshold.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of every prompt.")] = 0,
-    layers: Annotated[str | None, typer.Option(help="Layers to record, such as 0,5,-1; all by default.")] = None,
+    layers: Annotated[str | None, RECORDED_LAYERS] = None,
     device: Annotated[str | None, DEVICE] = None,
     dtype: Annotated[str | None, DTYPE] = None,
-    storage: Annotated[
-        str, typer.Option(help="Dtype of the recorded statistics: float32, or float16 in half the space.")
-    ] = "float32",
+    storage: Annotated[str, STORAGE] = "float32",
 ) -> None:
     """Denoise prompts and record statistics of attention at every step, without patterns.
 
     Under torchrun each process takes its share of the batches. The same command continues a run that was killed.
     """
-    from dlm_lens.adapters.model_names import check_model_name
     from dlm_lens.hooks.expressions import check_expression, parse_hooks
 
-    check_model_name(model)
+    check_network(model, dtype, device)
     check_directory(out)
-    check_dtype(dtype)
-    check_device(device)
     check_storage("--storage", storage)
     check_parallel(cache, threshold, factor)
     check_least(1, batch_size=batch_size, steps=steps, gen_length=gen_length, block_length=block_length)
@@ -86,15 +82,9 @@ def record_command(
     from dlm_lens.recording.record_runs import BatchError, Batches, record_batches
 
     given: dict[str, Any] = {
-        "steps": steps,
-        "gen_length": gen_length,
-        "block_length": block_length,
-        "temperature": temperature,
-        "remasking": remasking,
-        "cache": cache,
-        "threshold": threshold,
-        "factor": factor,
-    }
+        "steps": steps, "gen_length": gen_length, "block_length": block_length, "temperature": temperature,
+        "remasking": remasking, "cache": cache, "threshold": threshold, "factor": factor,
+    }  # fmt: skip
     network = load(model, dtype=dtype, device_map=device_or_gpu(device))
     batches = Batches(_ids(network, lines, prompts), (seed,) * len(lines), batch_size)
     made = record_batches(
