@@ -14,10 +14,10 @@ from dlm_lens.adapters.families.smdm import SIZES
 from dlm_lens.adapters.forward_cost import ForwardCost, network_without_weights
 from dlm_lens.experiments.experiment import Cost
 from dlm_lens.training.cost_estimate import activation_bytes
-from dlm_lens.training.initialization import NEW
+from dlm_lens.training.initialization import NEW, SCRATCH
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
-    "smdm-472M": {"model_type": "smdm", "tie_word_embeddings": False, **SIZES["472M"]},
+    **{SCRATCH + size: {"model_type": "smdm", "tie_word_embeddings": False, **SIZES[size]} for size in SIZES},
     "one-token-text": {
         "model_type": "sink_qwen", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024, "tie_word_embeddings": False,

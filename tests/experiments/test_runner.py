@@ -37,6 +37,7 @@ from dlm_lens.experiments.network_cost import NetworkCost
 from dlm_lens.experiments.results import Record, ResultsFile
 from dlm_lens.files.atomic_writes import DiskFullError
 from dlm_lens.testing import tiny
+from dlm_lens.training import ModelSettings, NextToken, TrainingSettings, plan
 from tests.files.damage import damage
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ado]*/*.py"))
@@ -424,6 +425,15 @@ def test_the_flops_of_an_experiment_are_those_that_torch_counts(family: str, tmp
     assert network.flops(cost) == pytest.approx(7 * counter.get_total_flops(), rel=0.01)
     # 3 passes of the head, of 2 d_model d_vocab each, on the 50 positions.
     assert network.flops(cost) - network.flops(replace(cost, predicted=0.0)) == 7 * 3 * 50 * 2 * 32 * 64
+
+
+@pytest.mark.parametrize("start", ["smdm-472M", "smdm-1028M", "new:smollm2"])
+def test_networks_with_new_weights_cost_what_their_training_does(start: str) -> None:
+    settings = TrainingSettings(model=ModelSettings(start=start), objective=NextToken(), steps=3)
+    network, found = NetworkCost.of(start), plan(settings)
+    assert network.forward.parameters == found.parameters
+    rows = 3 * settings.batch_size
+    assert network.flops(Cost(1, rows, settings.data.length, start, backward=True)) == pytest.approx(found.flops)
 
 
 @pytest.mark.parametrize("name", [one.name for one in list_experiments()])
