@@ -244,11 +244,15 @@ def _function_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield "defaults", function.__defaults__
     yield "keyword defaults", function.__kwdefaults__
     yield from vars(function).items()
+    wrapped = vars(function).get("__wrapped__", object())
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield name, cell.cell_contents
+            one = cell.cell_contents
         except ValueError:  # a variable without a value yet
             continue
+        # `functools.wraps` names what a decorator holds, as in every dataclass's own repr: once is enough.
+        if one is not wrapped:
+            yield name, one
     if not _is_installed(function):
         for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
             yield name, function.__globals__[name]

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_lens.attention.hook_identity import identity_of
+from dlm_lens.attention.hook_identity import _parts, identity_of
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.hooks import at_progress, mask_positions, splice, steer
 from dlm_lens.recording import record
@@ -203,6 +204,32 @@ def test_an_abstract_class_has_an_identity() -> None:
     made = [of_class(CALL + by, "from abc import ABC\nclass Base(ABC): pass") for by in ("1", "1", "2")]
     found = [identity_of(one) for one in made]
     assert found[0] == found[1] != found[2]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A hook of the user's own; Python generates its repr, in a decorator that holds a function twice."""
+
+    factor: float = 2.0
+
+    def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+        return tensor * self.factor
+
+
+def test_a_dataclass_whose_repr_is_generated_holds_nothing_twice() -> None:
+    # Files that were stored before objects were told apart hold this identity.
+    assert not [part for part in _parts(Scale(), "", True, True, {}) if b"again" in part.content]
+
+
+def test_decorated_functions_are_told_apart_by_what_they_call() -> None:
+    def chosen(used: Any, other: Any) -> Any:
+        @wraps(zeros)
+        def call(tensor: torch.Tensor) -> torch.Tensor:
+            return used(tensor) if other else tensor
+
+        return call
+
+    assert len({identity_of(chosen(*two)) for two in ((zeros, doubled), (doubled, zeros), (doubled, doubled))}) == 3
 
 
 def test_a_hook_that_chose_another_known_function_continues_no_recording(llada: Any, tmp_path: Path) -> None:
