@@ -25,6 +25,7 @@ from dlm_lens.recording import (
     WeightedValue,
     record,
 )
+from dlm_lens.recording.arrays import specs_of
 from dlm_lens.sinks import AboveMean, AttentionShare, LowKeyNorm, MeanReceived, find_sinks, received_of
 from dlm_lens.testing import tiny
 from dlm_lens.viz import region_mass
@@ -241,6 +242,16 @@ def test_a_rule_of_hidden_states_has_no_region():
 def test_the_sinks_of_a_region_need_a_viewer():
     with pytest.raises(ValueError, match=r"RegionMass.min_viewers is 0; it must be a whole number of at least 1"):
         RegionMass(sinks=AboveMean(1.0), min_viewers=0)
+
+
+def test_without_a_detector_a_recording_is_described_as_before_min_viewers():
+    # Interrupted recordings are continued, and those of before are joined, only under the same description.
+    (spec,) = specs_of([RegionMass()])
+    assert (spec.reducer, spec.settings) == ("RegionMass(sinks=None)", {})
+    assert RegionMass(min_viewers=3) == RegionMass()
+    detector = AboveMean(1.0)
+    (spec,) = specs_of([RegionMass(sinks=detector, min_viewers=3)])
+    assert (spec.reducer, spec.settings) == (f"RegionMass(sinks={detector}, min_viewers=3)", {"min_viewers": 3})
 
 
 def test_a_recording_from_before_min_viewers_is_read(tmp_path):

@@ -69,7 +69,7 @@ class AttentionEntropy(Reducer):
         return layer.only_queries(layer.per_query["entropy"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RegionMass(Reducer):
     """The share of attention that queries of one class give to each region of keys, per head.
 
@@ -84,7 +84,7 @@ class RegionMass(Reducer):
             received attention of all queries as its `quantity` says: relative to uniform, also without a
             `quantity`; the share r_j / n of n queries; or the mean attention r_j / n_j of n_j viewers.
         min_viewers: to the detector a key that fewer queries see is undefined (NaN), as in `ReceivedAttention`, so
-            that both have the same sinks.
+            that both have the same sinks. Without a detector nothing reads it.
 
     Raises:
         ValueError: an object without detect, a detector that reads hidden states, or min_viewers below 1.
@@ -106,6 +106,9 @@ class RegionMass(Reducer):
 
     def __post_init__(self) -> None:
         RULES["min_viewers"].check("RegionMass.min_viewers", self.min_viewers)
+        if self.sinks is None:
+            # Nothing reads it then: the default stands, and recordings are described as before there was one.
+            object.__delattr__(self, "min_viewers")
         if self.sinks is not None and not callable(getattr(self.sinks, "detect", None)):
             raise ValueError(f"RegionMass(sinks={self.sinks!r}): give a detector, such as AboveMean(eps=3.0)")
         if self._quantity not in ("received", "share", "mean attention"):
@@ -113,6 +116,9 @@ class RegionMass(Reducer):
                 f"RegionMass(sinks={self.sinks!r}): the detector reads {self._quantity!r}, not attention; give one "
                 "of received attention, such as AboveMean(eps=3.0)"
             )
+
+    def __repr__(self) -> str:
+        return f"RegionMass({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head query_region key_region"]:
         """The matrix [query_region, key_region] of every head."""
