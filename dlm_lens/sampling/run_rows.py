@@ -100,9 +100,11 @@ def _lacking(run: "DenoisingRun") -> Int[Tensor, "batch"]:
     if whole or run.autoregressive or "gen_length" not in run.settings:
         return torch.zeros(len(run.tokens), dtype=torch.long, device="cpu")
     again, length = sampler.for_rerun(run.settings), int(run.settings["gen_length"])
-    prompts = run.attention_mask[:, : run.prompt_length].sum(-1).tolist()
-    # Each row by itself: joined rows had batches of their own, which no stored run tells.
-    planned = [again.answer_length(torch.ones(1, size, dtype=torch.bool, device="cpu"), length) for size in prompts]
+    content = run.attention_mask[:, : run.prompt_length]
+    # Joined rows each by itself: they had batches of their own, which no stored run tells.
+    alone = [torch.ones(1, size, dtype=torch.bool, device="cpu") for size in content.sum(-1).tolist()]
+    batches = alone if run.joined_at is not None else [content] * len(alone)
+    planned = [again.answer_length(batch, length) for batch in batches]
     where = torch.arange(1, run.tokens.shape[1] + 1, device="cpu")
     stops = (run.attention_mask * where).amax(-1)  # joining pads shorter canvases on the right
     return (run.prompt_length + torch.tensor(planned, dtype=torch.long, device="cpu") - stops).clamp(min=0)
