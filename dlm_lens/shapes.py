@@ -12,15 +12,22 @@ from torch import Tensor
 from dlm_lens.printable import shown
 
 
-def same_shape(who: object, before: Tensor, after: object) -> Tensor:
+def same_shape(who: object, before: Tensor, after: object, *, or_none: bool = False) -> Tensor:
     """What a callback, an observer or a hook returned, if it can replace `before`.
+
+    Args:
+        who: returned it, for the message.
+        before: what it replaces.
+        after: what was returned.
+        or_none: None would leave `before` as it is (the caller sees to that), for the message.
 
     Raises:
         ValueError: it is no tensor, of another shape, or not of whole numbers where these are.
     """
     if not isinstance(after, Tensor) or after.shape != before.shape:
         kind = f"a tensor of shape {list(after.shape)}" if isinstance(after, Tensor) else shown(after)
-        raise ValueError(f"{who} returned {kind}; it must return None or a tensor of shape {list(before.shape)}")
+        wanted = f"{'None or ' * or_none}a tensor of shape {list(before.shape)}"
+        raise ValueError(f"{who} returned {kind}; it must return {wanted}")
     plain = not after.is_complex() and after.dtype != torch.bool
     if not plain or after.is_floating_point() != before.is_floating_point():
         kind = "floating-point numbers" if before.is_floating_point() else "token ids"
@@ -34,7 +41,7 @@ def edited_by(hook: object, activation: Tensor, edited: object) -> Tensor:
     Raises:
         ValueError: as `same_shape`.
     """
-    return activation if edited is None else same_shape(hook, activation, edited).to(activation.dtype)
+    return activation if edited is None else same_shape(hook, activation, edited, or_none=True).to(activation.dtype)
 
 
 def check_shapes(result: Any, **sizes: int) -> None:

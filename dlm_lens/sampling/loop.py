@@ -198,7 +198,7 @@ def _edit_logits(on_logits: OnLogits | None, step: int, canvas: Tensor) -> EditL
     def edit(logits: Tensor) -> Tensor:
         # Its own copy of the canvas, as for on_canvas.
         replaced = on_logits(step, canvas.clone(), logits)
-        return logits if replaced is None else same_shape("on_logits", logits, replaced)
+        return logits if replaced is None else same_shape("on_logits", logits, replaced, or_none=True)
 
     return edit
 
@@ -236,4 +236,5 @@ def _edited(on_canvas: OnCanvas | None, step: int, canvas: Tensor, rows: int) ->
     if replaced is None:
         return canvas
     # A copy: the callback may write the canvases of later steps into the tensor that it returned.
-    return _known_ids(same_shape("on_canvas", canvas, replaced), rows, "on_canvas").clone()
+    replaced = same_shape("on_canvas", canvas, replaced, or_none=True)
+    return _known_ids(replaced, rows, "on_canvas").clone()

@@ -61,6 +61,12 @@ def test_an_observer_is_closed_where_the_run_raises() -> None:
     assert observer.names == ["use_network", "start", "step", "close"]
 
 
+def test_an_observer_that_returns_nothing_is_told_what_to_return() -> None:
+    observer = Calls(lambda canvas: None)
+    with pytest.raises(ValueError, match=r"observer returned None; it must return a tensor of shape \[1, 4\]$"):
+        dl.denoise(tiny("llada"), [5, 6], gen_length=2, steps=2, observers=observer)
+
+
 def test_an_observer_edits_canvases_but_not_those_of_an_ar_model() -> None:
     def plant(canvas: Tensor) -> Tensor:
         return canvas.index_fill(1, torch.tensor([3]), 9)
