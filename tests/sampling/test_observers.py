@@ -122,13 +122,20 @@ def test_what_is_written_into_a_canvas_and_not_returned_changes_nothing() -> Non
 def test_an_observer_may_return_one_tensor_at_every_step() -> None:
     kept: list[Tensor] = []
 
+    def planted(canvas: Tensor) -> Tensor:
+        """Counts down at the prompt's first token, so that every canvas is edited."""
+        edited = canvas.clone()
+        edited[:, 0] -= 1
+        return edited
+
     def buffered(canvas: Tensor) -> Tensor:
-        kept.append(kept[0].copy_(canvas) if kept else canvas.clone())
+        kept.append(kept[0].copy_(planted(canvas)) if kept else planted(canvas))
         return kept[0]
 
     given: dict[str, Any] = {"gen_length": 4, "steps": 4, "block_length": 4}
-    run = dl.denoise(tiny("llada"), [5, 6], observers=Calls(buffered), **given)
-    assert run.canvases.equal(dl.denoise(tiny("llada"), [5, 6], **given).canvases)
+    run = dl.denoise(tiny("llada"), [15, 6], observers=Calls(buffered), **given)
+    assert run.canvases[:-1, 0, 0].tolist() == [14, 13, 12, 11]
+    assert run.canvases.equal(dl.denoise(tiny("llada"), [15, 6], observers=Calls(planted), **given).canvases)
 
 
 @pytest.mark.parametrize("observers", [3, Calls, [Calls(), None], "x"])
