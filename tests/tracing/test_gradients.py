@@ -4,14 +4,28 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import dlm_lens as dl
+from dlm_lens.attention import add_hook_points
 from dlm_lens.attention.hook_points import hooked_attentions
 from dlm_lens.testing import tiny
 
 IDS = [5, 9, 14, 3, 8]
-FAMILIES = ["llada", "dream", "sink_qwen", "causal", "diffugpt", "bd3lm", "modernbert", "sdar"]
+FAMILIES = ["llada", "dream", "sink_qwen", "causal", "diffugpt", "bd3lm", "modernbert", "sdar", "heads first"]
 STEP = 3e-3
+
+
+def built(family: str) -> Any:
+    """A tiny model; "heads first" is one of transformers that norms [batch, head, position, d_head]."""
+    if family != "heads first":
+        return tiny(family).double()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.2}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **heads)).double().eval()
+    add_hook_points(model)
+    return model
 
 
 def logit(model: Any) -> torch.Tensor:
@@ -22,7 +36,7 @@ def logit(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("site", ["q", "k"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_of_a_point_is_the_derivative(family: str, site: str) -> None:
-    model = tiny(family).double()
+    model = built(family)
     with torch.no_grad():
         plain = logit(model)
     point = getattr(hooked_attentions(model)[1], f"hook_{site}")
