@@ -127,6 +127,7 @@ def test_a_run_that_ended_early_has_the_progress_of_its_row_in_a_batch(name: str
     torch.testing.assert_close(torch.cat([hook.seen[step] for step in range(run.steps)]), wanted, rtol=0, atol=0)
     torch.testing.assert_close(run.progress[:-1, 0], wanted, rtol=0, atol=0)
     torch.testing.assert_close(run.progress[-1, 0], batch.progress[run.steps, row], rtol=0, atol=0)
+    assert run.first_steps(2).progress.equal(run.progress[:3])  # whose last canvas is in the middle of the run
     for target in ("time", "progress"):
         torch.testing.assert_close(labels_of(run, target)[:, 0], labels_of(batch, target)[: run.steps, row])
     for number in range(len(QUANTITIES) - 1):  # the last one is a share of the canvas, padding of prompts apart
