@@ -21,7 +21,14 @@ from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.emerging_text import preview, prompts_and_answers
 from dlm_lens.sampling.run_parts import RunPart
-from dlm_lens.sampling.run_rows import in_own_blocks, open_and_planned, prompt_numbers, sampler_class, steps_of_rows
+from dlm_lens.sampling.run_rows import (
+    in_own_blocks,
+    open_and_planned,
+    prompt_numbers,
+    sampler_class,
+    steps_of_rows,
+    until_ends,
+)
 
 
 @dataclass(frozen=True)
@@ -437,10 +444,7 @@ class DenoisingRun(ShowsItself):
         text (`row_steps`), also where others of its batch go on. In other runs it is the whole answer that was
         planned, also where the canvas ends before, as the run has ended with its text.
         """
-        answer = self.answer
-        if self.autoregressive:  # a step writes one position
-            ends = self.prompt_length + self.steps_in_all[:, None]
-            answer = answer & (_until(answer.shape[-1]) < ends)
+        answer = self.answer & until_ends(self) if self.autoregressive else self.answer
         opened, planned = open_and_planned(self, answer)
         return 1 - opened / planned.clamp(min=1)
 

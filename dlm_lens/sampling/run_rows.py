@@ -53,12 +53,34 @@ def decided_answer(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     """The positions of the answer that are decided at the end, and that each row decided before it was over.
 
     An AR row is written on while others of its batch go on, and DiffusionGemma closes the later canvases of a row
-    that has ended: neither is a decision of the row. A part of a run does not hold what its other steps decided, so
-    that in it closed positions count too that no step of it wrote.
+    that has ended: neither is a decision of the row. A part of a run does not hold what its other steps decided: in
+    it a closed position counts up to its row's end.
     """
     last = run.last_written
     decided = run.answer & ~run.open[-1] & (last < run.row_steps[:, None])
-    return decided if run.part is not None else decided & (last >= 0)
+    return decided & (last >= 0 if run.part is None else until_ends(run))
+
+
+def until_ends(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
+    """The positions up to each row's end, where a row that is over is closed or written on; in other runs all.
+
+    In AR decoding those of the steps that the row ran, in DiffusionGemma those up to the end of the canvas that
+    holds an end of its text.
+    """
+    from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler  # it imports this module
+
+    width, sampler = run.tokens.shape[1], sampler_class(run)
+    if run.autoregressive:
+        return torch.arange(width, device="cpu") < run.prompt_length + run.steps_in_all[:, None]
+    layout, quirks = (
+        run.attention_blocks,
+        bool(run.settings.get("reference_quirks")),
+    )  # with these it is denoised on
+    if sampler is None or not issubclass(sampler, UniformNoiseSampler) or layout is None or quirks:
+        return torch.ones_like(run.attention_mask)
+    ends = torch.isin(run.tokens, torch.tensor(run.eos_token_ids, dtype=torch.long, device="cpu")) & run.answer
+    block = layout.numbers(width).expand_as(ends)
+    return block <= block.masked_fill(~ends, width).amin(-1, keepdim=True)
 
 
 def in_own_blocks(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:

@@ -10,6 +10,8 @@ from dlm_lens import probes
 from dlm_lens.features import SparseAutoencoder
 from dlm_lens.hooks import ablate, at_steps, capture, mask_tokens
 from dlm_lens.probes.feature_insertion import _means
+from dlm_lens.sampling import part_of_run
+from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.sampling.stored_run import StoredRun
 from dlm_lens.testing import tiny
 
@@ -166,13 +168,18 @@ def test_a_run_that_failed_at_its_first_step_has_no_steps(family: str) -> None:
     assert "nan" in repr(found)
 
 
-def test_canvases_after_a_row_s_end_are_no_decisions_of_it() -> None:
+def of_canvases() -> tuple[Any, list[list[int]], dict[str, Any]]:
+    """A DiffusionGemma, and prompts and settings with which the last row ends before the others."""
     model = tiny("diffusion_gemma", eos_token_id=[3, 50, 20, 33, 8])
     model.set_experts_implementation("eager")
-    model = model.double()
     prompts = [[5, 9, 13, 2, 7, 30, 31], [3, 8, 1, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
     settings: dict[str, Any] = {"gen_length": 24, "steps_per_block": 5, "seed": 3, "entropy_bound": 3.0}
     settings |= {"t_min": 0.9, "t_max": 1.6, "stability_threshold": 0, "confidence_threshold": 3.8}
+    return model.double(), prompts, settings
+
+
+def test_canvases_after_a_row_s_end_are_no_decisions_of_it() -> None:
+    model, prompts, settings = of_canvases()
     both, alone = (dl.denoise(model, given, **settings) for given in (prompts, prompts[2:]))
     ends, width = alone.steps, alone.tokens.shape[1]
     assert both.row_steps.tolist() == [both.steps, both.steps, ends]
@@ -192,3 +199,28 @@ def test_canvases_after_a_row_s_end_are_no_decisions_of_it() -> None:
     assert torch.equal(compared[0].answer[2, :width], compared[1].answer[0, :width])
     assert not bool(compared[0].answer[2, width:].any())
     assert float(compared[0].share_changed[2]) == float(compared[1].share_changed[0]) > 0
+
+
+def test_a_part_of_a_run_counts_a_row_s_answer_up_to_its_end() -> None:
+    model, prompts, settings = of_canvases()
+    runs = [dl.denoise(model, given, **settings) for given in (prompts, prompts[2:])]
+    width = runs[1].tokens.shape[1]
+    both, alone = (part_of_run(run, [0, 1], range(len(run.tokens))) for run in runs)
+    assert torch.equal(decided_answer(both), decided_answer(runs[0]))
+    wanted = [probes.class_readability(model, run).wanted for run in (runs[0], both)]
+    assert torch.equal(*wanted)
+    smeared = [probes.token_smearing(model, run, radius=5, threshold=0.02) for run in (both, alone)]
+    assert torch.equal(smeared[0].places[:, 2], smeared[1].places[:, 0])
+    torch.testing.assert_close(smeared[0].near_tokens_by_chance[:, 2], smeared[1].near_tokens_by_chance[:, 0])
+    # With the quirks a row that has ended is denoised like the others.
+    quirks = dl.denoise(model, prompts, reference_quirks=True, **settings)
+    decided = decided_answer(part_of_run(quirks, [0], range(3)))
+    assert torch.equal(decided, decided_answer(quirks))
+    assert bool(decided[:, width:].any())
+
+
+def test_a_part_of_an_ar_run_counts_a_row_s_answer_up_to_its_end() -> None:
+    _, alone, both = pair("causal")
+    part = part_of_run(both, [0, 1], [0, 1])
+    assert torch.equal(decided_answer(part), decided_answer(both))
+    assert int(decided_answer(part)[0].sum()) == alone.steps < both.steps
