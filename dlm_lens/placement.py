@@ -18,6 +18,12 @@ def input_device(model: Any) -> torch.device:
     return execution_device(model.get_input_embeddings())
 
 
+def lacks_numbers(model: Any) -> bool:
+    """Whether the weights are on "meta" and are not offloaded, so that a pass has shapes alone."""
+    embedding = model.get_input_embeddings()
+    return bool(embedding.weight.is_meta) and not any(_align_hooks(embedding))
+
+
 @contextmanager
 def plain_defaults() -> Iterator[None]:
     """A block in which new tensors are on the CPU unless a device is given, and are no inference tensors.

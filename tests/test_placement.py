@@ -15,6 +15,7 @@ import dlm_lens as dl
 from dlm_lens.attention import attention_blocks, attention_stacks
 from dlm_lens.evaluation.responses import fingerprint
 from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
+from dlm_lens.experiments.one_token.text_metrics import record_canvases
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.placement import devices, execution_device, input_device, named_weights, resident
 from dlm_lens.recording.model_identity import weights_digest
@@ -95,6 +96,19 @@ def test_a_head_s_pattern_of_an_offloaded_model(tmp_path: Path) -> None:
     run = dl.denoise(plain, IDS, gen_length=4)
     patterns = [head_pattern(each, run, step=1, row=1, layer=1, head=2) for each in (plain, model)]
     assert patterns[0].equal(patterns[1])
+
+
+@pytest.mark.parametrize("family", ["llada", "llada2"])
+def test_the_serial_depth_of_an_offloaded_model(family: str, tmp_path: Path) -> None:
+    plain, model = offloaded(saved(family, tmp_path), "all")
+    assert dl.probes.serial_depth(model, 16) == dl.probes.serial_depth(plain, 16)
+
+
+def test_canvases_of_a_text_are_recorded_from_an_offloaded_model(tmp_path: Path) -> None:
+    plain, model = offloaded(saved("llada", tmp_path), "all")
+    rows = torch.arange(24).reshape(2, 12) + 3
+    received = [record_canvases(each, rows).received.nan_to_num() for each in (plain, model)]
+    assert received[0].equal(received[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

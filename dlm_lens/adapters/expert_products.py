@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlm_lens.placement import lacks_numbers
+
 GROUPED = "grouped_mm"
 """transformers' products of groups of tokens; torch computes their shapes in bfloat16 alone (2.13)."""
 
@@ -34,7 +36,7 @@ def check_meta_experts(model: nn.Module) -> None:
         ValueError: it has.
     """
     weight = next(model.parameters())
-    if weight.is_meta and weight.dtype != torch.bfloat16 and _grouped(model):
+    if lacks_numbers(model) and weight.dtype != torch.bfloat16 and _grouped(model):
         raise ValueError(
             f"torch has no grouped products of {weight.dtype} on the meta device, and the experts are set to "
             f"{GROUPED!r}: call model.set_experts_implementation({BATCHED!r}), or take the model in bfloat16 or on "

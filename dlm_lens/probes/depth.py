@@ -18,12 +18,13 @@ from dlm_lens.adapters.expert_products import check_meta_experts
 from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.attention import attention_blocks, decoder_of, exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.placement import input_device, lacks_numbers
 
 _MOVES = """
 _local_scalar_dense _unsafe_view alias as_strided broadcast_in_dim cat clone constant_pad_nd copy detach diagonal
 embedding empty empty_like empty_permuted expand flip full full_like gather getitem index index_put index_select
 lift_fresh lift_fresh_copy new_empty new_full new_ones new_zeros ones ones_like permute repeat reshape roll
-scalar_tensor scatter select select_scatter slice slice_scatter split split_with_sizes squeeze stack t transpose
+scalar_tensor scatter select select_scatter set slice slice_scatter split split_with_sizes squeeze stack t transpose
 unbind unfold unsqueeze view zeros zeros_like
 """
 _REDUCES = """
@@ -129,7 +130,7 @@ def serial_depth(model: Any, positions: int = 64, *, inputs: Mapping[str, Any] |
         ValueError: a model without hook points, or on the meta device with experts that have no shapes there.
     """
     check_meta_experts(model)
-    device = next(model.parameters()).device
+    device = torch.device("meta") if lacks_numbers(model) else input_device(model)
     ids = torch.zeros(1, positions, dtype=torch.long, device=device)
     blocks = attention_blocks(model)
     conditioned = CONDITIONING in inspect.signature(decoder_of(model).forward).parameters

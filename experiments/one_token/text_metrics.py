@@ -75,10 +75,11 @@ def per_byte(loss: float, tokens: int, size: int) -> float:
 def record_canvases(model: Any, rows: Int[Tensor, "row position"]) -> Any:
     """A Recording of canvases of the text, with fewer masks from step to step as in denoising."""
     import dlm_lens as dl
+    from dlm_lens.placement import input_device
 
     with torch.inference_mode(), dl.record_forward(model, [dl.ReceivedAttention(), dl.ValueNorm()]) as recorded:
         for canvas in canvases(rows, model.config.mask_token_id):
-            model(input_ids=canvas.to(model.device), use_cache=False)
+            model(input_ids=canvas.to(input_device(model)), use_cache=False)
     return recorded.recording
 
 
