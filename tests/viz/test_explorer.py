@@ -180,6 +180,7 @@ def test_an_ar_model_decodes_the_planted_token():
     assert explorer.twin.tokens[0, :position].equal(explorer.run.tokens[0, :position])
     for do, sentence in (
         (lambda: explorer.plant(0, 1, 9), "position 1 is in the prompt"),
+        (lambda: explorer.plant(99, position, 9), "step 99 of"),
         (lambda: explorer.open_again(2, position), "no mask token"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -328,20 +328,20 @@ class Exploration:
         return self._canvas_position(position)
 
     def edit(self, step: int, position: int, token: int) -> CanvasEdit:
-        """An edit of the canvas; in AR decoding at the step that decodes the position.
+        """An edit of the canvas; in AR decoding at the step that decodes the position, whatever `step` is.
 
         Raises:
-            ValueError: in AR decoding, a position that is not there or in the prompt.
+            ValueError: a step or a position that is not there; in AR decoding, a position in the prompt.
         """
-        if not self.run.autoregressive:
-            return CanvasEdit(step, position, token)
-        position = self._canvas_position(position)
-        decoded = position - self.run.prompt_length
-        if decoded < 0:
-            raise ValueError(
-                f"position {position} is in the prompt, which an AR model does not decode; explore another prompt"
-            )
-        return CanvasEdit(decoded, position, token)
+        step, position = self._canvas_step(step), self._canvas_position(position)
+        if self.run.autoregressive:
+            step = position - self.run.prompt_length
+            if step < 0:
+                raise ValueError(
+                    f"position {position} is in the prompt, which an AR model does not decode; explore another "
+                    "prompt"
+                )
+        return CanvasEdit(step, position, token)
 
     def check_selection(self, selection: Selection) -> Selection:
         """The selection with indices that are not negative.
@@ -363,6 +363,11 @@ class Exploration:
             position = self.key_at(position)
         return replace(selection, step=step, position=position)
 
+    def _canvas_step(self, step: int) -> int:
+        """A step of the run or its twin counted from the first."""
+        longest = max(side.run.steps for side in self.sides.values())
+        return _index("step", step, self.run.steps, longest)
+
     def _canvas_position(self, position: int) -> int:
         """A position of the canvas counted from the start."""
         widest = max(side.run.tokens.shape[1] for side in self.sides.values())
@@ -377,9 +382,8 @@ class Exploration:
             check_index("layer", change.layer, layers)
             check_index("head", change.head, heads)
             return HiddenHead(int(change.layer) % layers, int(change.head) % heads)
-        position = self._canvas_position(change.position)
-        longest = max(side.run.steps for side in self.sides.values())
-        return replace(change, step=_index("step", change.step, self.run.steps, longest), position=position)
+        step, position = self._canvas_step(change.step), self._canvas_position(change.position)
+        return replace(change, step=step, position=position)
 
 
 def _index(name: str, value: Any, count: int, most: int | None = None) -> int:

@@ -187,7 +187,9 @@ class Explorer(anywidget.AnyWidget):
         self._change(HiddenHead(layer, head))
 
     def plant(self, step: int, position: int, token: int | str) -> None:
-        """Put a token onto the canvas that a step starts from, and run on; in AR decoding, decode it there.
+        """Put a token onto the canvas that a step starts from, and run on.
+
+        An AR model decodes the token at the step that decodes the position, whatever `step` is.
 
         Raises:
             ValueError: a step, position or token that is not there, or a text of several tokens.
