@@ -313,19 +313,13 @@ class ShardDirectory:
         return held[name]
 
 
-def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> None:
     for name in {**before, **now}:
         old, new = in_both(name, before.get(name), now.get(name))
         if isinstance(old, dict) and isinstance(new, dict):
-            for key in {**old, **new}:
-                if old.get(key) != new.get(key):
-                    raise ValueError(_difference(path, f"{name} {key}", old.get(key), new.get(key)))
+            _compare(path, old, new, f"{within}{name} ")
         elif old != new:
-            raise ValueError(_difference(path, name, old, new))
-
-
-def _difference(path: Path, name: str, old: Any, new: Any) -> str:
-    return (
-        f"{path} holds a recording with {name} = {old!r:.200}, and now it is {new!r:.200}; give the same to "
-        "continue it, or another directory"
-    )
+            raise ValueError(
+                f"{path} holds a recording with {within}{name} = {old!r:.200}, and now it is {new!r:.200}; give "
+                "the same to continue it, or another directory"
+            )

@@ -1,5 +1,6 @@
 """A killed run goes on where it was: the same tokens and the same arrays as the unbroken one."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +11,20 @@ import pytest
 import torch
 
 from dlm_lens import hooks
-from dlm_lens.recording import KeyNorm, ReceivedAttention, Recording, RecordingSet, TopKeys, ValueNorm, record
-from dlm_lens.recording.shards import MANIFEST, RUN, ShardDirectory
+from dlm_lens.files.sealed_json import sealed
+from dlm_lens.recording import (
+    KeyNorm,
+    ReceivedAttention,
+    Recording,
+    RecordingSet,
+    RegionMass,
+    TopKeys,
+    ValueNorm,
+    record,
+)
+from dlm_lens.recording.shards import HEADER, MANIFEST, RUN, ShardDirectory
 from dlm_lens.sampling import denoise
+from dlm_lens.sinks import AboveMean
 from dlm_lens.testing import tiny
 from tests.files.kills import contents
 from tests.recording.reference import PROMPTS
@@ -83,6 +95,26 @@ def assert_same(found, wanted):
         assert torch.equal(
             torch.nan_to_num(getattr(found, name), -7), torch.nan_to_num(getattr(wanted, name), -7)
         ), name
+
+
+def test_another_reducer_is_named_where_a_recording_was_begun(tmp_path, monkeypatch):
+    model, settings = tiny("llada"), {"gen_length": 12, "steps": 6, "seed": [3, 4], "to": tmp_path}
+    reducer = RegionMass(sinks=AboveMean(1.0))
+    killed_behind(monkeypatch, 2, model, PROMPTS, [reducer], **settings)
+    with pytest.raises(ValueError, match=r"reducers region_mass reducer = .*min_viewers=8\)', and now .*viewers=2"):
+        record(model, PROMPTS, [RegionMass(sinks=AboveMean(1.0), min_viewers=2)], **settings)
+    # Begun before RegionMass had min_viewers, which is another statistic: the rest of the run is not added to it.
+    (where,) = tmp_path.rglob(HEADER)
+    header = json.loads(where.read_text())
+    del header["checksum"]
+    header["reducers"]["region_mass"] |= {"reducer": "RegionMass(sinks=AboveMean(eps=1.0))", "settings": {}}
+    where.write_text(json.dumps(sealed(header)))
+    sentence = (
+        r"reducers region_mass reducer = 'RegionMass\(sinks=AboveMean\(eps=1.0\)\)', and now it is 'RegionMass\("
+        r"sinks=AboveMean\(eps=1.0\), min_viewers=8\)'; give the same to continue it, or another directory"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        record(model, PROMPTS, [reducer], **settings)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
