@@ -194,6 +194,12 @@ def test_canvases_after_a_row_s_end_are_no_decisions_of_it() -> None:
     torch.testing.assert_close(smeared[0].near_tokens_by_chance[:ends, 2], smeared[1].near_tokens_by_chance[:, 0])
     assert torch.equal(smeared[0].places[:ends, 2], smeared[1].places[:, 0])
     assert bool((probes.class_readability(model, both).wanted[2, width:] == -1).all())
+    # The canvas of the row alone ends with its text: positions after it were open at these steps too.
+    clock = probes.denoising_clock(model, both, layers=[1])
+    readings = [probes.read_clock(model, run, clock) for run in (both, alone)]
+    assert readings[0].quantities[:, :ends, 2].equal(readings[1].quantities[:, :, 0])
+    missed = [reading.baseline_errors("open", "open count") for reading in readings]
+    assert float(missed[0][2]) == float(missed[1][0]) > 0
     hook = [at_steps(mask_tokens("prompt"), [1])]
     compared = [dl.compare(model, given, hook, **settings) for given in (prompts, prompts[2:])]
     assert torch.equal(compared[0].answer[2, :width], compared[1].answer[0, :width])

@@ -1,6 +1,6 @@
 """`denoising_clock`: denoising time read linearly from the residual stream."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from dlm_lens.probes.clock.states import (
     read_states,
 )
 from dlm_lens.sampling import DenoisingRun, StoredRun
-from dlm_lens.sampling.run_rows import prompt_numbers
+from dlm_lens.sampling.run_rows import open_and_planned, prompt_numbers
 from dlm_lens.shapes import check_shapes
 
 MAX_BYTES = 4 * 2**30
@@ -327,10 +327,11 @@ def _check_memory(model: Any, probes: int, limit: int) -> None:
         )
 
 
-def _groups(model: Any, stored: Iterable[StoredRun], kinds: int) -> dict[str, GroupMeans]:
+def _groups(model: Any, stored: Sequence[StoredRun], kinds: int) -> dict[str, GroupMeans]:
     longest = max(one.run.tokens.shape[1] for one in stored)
+    opened = max(longest, *(int(open_and_planned(one.run, one.run.answer)[1].max()) for one in stored))
     tokens = int(model.get_input_embeddings().weight.shape[0])
-    sizes = dict(zip(BASELINES, (tokens, 2 * longest + 1, longest + 1), strict=True))
+    sizes = dict(zip(BASELINES, (tokens, 2 * longest + 1, opened + 1), strict=True))
     return {name: GroupMeans(kinds, size, longest) for name, size in sizes.items()}
 
 

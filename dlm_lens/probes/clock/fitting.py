@@ -11,7 +11,7 @@ from torch import Tensor
 from dlm_lens.probes.clock.states import POSITIONS, QUANTITIES, StepStates, quantities_of
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.sampling import DenoisingRun, StoredRun
-from dlm_lens.sampling.run_rows import prompt_numbers, prompts_of_rows
+from dlm_lens.sampling.run_rows import open_and_planned, prompt_numbers, prompts_of_rows
 
 if TYPE_CHECKING:
     from dlm_lens.probes.clock.clocks import DenoisingClock
@@ -48,7 +48,8 @@ class GroupMeans:
         if name == "position":
             # Longer canvases than those of the training runs share the outermost groups.
             return (position - run.prompt_length + self.longest).clamp(0, self.sums.shape[1] - 1)
-        return (run.open[states.step] & run.answer).sum(-1)[row].clamp(max=self.sums.shape[1] - 1)
+        opened, _ = open_and_planned(run, run.answer)  # of what was planned, as the label's
+        return opened[states.step, row].clamp(max=self.sums.shape[1] - 1)
 
     def add(self, kind: int, group: Tensor, label: Float[Tensor, "state"]) -> None:
         """Add labels to the groups."""
