@@ -10,6 +10,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache, patching
 from transformer_lens import utilities as utils
 from transformer_lens.head_detector import detect_head
+from transformer_lens.tools.analysis import direct_logit_attribution, logit_lens
 
 import dlm_lens as dl
 from tests.bridging.cases import model_of, some_ids
@@ -70,6 +71,31 @@ def test_logit_attrs_sum_to_the_logit(folded: Any) -> None:
     assert labels[0] == "L0H0"
     per_head = cache.logit_attrs(heads, tokens=torch.tensor([token]), pos_slice=-4, has_batch_dim=True)
     torch.testing.assert_close(per_head.sum(0)[0] + folded.b_U[token], logits[0, -4, token], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["sink", "sinks-end", "gated-sink-llama"])
+@torch.no_grad()
+def test_lens_and_attribution_of_sink_models_read_the_cache_of_the_canvas(case: str) -> None:
+    tl, ids = dl.bridge(model_of(case)), some_ids()
+    tl.enable_compatibility_mode(disable_warnings=True)
+    logits, cache = tl.run_with_cache(ids, pos_slice=tl.sinks.canvas(ids.shape[1] + tl.sinks.count))
+    lens = logit_lens(tl, cache=cache, positions=None, targets=ids)
+    torch.testing.assert_close(
+        lens.values[-1][..., 0], logits.gather(-1, ids[..., None])[..., 0], atol=1e-4, rtol=1e-4
+    )
+    per_token = cache.logit_attrs(cache.decompose_resid(), tokens=ids).sum(0) + tl.b_U[ids]
+    torch.testing.assert_close(per_token, logits.gather(-1, ids[..., None])[..., 0], atol=1e-3, rtol=1e-4)
+    for position in (0, 3, -1):
+        for unit in ("component", "head"):
+            found = direct_logit_attribution(tl, cache=cache, answer_tokens=7, pos=position, unit=unit)
+            total = found.attribution.sum(0) + tl.b_U[7]
+            torch.testing.assert_close(total, logits[:, position, 7], atol=1e-3, rtol=1e-4)
+    # Of ids TransformerLens takes activations with the sinks, whose positions are not those of the logits.
+    with pytest.raises(ValueError, match="its readout is not that path"):
+        logit_lens(tl, ids, positions=None)
+    shifted = -1 if case == "sinks-end" else 3
+    with pytest.raises(ValueError, match="transforms the residual stream before its logits"):
+        direct_logit_attribution(tl, ids, answer_tokens=7, pos=shifted)
 
 
 @torch.no_grad()
