@@ -5,10 +5,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 import dlm_lens as dl
+from dlm_lens import viz
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.probes import (
     attribution_patching,
@@ -23,6 +27,7 @@ from dlm_lens.probes import (
 from dlm_lens.recording import ReceivedAttention
 from dlm_lens.sampling import log_likelihood
 from dlm_lens.testing import tiny
+from tests.model_calls import FIGURES, Case
 
 PROMPTS = ["w1 w2 w3", "w4 w5 w6 w7"]
 SETTINGS: dict[str, Any] = {"steps": 4, "gen_length": 8, "block_length": 4}
@@ -122,3 +127,30 @@ def test_a_tuned_lens_is_trained_in_any_mode(context: Any, tmp_path: Path) -> No
         found = train_tuned_lens(model, text, **settings)
     assert found.weight.equal(plain.weight)
     assert not found.weight.equal(torch.zeros_like(found.weight))
+
+
+def drawn(value: Any) -> Any:
+    """What a figure or view shows: pixels, HTML or text."""
+    if isinstance(value, Figure):
+        value.canvas = FigureCanvasAgg(value)
+        value.canvas.draw()
+        return np.asarray(value.canvas.buffer_rgba()).tobytes()
+    if isinstance(value, Path):
+        return value.read_text(encoding="utf-8")
+    return str(value) if isinstance(value, viz.View) else repr(value)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    found = Case("duo", tmp_path_factory.mktemp("case"))
+    for name in ("run", "recording", "received", "sinks"):
+        getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_do_not_follow_the_default_device(case: Case, name: str) -> None:
+    with default_device("meta"):
+        found = drawn(FIGURES[name](case))
+    if name != "viz.explore":  # a new comparison each time, of other random runs
+        assert found == drawn(FIGURES[name](case))

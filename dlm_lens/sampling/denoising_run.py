@@ -446,7 +446,7 @@ class DenoisingRun(ShowsItself):
         """
         answer = self.answer & until_ends(self) if self.autoregressive else self.answer
         opened, planned = open_and_planned(self, answer)
-        return 1 - opened / planned.clamp(min=1)
+        return 1 - opened.float() / planned.clamp(min=1)
 
     @property
     def texts(self) -> list[str]:

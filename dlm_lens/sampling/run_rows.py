@@ -72,10 +72,8 @@ def until_ends(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     width, sampler = run.tokens.shape[1], sampler_class(run)
     if run.autoregressive:
         return torch.arange(width, device="cpu") < run.prompt_length + run.steps_in_all[:, None]
-    layout, quirks = (
-        run.attention_blocks,
-        bool(run.settings.get("reference_quirks")),
-    )  # with these it is denoised on
+    layout = run.attention_blocks
+    quirks = bool(run.settings.get("reference_quirks"))  # with these the row is denoised on
     if sampler is None or not issubclass(sampler, UniformNoiseSampler) or layout is None or quirks:
         return torch.ones_like(run.attention_mask)
     ends = torch.isin(run.tokens, torch.tensor(run.eos_token_ids, dtype=torch.long, device="cpu")) & run.answer

@@ -3,6 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.probes.attribution.node_effects import NodeEffects
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -16,6 +17,7 @@ MOST_NUMBERED = 48
 """Heads of all layers that have their numbers beside them; more would overlap."""
 
 
+@plain_defaults()
 def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Figure:
     """A heat map of effects: layers and heads down, steps across, labelled with the tokens that each step decides.
 

@@ -9,6 +9,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.probes.commitments import Commitment, proposed_commitment
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -30,6 +31,7 @@ UNKNOWN = len(STATES) - 1
 MOST_LABELS = 60
 
 
+@plain_defaults()
 def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figure:
     """Every open position of the answer at every step: does the model predict its final token, and for good?
 

@@ -5,12 +5,14 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.selection import index_of
 
 
+@plain_defaults()
 def sink_discount(
     weights: Float[Tensor, "step batch position"], run: DenoisingRun, *, row: int = 0, title: str = ""
 ) -> Figure:

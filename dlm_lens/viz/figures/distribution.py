@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Detector, Received
@@ -25,6 +26,7 @@ POINTS = 200
 DASHES = ("-", "--", "-.", ":")
 
 
+@plain_defaults()
 def score_distribution(
     received: Received | Recording,
     *,

@@ -2,6 +2,7 @@
 
 from matplotlib.figure import Figure
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.probes import EarlyAttention
 from dlm_lens.sinks.statistics import estimate, mean_of
@@ -19,6 +20,7 @@ STYLES: dict[str, tuple[str, str, str]] = {
 LABELS = {"recall": "recall of the largest keys", "correlation": "rank correlation", "kept": "attention kept"}
 
 
+@plain_defaults()
 def early_recall(early: EarlyAttention, measure: str = "recall", *, title: str = "") -> Figure:
     """A measure of `EarlyAttention` by the steps since the block began (left) and by layer (right).
 

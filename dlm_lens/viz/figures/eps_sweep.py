@@ -8,6 +8,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Level, Received, eps_sweep
@@ -23,6 +24,7 @@ EPS = tuple(round(0.25 * i, 2) for i in range(1, 65))
 DASHES = ("-", "--", "-.", ":")
 
 
+@plain_defaults()
 def sinks_over_eps(
     sweep: pd.DataFrame | Received | Recording,
     eps_values: Sequence[float] | None = None,

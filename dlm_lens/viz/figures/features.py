@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dlm_lens.arguments import chosen_indices
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
@@ -24,6 +25,7 @@ COLOURS = {"sae": "C0", "zero": "C3", "mean": "C1", "untrained": "0.55", "random
 MOST = 6
 
 
+@plain_defaults()
 def feature_rates(recording: Recording, features: Sequence[int] | None = None, *, title: str = "") -> Figure:
     """The share of positions at which features are active, step by step, for open and for decided positions.
 
@@ -63,6 +65,7 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
     return figure
 
 
+@plain_defaults()
 def insertion_by_step(
     loss: InsertionLoss,
     layer: int | None = None,

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.denoising_run import holds_random_tokens
@@ -35,6 +36,7 @@ COLOURS = "viridis"
 UNDEFINED = "#d9d9d9"
 
 
+@plain_defaults()
 def incoming_attention(
     received: Received | Recording,
     *,

@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from dlm_lens.attention import HookLike
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
@@ -33,6 +34,7 @@ MOST_MAPS = 4
 MOST_LABELS = 40
 
 
+@plain_defaults()
 def attention_maps(
     model: Any,
     run: DenoisingRun,

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
@@ -37,6 +38,7 @@ MOST_MODELS = 6
 SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
 
 
+@plain_defaults()
 def sink_positions(
     sinks: Received | Recording | Sinks | Trajectories,
     detector: Detector | str | None = None,
@@ -102,6 +104,7 @@ def sink_positions(
     return figure
 
 
+@plain_defaults()
 def sink_positions_by_model(
     models: Mapping[str, Source],
     detector: Detector | str | None = None,

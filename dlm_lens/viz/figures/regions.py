@@ -12,6 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
@@ -39,6 +40,7 @@ NEARLY_EMPTY = 0.001
 """A panel whose largest share of attention is below this has a note with the share."""
 
 
+@plain_defaults()
 def region_mass(
     recording: Recording,
     *,

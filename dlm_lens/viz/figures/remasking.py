@@ -9,6 +9,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.probes import RemaskSensitivity
 from dlm_lens.viz.figures.commitment import MOST_LABELS
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
@@ -26,6 +27,7 @@ STATES = {
 LINES = {"direct": ("#b2182b", "masked again"), "collateral": ("#e08214", "all others")}
 
 
+@plain_defaults()
 def remask_spread(found: RemaskSensitivity, *, row: int = 0, title: str = "") -> Figure:
     """Where a run ends with another token after positions were masked again, by the step at which they were.
 

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import meant
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.paths import check_file
+from dlm_lens.placement import plain_defaults
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Detector
@@ -28,6 +29,7 @@ SCRIPTS = ("unpack", "rules", "colour", "text", "cells", "grid", "head", "tables
 """The scripts, in the order in which they are joined into one module."""
 
 
+@plain_defaults()
 def report(
     source: Source,
     path: str | Path,

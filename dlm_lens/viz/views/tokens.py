@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
@@ -32,6 +33,7 @@ UNSCORED = "†"
 """After a token without a defined score."""
 
 
+@plain_defaults()
 def received_tokens(
     received: Received | Recording,
     *,
@@ -93,6 +95,7 @@ def received_tokens(
     return View("Received attention of every token", about, tuple(pieces))
 
 
+@plain_defaults()
 def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> View:
     """The canvas after a few steps: open positions as ▢, tokens that were decoded since the previous line in green.
 
