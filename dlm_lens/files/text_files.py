@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def read_utf8(path: Path, needed_by: str = "text files") -> str:
-    """The text of a file, without a byte order mark.
+    r"""The text of a file, without a byte order mark; lines end with \n, also where the file has \r\n or \r.
 
     Args:
         path: of the file.
@@ -15,6 +15,7 @@ def read_utf8(path: Path, needed_by: str = "text files") -> str:
         OSError: it cannot be read.
     """
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start}), the encoding of {needed_by}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # as Python opens text files
