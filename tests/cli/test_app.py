@@ -22,7 +22,12 @@ from dlm_lens.cli import errors
 from dlm_lens.cli import installation as doctor
 from dlm_lens.cli.demo_run import run_demo
 from dlm_lens.testing import tiny
-from dlm_lens.training.checkpoints import TrainingStoppedError
+from dlm_lens.training.checkpoints import (
+    CheckpointError,
+    NonFiniteLossError,
+    TrainingDataError,
+    TrainingStoppedError,
+)
 from dlm_lens.viz import emerging_lines
 
 
@@ -179,6 +184,21 @@ def test_a_training_that_stops_ends_its_command_with_a_sentence(
     assert result.exit_code == 1
     assert result.stderr.startswith("dlm-lens: SIGTERM at step 15 of 150; resume from runs/a/checkpoint-15, which ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", [TrainingStoppedError, CheckpointError, NonFiniteLossError, TrainingDataError])
+def test_the_command_of_an_experiment_is_said_to_continue_where_it_does(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(*_: object, **__: object) -> None:
+        raise kind("step 5: training stopped")
+
+    monkeypatch.setattr("dlm_lens.experiments.run_experiment", stops)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["experiment", "beyond-conversion", "--small"])
+    # Numbers and data are the same in a second run.
+    continues = kind in (TrainingStoppedError, CheckpointError)
+    assert result.stderr == f"dlm-lens: step 5: training stopped{'; the same command continues' * continues}\n"
 
 
 def test_a_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
