@@ -5,7 +5,7 @@ from typing import Any
 
 import dlm_lens as dl
 from dlm_lens import probes
-from dlm_lens.sinks.statistics import Estimate
+from dlm_lens.statistics import Estimate
 
 RULE = dl.AboveMean(3.0)
 PEOPLE, THINGS = ["tom", "mia", "ben", "ana"] * 2, ["apples", "eggs", "books", "cups"] * 2

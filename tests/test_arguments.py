@@ -33,7 +33,7 @@ from dlm_lens.hooks import (
 )
 from dlm_lens.recording import FeatureActivations, Recording, rerun
 from dlm_lens.sinks import AboveMedian, AboveStd, AttentionShare, LowKeyNorm, SoftSigmoid
-from dlm_lens.sinks.statistics import Estimate
+from dlm_lens.statistics import Estimate
 from dlm_lens.testing import tiny
 from tests.recording.test_features import autoencoder
 

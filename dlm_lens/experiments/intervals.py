@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlm_lens.sinks.statistics import RESAMPLES, Z, expanded, student_quantile, wilson_bounds
+from dlm_lens.statistics import RESAMPLES, Z, expanded, student_quantile, wilson_bounds
 
 
 class Interval(NamedTuple):

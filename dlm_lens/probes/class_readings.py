@@ -20,8 +20,8 @@ from dlm_lens.probes.remasking import SHARE
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
+from dlm_lens.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
 
 PROBES = ("class", "shuffled", "place")
 """The probe, and its nulls: a probe of shuffled classes, and the most frequent class at the place."""

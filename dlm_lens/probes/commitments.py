@@ -17,8 +17,8 @@ from dlm_lens.probes.predictions import read_predictions, result_of
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
+from dlm_lens.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
 
 
 @dataclass(frozen=True, eq=False)

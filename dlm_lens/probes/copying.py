@@ -16,7 +16,7 @@ from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
+from dlm_lens.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
 
 MEASURES = ("decisions", "hits", "mass", "chance hits", "chance mass")
 

@@ -14,7 +14,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, Estimate, estimate_mean
+from dlm_lens.statistics import CORRELATION_BOUNDS, Estimate, estimate_mean
 
 Within = Literal["answer", "block"]
 

@@ -21,7 +21,7 @@ from dlm_lens.probes.predictions import result_of
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import (
+from dlm_lens.statistics import (
     POSITIVE_BOUNDS,
     Bounds,
     Estimate,

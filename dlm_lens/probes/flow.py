@@ -11,7 +11,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, estimate, mean_of, prompts_or_rows, summed
+from dlm_lens.statistics import SHARE_BOUNDS, estimate, mean_of, prompts_or_rows, summed
 
 
 @dataclass(frozen=True, eq=False)

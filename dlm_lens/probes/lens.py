@@ -23,7 +23,7 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, estimate_mean
+from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, estimate_mean
 
 PER_LAYER = ("entropy", "kl", "rank")
 

@@ -21,7 +21,7 @@ from dlm_lens.recording import ReceivedAttention, rerun
 from dlm_lens.sampling import Comparison, DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
-from dlm_lens.sinks.statistics import (
+from dlm_lens.statistics import (
     CORRELATION_BOUNDS,
     Estimate,
     Floats,

@@ -17,7 +17,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
-from dlm_lens.sinks.statistics import (
+from dlm_lens.statistics import (
     POSITIVE_BOUNDS,
     SHARE_BOUNDS,
     Bounds,

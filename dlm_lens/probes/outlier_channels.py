@@ -19,7 +19,7 @@ from dlm_lens.recording import ChannelActivations, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import AboveMean, Detector, find_sinks
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
+from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
 
 MEASURES = ("kl", "changed", "sinks gone")
 """KL in nats and share of changed predictions, over predicted positions; share of sinks that are none any more."""

@@ -15,7 +15,7 @@ from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate_mean
+from dlm_lens.statistics import SHARE_BOUNDS, Estimate, estimate_mean
 
 SHARE = Rule("a share, above 0 and at most 1", lambda value: is_real(value) and 0 < value <= 1)
 

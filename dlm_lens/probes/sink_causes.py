@@ -20,7 +20,7 @@ from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_of
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
-from dlm_lens.sinks.statistics import (
+from dlm_lens.statistics import (
     SHARE_BOUNDS,
     Bounds,
     Estimate,

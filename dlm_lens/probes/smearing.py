@@ -16,7 +16,7 @@ from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Bounds, Estimate, estimate, mean_of, summed
+from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Bounds, Estimate, estimate, mean_of, summed
 
 PLACES = ("here", "near", "far", "nowhere")
 PROBABILITY = Rule("a probability, above 0 and below 1", lambda value: is_real(value) and 0 < value < 1)

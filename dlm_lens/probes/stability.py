@@ -16,7 +16,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, estimate_mean, prompts_or_rows
+from dlm_lens.statistics import SHARE_BOUNDS, Estimate, estimate_mean, prompts_or_rows
 
 MEASURES = ("cosine", "overlap", "kept", "best")
 

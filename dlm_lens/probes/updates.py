@@ -21,7 +21,7 @@ from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 from dlm_lens.sinks.detection import FOUND
-from dlm_lens.sinks.statistics import (
+from dlm_lens.statistics import (
     CORRELATION_BOUNDS,
     POSITIVE_BOUNDS,
     estimate,

@@ -22,7 +22,7 @@ from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 from dlm_lens.sinks.detection import check_all_heads
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, estimate_mean
+from dlm_lens.statistics import POSITIVE_BOUNDS, estimate_mean
 
 
 @dataclass(frozen=True, eq=False)

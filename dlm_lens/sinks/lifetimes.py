@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dlm_lens.sinks.detectors.base import Detector
-from dlm_lens.sinks.statistics import Floats
+from dlm_lens.statistics import Floats
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

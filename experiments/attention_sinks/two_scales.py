@@ -18,7 +18,7 @@ from dlm_lens.experiments.attention_sinks.recorded_runs import PromptRun, record
 from dlm_lens.experiments.experiment import Cost
 from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
-from dlm_lens.sinks.statistics import Z
+from dlm_lens.statistics import Z
 
 if TYPE_CHECKING:
     from dlm_lens.sinks import Received

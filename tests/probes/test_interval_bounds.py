@@ -10,7 +10,7 @@ import dlm_lens as dl
 from dlm_lens.probes import EarlyAttention, decision_order, logit_lens, sink_writes, value_norms
 from dlm_lens.probes.clock.readings import _r2
 from dlm_lens.probes.early_patterns import MEASURES, PREDICTORS
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, R2_BOUNDS, estimate, estimate_mean
+from dlm_lens.statistics import POSITIVE_BOUNDS, R2_BOUNDS, estimate, estimate_mean
 
 
 @pytest.mark.parametrize(("tau", "end"), [([1.0, 0.2, 1.0], "high"), ([-1.0, -0.2, -1.0], "low")])

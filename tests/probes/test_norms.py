@@ -13,7 +13,7 @@ import dlm_lens as dl
 from dlm_lens.probes import sink_updates, value_norms
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import rerun
-from dlm_lens.sinks.statistics import difference_of, estimate, mean_of
+from dlm_lens.statistics import difference_of, estimate, mean_of
 from dlm_lens.testing import tiny
 from tests.recording.reference import alone
 

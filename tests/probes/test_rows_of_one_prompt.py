@@ -8,7 +8,7 @@ import pytest
 import dlm_lens as dl
 from dlm_lens import hooks, probes, sinks
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, Estimate, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, Estimate, ratio_by_prompt
 from dlm_lens.testing import tiny
 from tests.hooks.test_feature_edits import autoencoder
 

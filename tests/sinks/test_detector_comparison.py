@@ -20,7 +20,7 @@ from dlm_lens.sinks import (
     sink_profile,
 )
 from dlm_lens.sinks.analysis import detector_comparison as module
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
 from tests.sinks import reference
 
 

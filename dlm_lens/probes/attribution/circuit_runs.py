@@ -23,7 +23,7 @@ from dlm_lens.probes.attribution.streams import Differences, Streams
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, estimate, prompts_or_rows, ratio_of, summed
+from dlm_lens.statistics import Estimate, estimate, prompts_or_rows, ratio_of, summed
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import CORRELATION_BOUNDS, Estimate, estimate_mean
+from dlm_lens.statistics import CORRELATION_BOUNDS, Estimate, estimate_mean
 
 NodeSite = Literal["z", "q", "k", "v", "attn_out", "mlp_out", "resid"]
 """A kind of node: a head's output before W_O, its queries, keys or values (after rotation), the output of attention

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.clock.states import QUANTITIES
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, R2_BOUNDS, Bounds, Estimate, Floats, estimate, mean_of
+from dlm_lens.statistics import POSITIVE_BOUNDS, R2_BOUNDS, Bounds, Estimate, Floats, estimate, mean_of
 
 BASELINES = ("token", "position", "open count")
 """What is known without the states: the token at the position, its place in the answer, and how many positions of

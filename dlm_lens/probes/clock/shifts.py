@@ -20,7 +20,7 @@ from dlm_lens.probes.residual_reader import ResidualReader, reading
 from dlm_lens.probes.unembedding import kl_divergence
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks.statistics import Estimate, estimate, mean_of, summed
+from dlm_lens.statistics import Estimate, estimate, mean_of, summed
 
 Along = Literal["means", "slope", "readout"]
 """The direction of a shift: the curve of mean states, its straight line, or the probe's own direction."""

@@ -15,7 +15,7 @@ from dlm_lens.sinks.detection import FOUND, Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
 from dlm_lens.sinks.received import RECEIVED, Level, Received
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, count_prompts, prompts_or_rows, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, count_prompts, prompts_or_rows, ratio_by_prompt
 
 ENTRIES_AT_ONCE = 2**19
 

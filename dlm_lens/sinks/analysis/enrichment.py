@@ -15,8 +15,8 @@ from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.received import in_model
 from dlm_lens.sinks.sink_trajectories import FOLLOWED, GROUPS, By, Trajectories
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, Floats, count_prompts, ratio_by_prompt
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
+from dlm_lens.statistics import POSITIVE_BOUNDS, Floats, count_prompts, ratio_by_prompt
 
 COLUMNS = ("class", "sinks", "share", "base", "enrichment", "low", "high", "sequences", "prompts")
 

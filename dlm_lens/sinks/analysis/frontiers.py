@@ -11,7 +11,7 @@ from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.analysis.enrichment import blocks_of_rows
 from dlm_lens.sinks.received import in_model
 from dlm_lens.sinks.sink_trajectories import FOLLOWED, GROUPS, By, Trajectories
-from dlm_lens.sinks.statistics import POSITIVE_BOUNDS, Floats, ratio_by_prompt
+from dlm_lens.statistics import POSITIVE_BOUNDS, Floats, ratio_by_prompt
 
 POINTS = ("leftmost mask", "rightmost mask", "block start", "block end")
 """References that are one position at every step; the others are the nearest of several."""

@@ -24,7 +24,7 @@ from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.from_recording import received_over_steps
 from dlm_lens.sinks.received import MERGED, Level
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, count_prompts, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, count_prompts, ratio_by_prompt
 
 OUTCOMES = ("token", "position", "both", "neither")
 

@@ -10,7 +10,7 @@ from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
 from dlm_lens.sinks.received import RECEIVED, Level, Received, in_model
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, count_prompts, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, count_prompts, ratio_by_prompt
 
 
 @checked_arguments(masked=RECEIVED, unmasked=RECEIVED)

@@ -15,7 +15,7 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Detector, Received
 from dlm_lens.sinks.detectors.base import as_detector
-from dlm_lens.sinks.statistics import SHARE_BOUNDS, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, level_label, numbered
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions

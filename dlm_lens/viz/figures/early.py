@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.probes import EarlyAttention
-from dlm_lens.sinks.statistics import estimate, mean_of
+from dlm_lens.statistics import estimate, mean_of
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 

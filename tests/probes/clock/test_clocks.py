@@ -21,7 +21,7 @@ from dlm_lens.probes.clock.fitting import RIDGES, prompts_of_rows
 from dlm_lens.probes.clock.states import POSITIONS, kinds_of, quantities_of
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.sampling import DenoisingRun, StoredRun
-from dlm_lens.sinks.statistics import R2_BOUNDS, estimate
+from dlm_lens.statistics import R2_BOUNDS, estimate
 from dlm_lens.testing import tiny
 
 PROMPTS = [[5 + i, 9, 14 + 2 * i, 3 + i, 20][i % 2 :] for i in range(8)]

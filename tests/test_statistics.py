@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from dlm_lens.experiments.intervals import mean_over_prompts, ratio_over_prompts
-from dlm_lens.sinks.statistics import (
+from dlm_lens.statistics import (
     CORRELATION_BOUNDS,
     POSITIVE_BOUNDS,
     SHARE_BOUNDS,
