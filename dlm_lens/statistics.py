@@ -6,7 +6,7 @@ Used for everything that the sinks, the probes and the experiments report with a
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -146,11 +146,28 @@ def estimate(
     sums = np.asarray(sums, dtype=np.float64)
     sums = sums[(sums != 0).any(-1)]
     prompts = len(sums)
+    drawn = _resamples(prompts, resamples, seed) @ sums if prompts > 1 else sums
+    found = estimate_in_draws(statistic, sums.sum(0), drawn, prompts)
+    low, high = _within(found.value, (found.low, found.high), sums[:, -1], bounds)
+    return replace(found, low=low, high=high)
+
+
+def estimate_in_draws(
+    statistic: Callable[[Floats], Floats], total: Floats, drawn: Floats, prompts: int
+) -> Estimate:
+    """A statistic of sums over prompts, and the interval (`expanded`) of its values in draws of whole prompts.
+
+    Args:
+        statistic: as for `estimate`.
+        total: the sums over all prompts, [summand].
+        drawn: those over the prompts of every draw, [draw, summand].
+        prompts: how many prompts count, such as those with a denominator. With fewer than two there is no interval,
+            without any no value.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
-        value = float(statistic(sums.sum(0))) if prompts else np.nan
-        drawn = statistic(_resamples(prompts, resamples, seed) @ sums) if prompts > 1 else np.empty(0)
-    low, high = _within(value, expanded(value, drawn, prompts), sums[:, -1], bounds)
-    return Estimate(value, low, high, prompts)
+        value = float(statistic(total)) if prompts else np.nan
+        values = statistic(drawn) if prompts > 1 else np.empty(0)
+    return Estimate(value, *expanded(value, values, prompts), prompts)
 
 
 def estimate_mean(

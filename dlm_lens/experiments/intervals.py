@@ -1,17 +1,27 @@
 """95% intervals: Wilson's for shares, bootstraps over prompts, Student's t over seeds and networks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlm_lens.statistics import RESAMPLES, Z, expanded, student_quantile, wilson_bounds
+from dlm_lens.statistics import (
+    RESAMPLES,
+    Floats,
+    Z,
+    difference_of,
+    estimate_in_draws,
+    expanded,
+    mean_of,
+    student_quantile,
+    wilson_bounds,
+)
 
 
 class Interval(NamedTuple):
-    """A number with its 95% interval; `n` counts cases (in a bootstrap prompts, with Student's t seeds)."""
+    """A number with its 95% interval; `n` counts cases: in a bootstrap prompts with any, with Student's t seeds."""
 
     value: float
     low: float
@@ -38,17 +48,15 @@ def wilson(correct: Sequence[Any], z: float = Z) -> Interval:
     return Interval(successes / n, *wilson_bounds(successes, n, z), n)
 
 
-def bounded_share(found: Interval, cases: float | None = None) -> Interval:
+def bounded_share(found: Interval, cases: float) -> Interval:
     """A share; where all prompts have 0 or all have 1, a bootstrap has no spread, and Wilson's interval is given.
 
     Args:
         found: the share, with an interval over prompts.
-        cases: of Wilson's interval, such as `two_scales.effective_cases`; None for one case per prompt, as if all
-            that is counted in a prompt were equal.
+        cases: of Wilson's interval, such as `two_scales.effective_cases`; at least one per prompt is taken.
     """
     if found.value in (0.0, 1.0) and not math.isnan(found.low):
-        wide = wilson([found.value == 1.0] * int(found.n if cases is None else max(found.n, cases)))
-        return wide._replace(n=found.n) if cases is None else wide
+        return wilson([found.value == 1.0] * int(max(found.n, cases)))
     return found
 
 
@@ -63,7 +71,7 @@ def mean_over_prompts(
 def ratio_over_prompts(
     numerators: Any, denominators: Any, seed: int = 0, bounds: tuple[float, float] | None = None
 ) -> Interval:
-    """Ratio of sums over prompts, with the interval of a bootstrap that draws whole prompts (`bootstrapped`).
+    """Ratio of sums over prompts, with the interval of a bootstrap that draws whole prompts (`estimate_in_draws`).
 
     Where the prompts of a share have none of their cases, or all have all, it has Wilson's interval.
 
@@ -76,7 +84,7 @@ def ratio_over_prompts(
             0, its interval is that which `paired_difference` has.
     """
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
-    found = _bootstrap(top, bottom, seed)
+    found = _over_prompts(mean_of, seed, (top, bottom))
     bounds = _share_bounds(top, bottom) if bounds is None else bounds
     return _cut(_at_bound(found, top, bottom, bottom > 0, bounds), bounds) if len(top) > 1 else found
 
@@ -111,37 +119,36 @@ def _at_bound(found: Interval, top: Any, bottom: Any, cases: Any, bounds: tuple[
     return Interval(0.0, -half, half, found.n)
 
 
-def _bootstrap(top: Any, bottom: Any, seed: int) -> Interval:
-    """As `ratio_over_prompts`, of numbers that are no shares of cases, such as differences."""
-    n = len(top)
-    if n == 0 or bottom.sum() == 0:
-        return _unknown(n)
-    value = float(top.sum() / bottom.sum())
-    if n < 2:
-        return Interval(value, math.nan, math.nan, n)
-    draws = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
-    sums = bottom[draws].sum(1)
-    return bootstrapped(value, top[draws].sum(1)[sums > 0] / sums[sums > 0], n, int((bottom > 0).sum()))
+def _drawn(columns: Floats, seed: int) -> Floats:
+    """Sums of columns [column, prompt] over the prompts of every draw: [column, draw].
 
-
-def bootstrapped(value: float, drawn: Any, n: int, cases: int | None = None) -> Interval:
-    """A statistic with the interval of its values in a bootstrap that draws n prompts (or groups): `expanded`.
-
-    Args:
-        value: of all prompts.
-        drawn: of every draw.
-        n: the number of prompts.
-        cases: how many prompts count, such as those with a denominator; None for all. With fewer than two there is
-            no interval.
+    A draw takes as many prompts as there are, with replacement, those without cases too. `statistics.estimate` has
+    another stream of random numbers; that of the results' pages is this one.
     """
-    return Interval(value, *expanded(value, drawn, n if cases is None else cases), n)
+    n = columns.shape[1]
+    draws = np.random.default_rng(seed).integers(max(1, n), size=(RESAMPLES, n))
+    return np.stack([column[draws].sum(-1) for column in columns])
+
+
+def _over_prompts(statistic: Callable[[Floats], Floats], seed: int, *ratios: tuple[Any, Any]) -> Interval:
+    """A statistic of the sums of each ratio; n counts the prompts with cases, in the ratio with fewer of them."""
+    columns = np.stack([column for ratio in ratios for column in ratio])
+    cases = min(int((bottom > 0).sum()) for _, bottom in ratios)
+    found = estimate_in_draws(statistic, columns.sum(1), _drawn(columns, seed).T, cases)
+    return Interval(found.value, found.low, found.high, found.prompts)
+
+
+def bootstrapped(value: float, drawn: Any, n: int) -> Interval:
+    """A statistic with the interval of its values in a bootstrap that draws n prompts (or groups): `expanded`."""
+    return Interval(value, *expanded(value, drawn, n), n)
 
 
 def difference_of_ratios(one: tuple[Any, Any], other: tuple[Any, Any], seed: int = 0) -> Interval:
     """The ratio of sums of `one` minus that of `other` over the same prompts, with a bootstrap that draws both.
 
     To compare a ratio with the end of another one's interval is no test of their difference: it counts neither what
-    they have in common nor the first one's share of the error.
+    they have in common nor the first one's share of the error. Its prompts are those with cases, of the ratio
+    that has fewer of them: it varies most. Where that has one, there is no interval.
 
     Where neither ratio varies between the prompts, as 3 of 3 and 0 of 3 in each, every draw is the same. The
     interval then has no width, and p is 0 (`verdicts.p_value`), which is no evidence of certainty. Of one case per
@@ -156,19 +163,9 @@ def difference_of_ratios(one: tuple[Any, Any], other: tuple[Any, Any], seed: int
         ValueError: the two have different numbers of prompts.
     """
     (top, bottom), (others, below) = (tuple(np.asarray(part, float) for part in pair) for pair in (one, other))
-    n = len(top)
     if len({*map(len, (top, bottom, others, below))}) > 1:
-        raise ValueError(f"{n} and {len(others)} prompts cannot be paired; give the same prompts of both")
-    if n == 0 or not bottom.sum() or not below.sum():
-        return _unknown(n)
-    value = float(top.sum() / bottom.sum() - others.sum() / below.sum())
-    if n < 2:
-        return Interval(value, math.nan, math.nan, n)
-    draws = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
-    first, second = bottom[draws].sum(1), below[draws].sum(1)
-    known = (first > 0) & (second > 0)
-    drawn = top[draws].sum(1)[known] / first[known] - others[draws].sum(1)[known] / second[known]
-    return bootstrapped(value, drawn, n)
+        raise ValueError(f"{len(top)} and {len(others)} prompts cannot be paired; give the same prompts of both")
+    return _over_prompts(difference_of, seed, (top, bottom), (others, below))
 
 
 def paired_difference(
@@ -193,7 +190,8 @@ def paired_difference(
         raise ValueError(f"{len(one)} and {len(other)} values cannot be paired; give as many of both")
     differences = [float(a) - float(b) for a, b in zip(one, other, strict=True)]
     known = np.asarray([value for value in differences if not math.isnan(value)])
-    found, values = _bootstrap(known, np.ones(len(known)), seed), {*map(float, one), *map(float, other)}
+    found = _over_prompts(mean_of, seed, (known, np.ones(len(known))))
+    values = {*map(float, one), *map(float, other)}
     if len(differences) < 2 or len({*differences}) > 1 or not values <= {-1.0, 0.0, 1.0}:
         return _cut(found, bounds)
     unseen, most = Z**2 / (len(differences) + Z**2), 2 if -1.0 in values else 1
@@ -221,17 +219,17 @@ def over_networks(
 ) -> Interval:
     """Mean over networks of a ratio of sums over prompts, with an interval over both networks and prompts.
 
-    All M networks see the same n prompts, so that both are crossed random effects. With theta_m = sum_i a_mi /
+    All M networks see the same prompts, so that both are crossed random effects. With theta_m = sum_i a_mi /
     sum_i b_mi, the estimate is theta = mean_m theta_m and its variance
 
         v = s^2 / M + v_P,
 
     s^2 the variance of theta_m between the networks, v_P the variance of theta in a bootstrap that draws prompts,
-    the same for all networks, times n / (n - 1). The part of v that is due to both together is counted twice, which
-    widens the interval. Half its width is t(nu) sqrt(v), with Welch and Satterthwaite's
-    nu = v^2 / ((s^2 / M)^2 / (M - 1) + v_P^2 / (n - 1)). Where all values are at a bound of a share, it has
-    Wilson's interval over the prompts. With one network it is `ratio_over_prompts`, which says nothing about other
-    networks.
+    the same for all networks, times n / (n - 1); n prompts have cases in any network. The part of v that is due to
+    both together is counted twice, which widens the interval. Half its width is t(nu) sqrt(v), with Welch and
+    Satterthwaite's nu = v^2 / ((s^2 / M)^2 / (M - 1) + v_P^2 / (n - 1)). Where all values are at a bound of a
+    share, it has Wilson's interval over the prompts. With one network it is `ratio_over_prompts`, which says
+    nothing about other networks.
 
     In simulations the interval holds the true value in 94 to 97% of the draws with five networks, in 93% with
     three and in 87 to 89% with two, for which it is too narrow (`tests/experiments/test_intervals.py`).
@@ -253,23 +251,24 @@ def over_networks(
         raise ValueError(f"the networks have {lengths[0]} and {lengths[-1]} prompts; give each the same prompts")
     top, bottom = np.asarray(per_network, float).transpose(1, 0, 2)
     known = bottom.sum(1) > 0
-    networks, n = int(known.sum()), lengths[0]
+    networks = int(known.sum())
     if networks < 2:
         only = (top[known].sum(0), bottom[known].sum(0))
-        return ratio_over_prompts(*only, seed, bounds) if networks else _unknown(n)
+        return ratio_over_prompts(*only, seed, bounds) if networks else _unknown(0)
     top, bottom = top[known], bottom[known]
+    cases = (bottom > 0).any(0)
+    n = int(cases.sum())
     each = top.sum(1) / bottom.sum(1)
     value, between = float(each.mean()), float(each.var(ddof=1)) / networks
-    draws = np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))
-    drawn = bottom[:, draws].sum(-1)
+    drawn = _drawn(bottom, seed)
     with np.errstate(invalid="ignore"):
-        within = float(np.nanvar((top[:, draws].sum(-1) / drawn).mean(0)[(drawn > 0).all(0)])) if n > 1 else 0.0
+        within = float(np.nanvar((_drawn(top, seed) / drawn).mean(0)[(drawn > 0).all(0)])) if n > 1 else 0.0
     within *= n / max(1, n - 1)  # a bootstrap has the variance of n draws
     spread = between**2 / (networks - 1) + (within**2 / (n - 1) if n > 1 else 0.0)
     if not spread:
         bounds = _share_bounds(top, bottom) if bounds is None else bounds
         # All networks see the same prompts, which are no further cases.
-        return _cut(_at_bound(Interval(value, value, value, n), top, bottom, (bottom > 0).any(0), bounds), bounds)
+        return _cut(_at_bound(Interval(value, value, value, n), top, bottom, cases, bounds), bounds)
     half = student_quantile((between + within) ** 2 / spread) * math.sqrt(between + within)
     return _cut(Interval(value, value - half, value + half, n), bounds)
 

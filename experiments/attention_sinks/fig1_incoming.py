@@ -18,7 +18,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     uniform_attention,
 )
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, bounded_share, unpaired_difference
+from dlm_lens.experiments.intervals import Interval, unpaired_difference
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above
 
@@ -125,7 +125,7 @@ def _row(results: Results, model: str, scale: str) -> list[str]:
 
 def moved(results: Results, model: str, scale: str = PLOTTED) -> Interval:
     """Of the patterns with a sink at the first and the last step, the share whose largest sink moved."""
-    return bounded_share(ratio(results, model, f"{scale} moved", f"{scale} compared", bounds=(0, 1)))
+    return ratio(results, model, f"{scale} moved", f"{scale} compared", bounds=(0, 1))
 
 
 def chance(results: Results, model: str, scale: str = PLOTTED) -> Interval:

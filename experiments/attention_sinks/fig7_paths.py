@@ -19,7 +19,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     static_at_random_keys,
 )
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, bounded_share
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
 
@@ -182,19 +182,19 @@ def drift(results: Results, model: str, order: str, scale: str = PLOTTED) -> Int
 def to_the_right(results: Results, model: str, order: str, scale: str = PLOTTED) -> Interval:
     """Of the patterns that drift, the share that drift to the right."""
     name = f"{order}: {scale}"
-    return bounded_share(ratio(results, model, f"{name} right", f"{name} directed", bounds=(0, 1)))
+    return ratio(results, model, f"{name} right", f"{name} directed", bounds=(0, 1))
 
 
 def static_share(results: Results, model: str, order: str, scale: str = PLOTTED) -> Interval:
     """Of the patterns with a sink, the share that are static."""
     name = f"{order}: {scale}"
-    return bounded_share(ratio(results, model, f"{name} static", f"{name} with sink", bounds=(0, 1)))
+    return ratio(results, model, f"{name} static", f"{name} with sink", bounds=(0, 1))
 
 
 def static_by_chance(results: Results, model: str, order: str, scale: str = PLOTTED) -> Interval:
     """The same share if every step had as many sinks at random keys."""
     name = f"{order}: {scale}"
-    return bounded_share(ratio(results, model, f"{name} static at random", f"{name} with sink", bounds=(0, 1)))
+    return ratio(results, model, f"{name} static at random", f"{name} with sink", bounds=(0, 1))
 
 
 def _findings(results: Results) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from dlm_lens.experiments.attention_sinks.two_scales import (
     uniform_attention,
 )
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
-from dlm_lens.experiments.intervals import Interval, bounded_share
+from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
 
@@ -247,7 +247,7 @@ def _panels(results: Results, kind: str) -> tuple[dict[str, Any], dict[str, Any]
 def at_beginning(results: Results, model: str, order: str, scale: str = PLOTTED) -> Interval:
     """Of the static patterns, the share whose sink is among the first positions."""
     name = f"{order}: {scale}"
-    return bounded_share(ratio(results, model, f"{name} first", f"{name} static", bounds=(0, 1)))
+    return ratio(results, model, f"{name} first", f"{name} static", bounds=(0, 1))
 
 
 def by_chance(results: Results, model: str, order: str, scale: str = PLOTTED) -> Interval:
@@ -265,7 +265,7 @@ def uniform(results: Results, model: str, order: str, scale: str) -> str:
 
 def originating(results: Results, model: str, order: str) -> Interval:
     """The share of the onsets of sinks that are at most one position from the rightmost mask."""
-    return bounded_share(ratio(results, model, f"{order}: onsets near", f"{order}: onsets", bounds=(0, 1)))
+    return ratio(results, model, f"{order}: onsets near", f"{order}: onsets", bounds=(0, 1))
 
 
 def following(results: Results, model: str, order: str, name: str) -> Interval:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dlm_lens.experiments.attention_sinks.recorded_runs import per_prompt
 from dlm_lens.experiments.experiment import Finding
-from dlm_lens.experiments.intervals import Interval, bounded_share, unpaired_difference
+from dlm_lens.experiments.intervals import Interval, unpaired_difference
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.verdicts import is_above, is_within
 
@@ -21,7 +21,7 @@ MARGIN = 0.10
 
 def share(results: Results, model: str, reading: str) -> Interval:
     """Share of the maps that have a sink."""
-    return bounded_share(part(results, model, reading, "with", "maps"))
+    return part(results, model, reading, "with", "maps")
 
 
 def part(results: Results, model: str, reading: str, top: str, bottom: str) -> Interval:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dlm_lens.experiments.attention_sinks.fig7_paths import to_the_right
 from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, mean_match, mean_ratio
 from dlm_lens.experiments.attention_sinks.recorded_runs import average, ratio
 from dlm_lens.experiments.intervals import (
@@ -108,6 +109,54 @@ def test_prompts_without_cases_are_no_cases() -> None:
     assert ratio_over_prompts([0, 0, 0, 0], [2, 0, 0, 5]).high == pytest.approx(wilson_bound(2), rel=1e-6)
     found = over_networks([([0, 0, 0], [2, 0, 0]), ([0, 0, 0], [0, 0, 5])])
     assert found.high == pytest.approx(wilson_bound(2), rel=1e-6)
+
+
+def test_a_share_of_patterns_counts_prompts_that_have_any() -> None:
+    """Three of 32 prompts have patterns that drift, all to the right: 3 of 3, and not 32 of 32."""
+    found = {"sums directed": [2, 4, 1] + [0] * 29, "sums right": [2, 4, 1] + [0] * 29}
+    value = {f"left to right: {name}": values for name, values in found.items()}
+    records = [Record({"model": "smollm2", "start": 0}, value, 0.0)]
+    share = to_the_right(Results({"settings": {}}, records), "smollm2", "left to right", "sums")
+    assert share == (1.0, pytest.approx(1 - wilson_bound(3), rel=1e-6), 1.0, 3)
+
+
+def widened(n: int) -> float:
+    """What the distances of percentiles from the value are multiplied by for n prompts."""
+    return float(stats.t.ppf(0.975, n - 1) / stats.norm.ppf(0.975) * math.sqrt(n / (n - 1)))
+
+
+def test_a_difference_of_ratios_counts_the_prompts_of_the_ratio_that_has_fewer() -> None:
+    rng = np.random.default_rng(0)
+    below = rng.integers(1, 5, size=20).astype(float)
+    others, bottom = rng.binomial(below.astype(int), 0.4).astype(float), np.where(np.arange(20) < 6, 4.0, 0.0)
+    top = np.array([4.0, 1.0, 0.0, 2.0, 3.0, 1.0] + [0.0] * 14)
+    found = difference_of_ratios((top, bottom), (others, below))
+    draws = np.random.default_rng(0).integers(20, size=(2000, 20))
+    values = [
+        top[at].sum() / bottom[at].sum() - others[at].sum() / below[at].sum() for at in draws if bottom[at].any()
+    ]
+    expected = found.value + widened(6) * (np.quantile(values, (0.025, 0.975)) - found.value)
+    assert found.value == pytest.approx(11 / 24 - others.sum() / below.sum())
+    assert found[1:] == pytest.approx((*expected, 6), rel=1e-6)
+    # Of one prompt with cases nothing is known about others.
+    alone = np.where(np.arange(20) < 1, 4.0, 0.0)
+    assert np.isnan(difference_of_ratios((alone / 2, alone), (others, below))[1:3]).all()
+
+
+def test_over_networks_prompts_without_cases_do_not_count() -> None:
+    bottom = np.array([[2.0, 3.0, 1.0, 0.0], [2.0, 1.0, 0.0, 0.0], [1.0, 3.0, 2.0, 0.0]])
+    top = np.array([[2.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]])
+    bottom, top = (np.concatenate([part, np.zeros((3, 16))], 1) for part in (bottom, top))
+    found = over_networks([(a.tolist(), b.tolist()) for a, b in zip(top, bottom, strict=True)], bounds=None)
+    ratios = top.sum(1) / bottom.sum(1)
+    drawn = []
+    for at in np.random.default_rng(0).integers(20, size=(2000, 20)):
+        sums = bottom[:, at].sum(1)
+        drawn += [(top[:, at].sum(1) / sums).mean()] if sums.all() else []
+    between, within = ratios.var(ddof=1) / 3, np.var(drawn) * 3 / 2  # three prompts have cases
+    freedom = (between + within) ** 2 / (between**2 / 2 + within**2 / 2)
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(between + within)
+    assert found == pytest.approx((ratios.mean(), ratios.mean() - half, ratios.mean() + half, 3), rel=1e-9)
 
 
 def test_differences_and_sums_at_zero_are_no_shares() -> None:

@@ -199,10 +199,10 @@ def test_difference_and_shares_without_spread() -> None:
     assert found.value == pytest.approx(0.4)
     assert found.low == pytest.approx(0.4 - math.hypot(0.1, 0.3))
     assert found.high == pytest.approx(0.4 + math.hypot(0.2, 0.1))
-    none = bounded_share(Interval(0.0, 0.0, 0.0, 96))
+    none = bounded_share(Interval(0.0, 0.0, 0.0, 96), 96)
     assert none.low == 0
     assert none.high == pytest.approx(1.959964**2 / (96 + 1.959964**2))
-    assert bounded_share(other) == other
+    assert bounded_share(other, 96) == other
 
 
 def test_a_share_of_none_of_many_patterns() -> None:
@@ -215,7 +215,7 @@ def test_a_share_of_none_of_many_patterns() -> None:
     assert effective_cases(96 * 16, Interval(1.0, 1.0, 1.0, 96)) == 96
     none = Interval(0.0, 0.0, 0.0, 96)
     assert bounded_share(none, 960).high == pytest.approx(1.959964**2 / (960 + 1.959964**2))
-    assert bounded_share(none, 10).high == bounded_share(none).high
+    assert bounded_share(none, 10).high == bounded_share(none, 96).high
 
 
 @pytest.mark.long
