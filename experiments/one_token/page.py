@@ -107,8 +107,8 @@ dlm-lens experiment one-token-table2 --plan --device h100
 dlm-lens experiment one-token-table2 --set 'overrides=["data.path=/data/slimpajama/*.jsonl"]'
 ```
 
-The plan estimates the cost (with the memory of evaluation; `dlm-lens train CONFIG --dry-run` has that of
-training). On several GPUs train with `accelerate launch ... -m dlm_lens.cli train` first; the experiment finds
+The plan estimates the cost of the trainings, with the memory that `dlm-lens train CONFIG --dry-run` names for one
+device. On several GPUs train with `accelerate launch ... -m dlm_lens.cli train` first; the experiment finds
 finished trainings below `--set trained=DIR`. Nothing at that size has been tested, for lack of GPUs. The path
 itself is tested with a tiny model (`pytest tests/experiments/test_one_token_real.py`).
 
