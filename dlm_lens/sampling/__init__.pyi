@@ -1,6 +1,7 @@
 from .algorithm_registry import Algorithm as Algorithm
 from .algorithm_registry import algorithms as algorithms
 from .comparison import Comparison as Comparison
+from .comparison import ComparisonDifference as ComparisonDifference
 from .comparison import compare as compare
 from .denoising import denoise as denoise
 from .denoising_run import DenoisingRun as DenoisingRun
@@ -29,6 +30,7 @@ __all__ = [
     "Algorithm",
     "CanvasLogits",
     "Comparison",
+    "ComparisonDifference",
     "DenoisingRun",
     "FinishedStep",
     "HookRunner",

@@ -1,4 +1,4 @@
-"""`compare`: the same prompts with and without hooks, from the same seed."""
+"""`compare`: the same prompts with and without hooks, from the same seed; `Comparison.minus`: less a control."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from dlm_lens.adapters import family_of
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import HookLike, checked, exclusive
 from dlm_lens.display import Line, Preview, ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.emerging_text import answer_cells
@@ -21,6 +22,96 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts
+from dlm_lens.statistics import CORRELATION_BOUNDS, Bounds, Estimate, estimate_mean
+
+STATISTICS: dict[str, Bounds | None] = {
+    "tokens_changed": None,
+    "share_changed": CORRELATION_BOUNDS,
+    "first_difference": None,
+    "confidence_change": None,
+}
+"""The statistics of a `Comparison` that are subtracted, with the bounds of their differences.
+
+Not `step_change`: where every step decides as many positions, its mean over a row is 0 under any hook.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class ComparisonDifference(ShowsItself):
+    """What the hooks of a comparison change minus what those of its control change, paired by row.
+
+    Of a statistic s and row r, d_r = s_r(hooks) - s_r(control). Both are measured against the same run without
+    hooks. s is `tokens_changed`, `share_changed` or `first_difference` (in steps, of rows in which both have one)
+    of a `Comparison`, or its mean `confidence_change` over the positions of the row at which both have a number.
+
+    Args:
+        hooks: the `repr` of each hook.
+        control: the `repr` of each hook of the control.
+        values: of the hooks and of the control, in the order of `STATISTICS`; NaN in both where one has none.
+        prompt: the number of each row's prompt (`DenoisingRun.row_prompts`).
+
+    Raises:
+        ValueError: the shapes contradict each other.
+    """
+
+    hooks: tuple[str, ...]
+    control: tuple[str, ...]
+    values: Float[Tensor, "2 statistic batch"]
+    prompt: Int[Tensor, "batch"]
+
+    def __post_init__(self) -> None:
+        expected = (2, len(STATISTICS), len(self.prompt))
+        if tuple(self.values.shape) != expected:
+            raise ValueError(f"ComparisonDifference.values has shape {tuple(self.values.shape)}, not {expected}")
+
+    def __repr__(self) -> str:
+        return (
+            f"ComparisonDifference(tokens_changed={self.mean('tokens_changed')}, "
+            f"share_changed={self.mean('share_changed')}, hooks=[{', '.join(self.hooks)}], "
+            f"control=[{', '.join(self.control)}])"
+        )
+
+    def rows(self, statistic: str) -> Float[Tensor, "batch"]:
+        """The difference d_r of each row; NaN where one of the two has no number.
+
+        Raises:
+            ValueError: no such statistic.
+        """
+        if statistic not in STATISTICS:
+            raise ValueError(f"statistic is {shown(statistic)}; it must be one of {', '.join(STATISTICS)}")
+        one, control = self.values[:, list(STATISTICS).index(statistic)]
+        return one - control
+
+    def mean(self, statistic: str) -> Estimate:
+        """The mean of d_r over the rows with a number, with its 95% interval.
+
+        The interval resamples prompts with all their rows and both values of each, and is widened for few prompts
+        (`dlm_lens.statistics.expanded`): of one prompt there is none. Where all prompts have the same d it has no
+        width, which is no evidence of certainty.
+
+        Args:
+            statistic: its name, such as "share_changed".
+
+        Raises:
+            ValueError: no such statistic.
+        """
+        found = self.rows(statistic)
+        known = found.isfinite()
+        prompts = int(self.prompt.max()) + 1
+        return estimate_mean(found[known], self.prompt[known], prompts, bounds=STATISTICS[statistic])
+
+    def table(self) -> pd.DataFrame:
+        """One line per statistic.
+
+        Columns: `statistic`; its mean with the `hooks` and with the `control`, over the rows that have a number in
+        both; `difference` with its 95% interval `low`, `high`; `prompts`, how many have such rows.
+        """
+        lines = []
+        for (one, control), name in zip(self.values.nanmean(-1).T.tolist(), STATISTICS, strict=True):
+            found = self.mean(name)
+            interval = {"difference": found.value, "low": found.low, "high": found.high, "prompts": found.prompts}
+            lines.append({"statistic": name, "hooks": one, "control": control, **interval})
+        return pd.DataFrame(lines)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +144,7 @@ class Comparison(ShowsItself):
         same_answer = one.settings.get("gen_length") == two.settings.get("gen_length")
         if not self.plain.autoregressive and lengths[0] != lengths[1] and not same_answer:
             raise ValueError(f"the runs do not pair: they have {lengths[0]} and {lengths[1]} positions")
-        content = one.attention_mask[:, :width]
-        if not content.equal(two.attention_mask[:, :width]) or not torch.equal(
-            *(run.tokens[:, :width].masked_fill(run.masked[0, :, :width] | ~content, -1) for run in (one, two))
-        ):
+        if not _same_prompts(one, two):
             raise ValueError("the runs do not pair: their prompts differ")
 
     def __repr__(self) -> str:
@@ -135,6 +223,25 @@ class Comparison(ShowsItself):
         one, two = (step.float().masked_fill(step < 0, torch.nan) for step in steps)
         return two - one
 
+    def minus(self, control: "Comparison") -> ComparisonDifference:
+        """What these hooks change minus what a control changes, paired by row, with intervals over prompts.
+
+        Args:
+            control: such as of `mask_random(like=hook)`, with the same model, prompts, seeds and settings.
+
+        Raises:
+            ValueError: the two were made with another model, other prompts, seeds or settings.
+        """
+        if not isinstance(control, Comparison):
+            raise ValueError(f"minus: control is {shown(control)}; it must be a Comparison, which compare returns")
+        if differs := _differs(self.plain, control.plain):
+            raise ValueError(
+                f"minus: the comparisons differ in {differs}; give both the same model, prompts, seeds and settings"
+            )
+        width = min(self.confidence_change.shape[1], control.confidence_change.shape[1])
+        values = torch.stack([_of_rows(one, other, width) for one, other in ((self, control), (control, self))])
+        return ComparisonDifference(self.hooks, control.hooks, values, self.plain.row_prompts)
+
     def table(self) -> pd.DataFrame:
         """One line per answer position: batch, position, tokens, texts, steps and confidences of both runs.
 
@@ -187,6 +294,50 @@ def compare(
     drawn = list(plain.settings["seeds"]) if seed is None else seed
     hooked = denoise(model, prompts, seed=drawn, hooks=hooks, **settings)
     return Comparison(plain, hooked, tuple(map(repr, hooks)))
+
+
+def _same_prompts(one: DenoisingRun, two: DenoisingRun) -> bool:
+    """Whether the rows of two runs have the same prompts, padded alike."""
+    width, content = one.prompt_length, one.attention_mask[:, : one.prompt_length]
+    if two.prompt_length != width or not content.equal(two.attention_mask[:, :width]):
+        return False
+    return torch.equal(
+        *(run.tokens[:, :width].masked_fill(run.masked[0, :, :width] | ~content, -1) for run in (one, two))
+    )
+
+
+NOISE = 0.01
+"""Absolute and relative difference of the confidences of two runs of one network: devices round differently."""
+
+
+def _differs(one: DenoisingRun, two: DenoisingRun) -> str:
+    """What two runs without hooks were made with that is not the same; empty if nothing is known to differ."""
+    named: dict[str, tuple[Any, Any]] = {"model": (one.model, two.model)}
+    for name in dict.fromkeys((*one.settings, *two.settings)):
+        named[name] = (one.settings.get(name), two.settings.get(name))
+    found = [f"{name} ({shown(a)} and {shown(b)})" for name, (a, b) in named.items() if repr(a) != repr(b)]
+    if not _same_prompts(one, two):
+        found.append("their prompts")
+    if not found and not (
+        one.canvases.equal(two.canvases)
+        and one.masked.equal(two.masked)
+        and torch.allclose(one.confidence, two.confidence, rtol=NOISE, atol=NOISE, equal_nan=True)
+    ):
+        found.append("their runs without hooks")
+    return ", ".join(found)
+
+
+def _of_rows(one: Comparison, other: Comparison, width: int) -> Float[Tensor, "statistic batch"]:
+    """The `STATISTICS` of the rows of one comparison; NaN where the other has none."""
+    first, second = (each.first_difference.double() for each in (one, other))
+    found = {
+        "tokens_changed": one.tokens_changed.double(),
+        "share_changed": one.tokens_changed.double() / one.answer.sum(-1).clamp(min=1),
+        "first_difference": first.masked_fill((first < 0) | (second < 0), torch.nan),
+    }
+    here, there = (each.confidence_change[:, :width].double() for each in (one, other))
+    found["confidence_change"] = here.masked_fill(there.isnan(), torch.nan).nanmean(-1)
+    return torch.stack([found[name] for name in STATISTICS])
 
 
 def _answer_of(run: DenoisingRun, width: int) -> Bool[Tensor, "batch width"]:

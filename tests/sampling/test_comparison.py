@@ -4,12 +4,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import dlm_lens as dl
-from dlm_lens.hooks import ablate, at_steps, mask_positions, steer
-from dlm_lens.sampling.comparison import Comparison, compare
+from dlm_lens.hooks import ablate, at_steps, mask_positions, mask_random, mask_top_sinks, steer
+from dlm_lens.sampling.comparison import STATISTICS, Comparison, ComparisonDifference, compare
 from dlm_lens.testing import tiny
 
 PROMPTS = [[5, 9, 14, 3, 8, 2], [7, 2, 11]]
@@ -239,3 +241,128 @@ def test_what_does_not_pair_is_refused() -> None:
         "Comparison(tokens_changed=0 of 16, first_difference=[-1, -1], hooks=[hook])"
     )
     assert math.isnan(float(Comparison(one, one, ()).confidence_change[0, 0]))
+
+
+FOUR = [PROMPTS[0], PROMPTS[1], [4, 4, 9, 1], PROMPTS[1], [12, 8]]
+"""Five rows of four prompts."""
+
+EARLY_END = [36, 2, 27, 30, 59, 0, 13, 29, 31, 17, 41, 10]
+"""End tokens with which the AR runs of `FOUR` have unequal widths, and rows that end at unequal steps."""
+
+
+def by_hand(one: Comparison, control: Comparison, row: int) -> dict[str, float]:
+    """The differences of a row, from the canvases of the four runs."""
+    plain, runs = one.plain, (one.hooked, control.hooked)
+    start, stops = plain.prompt_length, [over(run, row) for run in (plain, one.hooked, control.hooked)]
+    changed, answer, firsts, confidences = [], [], [], []
+    for run, stop in zip(runs, stops[1:], strict=True):
+        end = max(stops[0], stop)
+        tokens = [each.tokens[row].tolist() for each in (plain, run)]
+        longer = [one + [plain.eos_token_ids[0] if plain.eos_token_ids else 0] * (end - len(one)) for one in tokens]
+        changed.append(sum(longer[0][p] != longer[1][p] for p in range(start, end)))
+        answer.append(end - start)
+        if plain.autoregressive:  # step t writes position start + t
+            differ = [p - start for p in range(start, end) if longer[0][p] != longer[1][p]]
+        else:
+            canvases = [each.canvases[1:, row].masked_fill(each.masked[1:, row], -1) for each in (plain, run)]
+            differ = [step for step in range(plain.steps) if not canvases[0][step].equal(canvases[1][step])]
+        firsts.append(float(differ[0]) if differ else math.nan)
+        confidences.append(
+            {
+                p: float(run.confidence[int(run.step_of[row, p]), row, p])
+                - float(plain.confidence[int(plain.step_of[row, p]), row, p])
+                for p in range(start, min(stops[0], stop))
+            }
+        )
+    both = sorted(confidences[0].keys() & confidences[1].keys())
+    return {
+        "tokens_changed": float(changed[0] - changed[1]),
+        "share_changed": changed[0] / answer[0] - changed[1] / answer[1],
+        "first_difference": firsts[0] - firsts[1],
+        "confidence_change": float(np.mean([confidences[0][p] - confidences[1][p] for p in both])),
+    }
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "causal"])
+def test_minus_is_the_paired_difference_with_its_interval_over_prompts(family: str) -> None:
+    model, settings = tiny(family), {**settings_of(family), "seed": [0, 1, 2, 3, 4]}
+    hooks = [[ablate("mlp_out", "visible")], [steer(torch.full((32,), 0.3))]]
+    if family == "causal":
+        model.config.eos_token_id = EARLY_END
+    one, control = (compare(model, FOUR, each, **settings) for each in hooks)
+    if family == "causal":
+        assert len({run.tokens.shape[1] for run in (one.plain, one.hooked, control.hooked)}) == 3
+    found = one.minus(control)
+    rows = [by_hand(one, control, row) for row in range(5)]
+    table = found.table().set_index("statistic")
+    assert list(table.index) == list(STATISTICS) == list(rows[0])
+    for name in STATISTICS:
+        wanted = np.array([row[name] for row in rows])
+        np.testing.assert_allclose(found.rows(name), wanted, atol=1e-6)
+        # The second and the fourth row are one prompt, which is drawn whole.
+        known = np.isfinite(wanted)
+        sums, counts = np.zeros(4), np.zeros(4)
+        for row, prompt in enumerate([0, 1, 2, 1, 3]):
+            sums[prompt] += wanted[row] if known[row] else 0.0
+            counts[prompt] += known[row]
+        sums, counts = sums[counts > 0], counts[counts > 0]
+        n = len(sums)
+        assert n > 2
+        draws = np.random.default_rng(0).multinomial(n, [1 / n] * n, size=2000)
+        mean = sums.sum() / counts.sum()
+        wider = stats.t.ppf(0.975, n - 1) / stats.norm.ppf(0.975) * math.sqrt(n / (n - 1))
+        low, high = mean + wider * (np.quantile((draws @ sums) / (draws @ counts), (0.025, 0.975)) - mean)
+        if name == "share_changed":
+            low, high = max(low, -1.0), min(high, 1.0)
+        estimate = found.mean(name)
+        assert (estimate.value, estimate.low, estimate.high) == pytest.approx((mean, low, high), abs=1e-6)
+        assert estimate.prompts == table.loc[name, "prompts"] == n
+        assert table.loc[name, "hooks"] - table.loc[name, "control"] == pytest.approx(mean, abs=1e-6)
+    assert bool((found.rows("tokens_changed") != 0).any())
+    # Of a comparison with itself every difference is 0; the other way round it changes its sign.
+    torch.testing.assert_close(control.minus(one).rows("share_changed"), -found.rows("share_changed"))
+    assert one.minus(one).rows("confidence_change").tolist() == [0.0] * 5
+
+
+def test_minus_shows_what_was_compared() -> None:
+    hook = mask_top_sinks(1)
+    pair, control = (compare(tiny("llada"), [PROMPTS[0]], [one], **RUN) for one in (hook, mask_random(like=hook)))
+    found = pair.minus(control)
+    changed = int(pair.tokens_changed[0]) - int(control.tokens_changed[0])
+    assert repr(found) == (
+        f"ComparisonDifference(tokens_changed={changed} [no interval: 1 prompt], "
+        f"share_changed={changed / 8:.4g} [no interval: 1 prompt], hooks=[{hook!r}], "
+        f"control=[mask_random(like={hook!r})])"
+    )
+    assert "confidence_change" in found._repr_html_()
+
+
+def test_minus_refuses_what_does_not_pair() -> None:
+    model, hooks = tiny("llada"), [ablate("mlp_out", "visible")]
+    pair = compare(model, PROMPTS, hooks, **RUN)
+    others = {
+        r"differ in steps \(4 and 2\); give both the same": {"settings": {**RUN, "steps": 2}},
+        r"seeds \(\(0, 0\) and \(1, 1\)\)": {"settings": {**RUN, "seed": 1}},
+        "differ in their prompts;": {"prompts": [PROMPTS[0], [7, 2, 12]]},
+        "their prompts;": {"prompts": PROMPTS[:1]},
+        "differ in their runs without hooks;": {"model": tiny("llada", seed=1)},
+    }
+    for message, other in others.items():
+        given: dict[str, Any] = {"model": model, "prompts": PROMPTS, "settings": RUN, **other}
+        control = compare(given["model"], given["prompts"], hooks, **given["settings"])
+        with pytest.raises(ValueError, match=message):
+            pair.minus(control)
+    # Another network may write the same tokens with another confidence, and a name may be all that is known.
+    plain = replace(pair.plain, confidence=pair.plain.confidence * 0.9)
+    with pytest.raises(ValueError, match="differ in their runs without hooks;"):
+        pair.minus(Comparison(plain, pair.hooked, ()))
+    with pytest.raises(ValueError, match=r"differ in model \('.*' and 'other'\);"):
+        pair.minus(Comparison(replace(pair.plain, model="other"), pair.hooked, ()))
+    with pytest.raises(ValueError, match="control is 3; it must be a Comparison"):
+        pair.minus(3)  # type: ignore[arg-type]
+    found = pair.minus(pair)
+    with pytest.raises(ValueError, match="statistic is 'steps'; it must be one of tokens_changed, share_changed"):
+        found.mean("steps")
+    with pytest.raises(ValueError, match=r"values has shape \(2, 4, 2\), not \(2, 4, 1\)"):
+        replace(found, prompt=found.prompt[:1])
+    assert isinstance(found, ComparisonDifference)
