@@ -261,12 +261,15 @@ def replay(
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: a run of another model or sampler, no hook, or a layer or class of queries that is not there.
+        ValueError: a run of another model or sampler or without steps, no hook, or a layer or class of queries that
+            is not there.
     """
     stored = StoredRun(model, run, decided=decided, warn=False)
     hooks = checked(hooks)
     if not len(hooks):
         raise ValueError("replay: hooks is empty; give at least one hook")
+    if not run.steps:
+        raise ValueError("replay: the run has no steps, as its prompts leave nothing to decide; give another run")
     queries = checked_class(queries, "replay")
     if queries not in ("all", "masked") or (queries == "masked" and stored.autoregressive):
         raise ValueError(f"replay: queries is {queries!r}; 'all', or (in a DLM) 'masked'")

@@ -347,3 +347,11 @@ def test_what_does_not_fit_is_refused(llada: Any, run: Any) -> None:
     found = replay(llada, run, [mask_positions(0)])
     with pytest.raises(ValueError, match=r"Replay\.kl has shape \[1\]"):
         replace(found, kl=torch.zeros(1))
+
+
+def test_a_run_without_steps_has_no_replay() -> None:
+    model = tiny("fast_dllm_v2")
+    run = dl.denoise(model, [[5, 9, 13], [3, 8, 1, 4]], gen_length=2, reference_quirks=True)
+    assert run.steps == 0
+    with pytest.raises(ValueError, match="replay: the run has no steps, as its prompts leave nothing to decide"):
+        replay(model, run, [mask_positions(0)])

@@ -452,3 +452,10 @@ def test_scores_in_bfloat16_are_drawn_and_no_sink_warns_of_nothing(name: str) ->
 def test_scores_of_zero_have_no_logarithm() -> None:
     with pytest.raises(ValueError, match="no key has a score above 0"):
         score_distribution(made(scores=0.0))
+
+
+def test_a_head_of_the_mean_over_heads_has_no_scores() -> None:
+    merged = made().at_level("layer")
+    assert score_distribution(merged, layer=0).axes
+    with pytest.raises(ValueError, match="these scores are of the layer mean, which has no head level left"):
+        score_distribution(merged, layer=0, head=0)

@@ -107,6 +107,7 @@ def _part(received: Received, layer: int | None, head: int | None) -> Received:
         place = index_of("layer", layer, received.layers)
         received = received.part(layers=slice(place, place + 1))
     if head is not None:
+        received = received.at_level("head")  # refuses means over heads
         place = index_of("head", head, received.head_numbers)
         received = received.part(heads=slice(place, place + 1))
     return received
