@@ -1,7 +1,7 @@
 """The arrays of a recording: their description, and their assembly from the steps of a run."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,15 +51,10 @@ def specs_of(reducers: Sequence[Statistic]) -> tuple[ArraySpec, ...]:
             reducer=ADDRESS.sub("", repr(reducer)),
             labels=dict(reducer.labels),
             positions=reducer.positions,
-            settings=_plain_fields(reducer),
+            settings=dict(reducer.stored_settings),
         )
         for reducer in reducers
     )
-
-
-def _plain_fields(reducer: Statistic) -> dict[str, Any]:
-    found: dict[str, Any] = dict(vars(reducer)) if is_dataclass(reducer) else {}
-    return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool)}
 
 
 def _with_as_many_heads(parts: list[Tensor], spec: ArraySpec) -> list[Tensor]:

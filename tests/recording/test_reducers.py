@@ -248,7 +248,6 @@ def test_without_a_detector_a_recording_is_described_as_before_min_viewers():
     # Interrupted recordings are continued, and those of before are joined, only under the same description.
     (spec,) = specs_of([RegionMass()])
     assert (spec.reducer, spec.settings) == ("RegionMass(sinks=None)", {})
-    assert RegionMass(min_viewers=3) == RegionMass()
     detector = AboveMean(1.0)
     (spec,) = specs_of([RegionMass(sinks=detector, min_viewers=3)])
     assert (spec.reducer, spec.settings) == (f"RegionMass(sinks={detector}, min_viewers=3)", {"min_viewers": 3})
@@ -261,3 +260,18 @@ def test_a_recording_from_before_min_viewers_is_read(tmp_path):
     read = Recording.load(old.save(tmp_path / "old"))
     assert torch.equal(read.region_mass.nan_to_num(-7), rec.region_mass.nan_to_num(-7))
     assert reducer in region_mass(read).get_suptitle().replace("\n", " ")
+
+
+def test_a_recording_of_regions_without_a_detector_is_continued_as_before_min_viewers(tmp_path):
+    model, given = tiny("llada"), settings("llada")
+    rec = record(model, PROMPTS, [RegionMass()], to=tmp_path / "rec", **given)
+    # The header of recordings from before min_viewers has these; without a detector the numbers are the same.
+    spec = rec.specs["region_mass"]
+    assert (spec.reducer, dict(spec.settings)) == ("RegionMass(sinks=None)", {})
+    again = record(model, PROMPTS, [RegionMass(min_viewers=1)], to=tmp_path / "rec", **given)
+    assert torch.equal(again.region_mass.nan_to_num(-7), rec.region_mass.nan_to_num(-7))
+    sinks = [RegionMass(sinks=AboveMean(1.0), min_viewers=least) for least in (1, 8)]
+    record(model, PROMPTS, sinks[:1], to=tmp_path / "sinks", **given)
+    text = r"reducer = 'RegionMass\(.*, min_viewers=1\)', and now it is 'RegionMass\(.*, min_viewers=8\)'; give"
+    with pytest.raises(ValueError, match=text):
+        record(model, PROMPTS, sinks[1:], to=tmp_path / "sinks", **given)

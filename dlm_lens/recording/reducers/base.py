@@ -3,7 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -187,6 +187,12 @@ class Statistic:
     def positions(self) -> bool:
         """Whether the numbers are positions of keys, which change where prompts are padded; False."""
         return False
+
+    @property
+    def stored_settings(self) -> Mapping[str, Any]:
+        """The settings that a recording names and a continued one must share; the texts, numbers and flags."""
+        found: dict[str, Any] = dict(vars(self)) if is_dataclass(self) else {}
+        return {name: value for name, value in found.items() if isinstance(value, str | int | float | bool)}
 
     def check(self, model: Any, layers: tuple[int, ...]) -> None:
         """Raise a ValueError for a model or recorded layers that the reducer does not fit; by default none.

@@ -1,5 +1,6 @@
 """Statistics of the attention pattern: its entropy, its mass between regions, and the pattern itself."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +70,7 @@ class AttentionEntropy(Reducer):
         return layer.only_queries(layer.per_query["entropy"])
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class RegionMass(Reducer):
     """The share of attention that queries of one class give to each region of keys, per head.
 
@@ -106,9 +107,6 @@ class RegionMass(Reducer):
 
     def __post_init__(self) -> None:
         RULES["min_viewers"].check("RegionMass.min_viewers", self.min_viewers)
-        if self.sinks is None:
-            # Nothing reads it then: the default stands, and recordings are described as before there was one.
-            object.__delattr__(self, "min_viewers")
         if self.sinks is not None and not callable(getattr(self.sinks, "detect", None)):
             raise ValueError(f"RegionMass(sinks={self.sinks!r}): give a detector, such as AboveMean(eps=3.0)")
         if self._quantity not in ("received", "share", "mean attention"):
@@ -118,7 +116,14 @@ class RegionMass(Reducer):
             )
 
     def __repr__(self) -> str:
-        return f"RegionMass({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        # Without a detector nothing reads min_viewers: the text is that of recordings from before there was one.
+        viewers = "" if self.sinks is None else f", min_viewers={self.min_viewers}"
+        return f"RegionMass(sinks={self.sinks!r}{viewers})"
+
+    @property
+    def stored_settings(self) -> Mapping[str, Any]:
+        """`min_viewers`, where a detector reads it."""
+        return {} if self.sinks is None else super().stored_settings
 
     def reduce(self, layer: LayerStep) -> Float[Tensor, "batch head query_region key_region"]:
         """The matrix [query_region, key_region] of every head."""
