@@ -5,7 +5,7 @@ Used for everything that the sinks, the probes and the experiments report with a
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,8 @@ class Estimate:
         value: over all prompts.
         low: lower end, see `expanded`; NaN with fewer than two prompts.
         high: upper end.
-        prompts: how many prompts contribute.
+        prompts: how many prompts contribute; of two means of which one has cases in fewer than two prompts, so
+            many, as there is no interval.
     """
 
     value: float
@@ -135,6 +136,9 @@ def estimate(
 ) -> Estimate:
     """A statistic of sums over prompts, and its interval (`expanded`).
 
+    The draws do not show how much a mean varies that has cases in one prompt alone: where two means are compared
+    (`difference_of`, `ratio_of`) and one of them has cases in fewer than two prompts, there is no interval.
+
     Args:
         sums: [prompt, summand]; a prompt whose row is all zeros is left out.
         statistic: from sums over prompts [*draws, summand] to numbers [*draws].
@@ -148,6 +152,9 @@ def estimate(
     prompts = len(sums)
     drawn = _resamples(prompts, resamples, seed) @ sums if prompts > 1 else sums
     found = estimate_in_draws(statistic, sums.sum(0), drawn, prompts)
+    least = min((int((sums[:, place] > 0).sum()) for place in COUNTS_OF_TWO.get(statistic, ())), default=prompts)
+    if least < 2:
+        return replace(found, low=math.nan, high=math.nan, prompts=least)
     low, high = _within(found.value, (found.low, found.high), sums[:, -1], bounds)
     return replace(found, low=low, high=high)
 
@@ -221,6 +228,10 @@ def ratio_of(sums: Floats) -> Floats:
     """The first mean over the second, of sums [..., (sum, count, sum, count)]."""
     ratio: Floats = (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
     return ratio
+
+
+COUNTS_OF_TWO: Mapping[Callable[[Floats], Floats], tuple[int, int]] = {difference_of: (1, 3), ratio_of: (1, 3)}
+"""Where the statistics of two means have the numbers of cases among their summands."""
 
 
 def ratio_by_prompt(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from dlm_lens.statistics import (
     expanded,
     mean_of,
     ratio_by_prompt,
+    ratio_of,
     summed,
 )
 
@@ -144,3 +146,14 @@ def test_bounds_cut_and_prompts_without_cases_do_not_count() -> None:
     assert np.isnan([low[0], high[0]]).all()
     assert (low[1], high[1]) == pytest.approx((0.5, 0.5))
     assert summed([1.0, 2.0], [2, 2], 4).tolist() == [0, 0, 3, 0]
+
+
+@pytest.mark.parametrize("statistic", [difference_of, ratio_of])
+def test_two_means_of_which_one_has_one_prompt_have_no_interval(statistic: Callable[..., Any]) -> None:
+    alone, others = [[3.0, 1, 0, 0]], [[0.0, 0, 1 + i % 2, 1] for i in range(20)]
+    found = estimate(alone + others, statistic)
+    assert found.value == pytest.approx({difference_of: 3 - 1.5, ratio_of: 3 / 1.5}[statistic])
+    assert str(found).endswith("[no interval: 1 prompt]")
+    # With a second prompt on that side there is one.
+    assert math.isfinite(estimate([*alone, [2.0, 1, 0, 0], *others], statistic).low)
+    assert math.isnan(estimate(others, statistic).value)
