@@ -146,12 +146,12 @@ class Generator:
             return self.batch_size
         head = self.model.get_output_embeddings()
         most = POSITIONS.get(execution_device(head).type, max(POSITIONS.values()))
-        halves = 2 if self._resolved(settings).get("cfg_scale") else 1
+        resolved = self._resolved(settings)
+        halves = 2 if resolved.get("cfg_scale") else 1
         if self.algorithm.sampler.autoregressive:
             evaluated = 1
         else:
-            evaluated = settings.get("block_length") or self.model.sampler_defaults.get("block_length")
-            evaluated = min(evaluated or longest.gen_length, longest.gen_length)
+            evaluated = min(resolved.get("block_length") or longest.gen_length, longest.gen_length)
         width = len(longest.prompt) + longest.gen_length
         return max(1, min(most // (halves * width), LOGITS // (halves * evaluated * head.weight.shape[0])))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.evaluation import HarnessLM
+from dlm_lens.evaluation import HarnessLM, generation_requests
 from dlm_lens.evaluation.generation_requests import Generator, Job
 from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import (
@@ -306,6 +306,20 @@ def test_both_halves_of_the_models_own_guidance_take_memory() -> None:
     generator, job = Generator(tiny("smdm")), Job(0, [3, 4, 5], 0, (), 8, ())
     own, none, without = (generator._rows(job, given) for given in ({}, {"cfg_scale": None}, {"cfg_scale": 0.0}))
     assert own == none == without // 2
+
+
+def test_a_default_block_that_does_not_divide_the_answer_takes_the_memory_of_the_whole_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny("llada")
+    monkeypatch.setattr(generation_requests, "LOGITS", 100 * model.get_output_embeddings().weight.shape[0])
+    model.sampler_defaults = {**model.sampler_defaults, "block_length": 8}  # `denoise` makes one block of 20
+    job = Job(0, [3, 4, 5], 0, (), 20, ())
+    default, whole, short = (
+        Generator(model)._rows(job, {"gen_length": 20, **given})
+        for given in ({}, {"block_length": 20}, {"block_length": 4})
+    )
+    assert (default, whole, short) == (5, 5, 25)  # 100 positions of logits
 
 
 def test_what_tasks_ask_for_is_not_mixed(llada: Any) -> None:
