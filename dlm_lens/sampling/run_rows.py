@@ -64,17 +64,15 @@ def decided_answer(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
 def until_ends(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     """The positions up to each row's end, where a row that is over is closed or written on; in other runs all.
 
-    In AR decoding those of the steps that the row ran, in DiffusionGemma those up to the end of the canvas that
-    holds an end of its text.
+    In AR decoding those of the steps that the row ran; with `Sampler.closes_rows` (DiffusionGemma) those up to the
+    end of the block that holds an end of its text.
     """
-    from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler  # it imports this module
-
-    width, sampler = run.tokens.shape[1], sampler_class(run)
+    width = run.tokens.shape[1]
     if run.autoregressive:
         return torch.arange(width, device="cpu") < run.prompt_length + run.steps_in_all[:, None]
     layout = run.attention_blocks
     quirks = bool(run.settings.get("reference_quirks"))  # with these the row is denoised on
-    if sampler is None or not issubclass(sampler, UniformNoiseSampler) or layout is None or quirks:
+    if not sampler_class(run).closes_rows or layout is None or quirks:
         return torch.ones_like(run.attention_mask)
     ends = torch.isin(run.tokens, torch.tensor(run.eos_token_ids, dtype=torch.long, device="cpu")) & run.answer
     block = layout.numbers(width).expand_as(ends)

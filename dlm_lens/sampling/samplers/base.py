@@ -118,8 +118,7 @@ class Sampler(nn.Module):
     with `ALGORITHM = Algorithm(...)`.
 
     Attributes:
-        autoregressive: a step sees the prefix that is written and decides the next position (AR decoding), instead
-            of the whole canvas.
+        autoregressive: a step sees the prefix that is written, and decides the next position (AR decoding).
         grows: a step sees the canvas up to the end of its block (block diffusion), instead of all of it.
         adaptive: how many steps run depends on the tokens: a step of the plans at which nothing is eligible is left
             out, without a forward pass, and the others are counted through.
@@ -127,6 +126,7 @@ class Sampler(nn.Module):
             rest shares its block with the first masks; otherwise from the first position of the answer.
         context: how positions before the block that is decoded attend; `BlockLayout.context`.
         own_ends: a row decodes nothing after its own last block, where the canvas goes on for rows that end later.
+        closes_rows: the later blocks of a row whose text has ended are closed, which is no decision of the row.
         whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
         any_block_length: the authors decode with other blocks than those of the training too.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
@@ -141,8 +141,7 @@ class Sampler(nn.Module):
         in_own_blocks: the positions up to the end of each row's own last block, with `own_ends`; None for all.
         training_block_length: of the blocks of the training, where the sampler itself decodes none; None for none.
         observed_first: attention is causal in the order of `attention.observed_order`, observed tokens, then masks.
-        window_length: masks that are so many positions or more after the first mask of their row are not seen; None
-            where all are.
+        window_length: masks so many positions or more after their row's first are not seen; None where all are.
         windowed: attention is causal, but for the window of `attention.sees_window`, of `window_length` positions.
         mask_window: the length of that window; None for none.
         cache: the approximate cache of the network; None for none.
@@ -164,6 +163,7 @@ class Sampler(nn.Module):
     from_text: ClassVar[bool] = False
     context: ClassVar[Context] = "blocks"
     own_ends: ClassVar[bool] = False
+    closes_rows: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False
     any_block_length: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True

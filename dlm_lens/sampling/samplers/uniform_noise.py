@@ -28,6 +28,7 @@ class UniformNoiseSampler(Sampler):
     """
 
     blank = 0
+    closes_rows = True
 
     def __init__(self, noise: Noise) -> None:
         super().__init__()
