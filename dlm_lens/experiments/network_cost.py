@@ -12,6 +12,7 @@ import dlm_lens
 from dlm_lens.adapters import embedded_models
 from dlm_lens.adapters.families.smdm import SIZES
 from dlm_lens.adapters.forward_cost import ForwardCost, network_without_weights
+from dlm_lens.adapters.hub import config_values
 from dlm_lens.experiments.experiment import Cost
 from dlm_lens.training.cost_estimate import activation_bytes
 from dlm_lens.training.initialization import NEW, SCRATCH
@@ -46,14 +47,14 @@ class NetworkCost:
     def of(cls, model: str) -> "NetworkCost":
         """The cost of a checkpoint: from its config.json, or from what the package knows of it.
 
-        Weights that come without a config.json are loaded.
+        Weights that come without a config.json, or with one that names no model_type (SEDD's), are loaded.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
             ValueError: a config that cannot be.
         """
         name = model.removeprefix(NEW)
-        if Path(name).exists() and not (Path(name) / "config.json").is_file():
+        if Path(name).exists() and not _names_its_type(Path(name)):
             network: Any = dlm_lens.load(name)
         elif name in LAYOUTS:
             network = network_without_weights(name, LAYOUTS[name])
@@ -84,8 +85,13 @@ class NetworkCost:
         )
 
 
+def _names_its_type(path: Path) -> bool:
+    """Whether a checkpoint's config.json says what it is, so that its network is known without the weights."""
+    return (path / "config.json").is_file() and config_values(str(path), {}).get("model_type") is not None
+
+
 def seconds_per_flop(model: str) -> float:
-    """The time of one forward pass of 8 x 64 positions, divided by its operations.
+    """The least time of three forward passes of 8 x 64 positions, divided by the operations of one.
 
     Raises:
         ValueError: a model that is not on this machine.
@@ -98,9 +104,10 @@ def seconds_per_flop(model: str) -> float:
         )
     loaded: Any = dlm_lens.load(timed)
     ids = torch.zeros(8, 64, dtype=torch.long)
+    times = []
     with torch.no_grad():
-        loaded(input_ids=ids)
-        start = time.perf_counter()
-        loaded(input_ids=ids)
-        spent = time.perf_counter() - start
-    return spent / NetworkCost.of(timed).flops(Cost(1, 8, 64, timed))
+        for _ in range(4):  # the first one warms up
+            start = time.perf_counter()
+            loaded(input_ids=ids)
+            times.append(time.perf_counter() - start)
+    return min(times[1:]) / NetworkCost.of(timed).flops(Cost(1, 8, 64, timed))

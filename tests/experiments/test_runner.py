@@ -21,6 +21,7 @@ import torch
 from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 
+import dlm_lens as dl
 from dlm_lens.experiments import (
     Bench,
     Experiment,
@@ -434,6 +435,15 @@ def test_networks_with_new_weights_cost_what_their_training_does(start: str) -> 
     assert network.forward.parameters == found.parameters
     rows = 3 * settings.batch_size
     assert network.flops(Cost(1, rows, settings.data.length, start, backward=True)) == pytest.approx(found.flops)
+
+
+def test_a_checkpoint_whose_config_names_no_type_is_counted_as_its_network() -> None:
+    original, ids = Path(__file__).parents[1] / "golden" / "sedd", torch.zeros(1, 10, dtype=torch.long)
+    model = dl.load(str(original), attn_implementation="hooked")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids)
+    found = NetworkCost.of(str(original)).flops(Cost(1, 1, 10, "m"))
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize("name", [one.name for one in list_experiments()])
