@@ -30,12 +30,10 @@ residual stream after a block."""
 
 SITES: tuple[Site, ...] = get_args(Site)
 
-HOOK_ATTRIBUTES = frozenset(
-    {
-        *("site", "layers", "stack", "stateless", "remembers", "padding_safe", "shifts_with_padding", "row_count"),
-        *("needs_clean_pass", "sees_all_layers"),
-    }
-)
+HOOK_ATTRIBUTES = frozenset({
+    "site", "layers", "stack", "stateless", "remembers", "padding_safe", "shifts_with_padding", "row_count",
+    "needs_clean_pass", "sees_all_layers",
+})  # fmt: skip
 """What the library reads of a hook, as `Hook` documents it. A hook that reads another one has them from it
 (`DelegatingHook`), the adapter of a user's own object from the object."""
 

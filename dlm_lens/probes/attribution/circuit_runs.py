@@ -204,6 +204,7 @@ class _CircuitPass:
 
     def _enter(self, layer: int) -> Any:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
+            """Keep the layer's input, and run the layer inside on what its heads read."""
             if self.inner:
                 return
             self.stream = args[0] if args else kwargs["hidden_states"]
