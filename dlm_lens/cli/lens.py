@@ -1,7 +1,7 @@
 """`dlm-lens lens`: what the logit lens reads in each layer at sinks or positions of a recording."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -23,6 +23,7 @@ from dlm_lens.cli.options import (
 from dlm_lens.cli.output import show_tables
 from dlm_lens.cli.recordings import load_recording, network_of, sinks_of
 from dlm_lens.option_values import whole_numbers
+from dlm_lens.printable import shown
 
 if TYPE_CHECKING:
     from dlm_lens.recording import Recording
@@ -33,7 +34,10 @@ def lens_command(
     model: Annotated[str | None, OTHER_MODEL] = None,
     positions: Annotated[
         str | None,
-        typer.Option(help="Positions from the prompt's first token, such as 3,-1; sinks by default."),
+        typer.Option(
+            help="Positions from the prompt's first token, such as 3,-1, or a class of them at each step: masked, "
+            "visible, prompt or answer. Sinks by default."
+        ),
     ] = None,
     detector: Annotated[str, DETECTOR] = "above-mean",
     level: Annotated[str, LEVEL] = "head",
@@ -60,7 +64,8 @@ def lens_command(
     check_given(hooks)
     if tuned is not None and not tuned.exists():
         raise FileNotFoundError(f"{tuned} does not exist; --tuned takes a file that TunedLens.save wrote")
-    texts = {"steps": steps, "layers": layers, "positions": positions}
+    places = None if positions is None else _places(positions)
+    texts = {"steps": steps, "layers": layers}
     given = {name: whole_numbers(f"--{name}", text) for name, text in texts.items() if text is not None}
     check_rule(recording, detector, level)
 
@@ -68,7 +73,7 @@ def lens_command(
 
     loaded = load_recording(recording)
     sinks = sinks_of(loaded, detector, level) if positions is None else None
-    where: Any = sinks if sinks is not None else _on_canvas(loaded, given["positions"])
+    where: Any = _on_canvas(loaded, places) if isinstance(places, list) else places or sinks
     network = network_of(loaded, model, device, dtype)
     lens = logit_lens(
         network,
@@ -86,6 +91,23 @@ def lens_command(
         raise ValueError("there is nothing to read: no such sink or position in these steps; lower the threshold")
     about = {"lens": lens.lens, "rule": "positions" if sinks is None else sinks.rule, "hooks": list(lens.hooks)}
     show_tables(as_json, about, {"layers": lens.summary(), "entries": lens.table(lens.layers[-1]).head(lines)})
+
+
+def _places(text: str) -> list[int] | str:
+    """Positions, or the name of a class of them.
+
+    Raises:
+        ValueError: neither.
+    """
+    if not text.strip()[:1].isalpha():
+        return whole_numbers("--positions", text)
+    from dlm_lens.hooks.positions import PositionClass
+
+    known = get_args(PositionClass)
+    if text not in known:
+        names = ", ".join(known)
+        raise ValueError(f"--positions is {shown(text)}; give whole numbers such as 3,-1, or one of {names}")
+    return text
 
 
 def _on_canvas(recording: "Recording", positions: list[int]) -> Any:

@@ -14,7 +14,7 @@ from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indi
 from dlm_lens.attention import HookLike, SinkLayout, attach_hooks, attention_blocks, exclusive
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.printable import shown
-from dlm_lens.probes.lens_positions import LensPositions, choose_positions
+from dlm_lens.probes.lens_positions import GivenLensPositions, LensPositions, choose_positions
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.tuned_lens import TunedLens
 from dlm_lens.probes.unembedding import Unembedding, lens_change, lens_measures
@@ -203,7 +203,7 @@ class LogitLens(ShowsItself):
 def logit_lens(
     model: Any,
     run: DenoisingRun,
-    positions: Sinks | Sequence[int] | Bool[Tensor, "batch position"] | None = None,
+    positions: GivenLensPositions = None,
     *,
     steps: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
@@ -230,7 +230,9 @@ def logit_lens(
         positions: `Sinks` of this run: the sinks of every step in any layer and head (with many heads, find them at
             level "layer" or "model"), each paired with a control of its class. Or canvas positions, negative from
             the end, in every row the same (a padded row begins at `run.padding`); learned sink tokens come after
-            the canvas. Or a boolean mask [batch, position]. None for all.
+            the canvas. Or a boolean mask [batch, position], or [step, batch, position] over all steps of the run
+            (`run.unmasked`: what each step decides). Or a class of positions at each step, as hooks have them:
+            "masked" (or "open"), "visible" (or "decided"), "prompt", "answer". None for all.
         steps: which steps, negative from the end; None for all.
         layers: which layers, negative from the end; None for all.
         top: how many tokens to name.
@@ -243,7 +245,8 @@ def logit_lens(
 
     Raises:
         TypeError: the run is no `DenoisingRun`.
-        ValueError: a step, layer or position that is not there, sinks of another run, or another model's lens.
+        ValueError: a step, layer, position or class that is not there, a mask of another shape, sinks of another
+            run, or another model's lens.
     """
     for name, value in (("positions", positions), ("steps", steps), ("layers", layers)):
         if isinstance(value, int):
@@ -251,7 +254,8 @@ def logit_lens(
                 f"{name} is {shown(value)}; give a list, such as {name}=[{shown(value)}], or None for all"
             )
         flags = name == "positions" and isinstance(value, Tensor) and value.dtype == torch.bool
-        if value is not None and not flags and not isinstance(value, Sinks):
+        named = name == "positions" and isinstance(value, str | Sinks)
+        if value is not None and not flags and not named:
             INDICES.check(name, value)
     stored, head = StoredRun(model, run, warn=not len(hooks)), Unembedding(model)
     hooked = StoredRun(model, run, hooks=hooks, carried="keys") if len(hooks) else None

@@ -1,14 +1,23 @@
-"""The positions that a lens reads: given ones, or the sinks of every step with controls."""
+"""The positions that a lens reads: given ones, a class of them, or the sinks of every step with controls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.hooks.positions import PositionClass
+from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, StoredCanvases
 from dlm_lens.sinks import Sinks
+
+PositionMask = Bool[Tensor, "batch position"] | Bool[Tensor, "step batch position"]
+"""The positions to read, the same at every step or those of each step of the run."""
+
+GivenLensPositions = Sinks | Sequence[int] | PositionMask | PositionClass | None
+"""Positions as a user gives them to a lens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +41,7 @@ class LensPositions:
 
 def choose_positions(
     stored: StoredCanvases,
-    positions: Sinks | Sequence[int] | Bool[Tensor, "batch position"] | None,
+    positions: GivenLensPositions,
     steps: Sequence[int],
     layers: tuple[int, ...],
     learned: int,
@@ -43,7 +52,7 @@ def choose_positions(
 
     Args:
         stored: the run whose canvases are read, with its network.
-        positions: sinks, canvas positions, a mask of them, or None for all.
+        positions: sinks, canvas positions, a mask of them, a class of them, or None for all.
         steps: the steps to read.
         layers: the layers to read.
         learned: how many learned sink tokens the model has.
@@ -51,9 +60,11 @@ def choose_positions(
         seed: of the controls.
 
     Raises:
-        ValueError: a position that does not exist, or sinks of another run.
+        ValueError: a position or class that does not exist, a mask of another shape, or sinks of another run.
     """
     run = stored.run
+    if isinstance(positions, str):
+        positions = _of_class(run, positions)
     if isinstance(positions, Sinks):
         return _of_sinks(stored, positions, steps, layers, controls, seed)
     canvas = run.tokens.shape[1]
@@ -72,20 +83,35 @@ def choose_positions(
     return _entries(wanted, steps, torch.zeros(*wanted.shape[:2], len(layers), wanted.shape[2], dtype=torch.bool))
 
 
+def _of_class(run: DenoisingRun, name: str) -> Bool[Tensor, "step batch position"]:
+    """The positions of a class at every step, as hooks of a run have them; padding is in none."""
+    opened, content = run.open[:-1], run.attention_mask
+    classes = {
+        "open": opened,
+        "decided": content & ~opened,
+        "prompt": (content & ~run.answer).expand_as(opened),
+        "answer": run.answer.expand_as(opened),
+    }
+    classes |= {"masked": classes["open"], "visible": classes["decided"]}
+    if name not in classes:
+        known = ", ".join(map(repr, get_args(PositionClass)))
+        raise ValueError(f"positions is {shown(name)}; give Sinks, canvas positions, a mask, or one of {known}")
+    return classes[name]
+
+
 def _given(
-    run: DenoisingRun,
-    positions: Bool[Tensor, "batch position"],
-    steps: Sequence[int],
-    layers: tuple[int, ...],
-    keys: int,
+    run: DenoisingRun, positions: PositionMask, steps: Sequence[int], layers: tuple[int, ...], keys: int
 ) -> LensPositions:
-    """The positions of a mask."""
-    if positions.dtype != torch.bool or tuple(positions.shape) != (len(run.tokens), keys):
+    """The positions of a mask; without learned sink tokens, of which it then has none."""
+    rows, canvas = run.tokens.shape
+    shapes = [[*first, rows, last] for first in ([], [run.steps]) for last in sorted({canvas, keys})]
+    if positions.dtype != torch.bool or list(positions.shape) not in shapes:
         raise ValueError(
-            f"positions is {positions.dtype} of shape {list(positions.shape)}; the run needs a mask of "
-            f"shape {[len(run.tokens), keys]}, or for a list of positions"
+            f"positions is {positions.dtype} of shape {list(positions.shape)}; the run needs a mask of shape "
+            f"{' or '.join(map(str, shapes))}, or a list of positions"
         )
-    wanted = (positions & _content(run, keys - run.tokens.shape[1])).expand(len(steps), *positions.shape)
+    positions = torch.nn.functional.pad(positions.cpu(), (0, keys - positions.shape[-1]))
+    wanted = (positions & _content(run, keys - canvas)).expand(run.steps, rows, keys)[list(steps)]
     return _entries(wanted, steps, torch.zeros(*wanted.shape[:2], len(layers), keys, dtype=torch.bool))
 
 

@@ -126,6 +126,10 @@ def test_the_lens_is_that_of_the_library(saved: Any, tmp_path: Path) -> None:
         for position in (3, rec.run.tokens.shape[1] - 1 - padding)
     }
     assert len(found["entries"]) == 4
+    found = printed("lens", path, "--model", name, "--positions", "masked", "--lines", "1000")
+    masked = logit_lens(model, rec.run, "masked", top=3)
+    assert len(found["entries"]) == len(masked.step) == int(rec.run.masked[:-1].sum())
+    assert found["entries"][-1]["probability"] == pytest.approx(masked.table(1).probability.iloc[-1], rel=1e-6)
 
 
 def test_the_clock_is_that_of_the_library(saved: Any) -> None:
@@ -159,6 +163,7 @@ def test_what_cannot_work_is_a_sentence(saved: Any) -> None:
         (["sinks", path, "--detector", "attention-share:x"], "attention-share:x"),
         (["sinks", path + "/none"], "no recording"),
         (["lens", path, "--steps", "a"], "--steps takes whole numbers"),
+        (["lens", path, "--positions", "sinks"], "--positions is 'sinks'; give whole numbers such as 3,-1"),
         (["lens", path, "--detector", "above-mean:1000"], "nothing to read"),
         (["clock", path, "--target", "steps"], "--target is 'steps'"),
         (["clock", path, "--positions", "open,closed"], "--positions is 'closed'"),

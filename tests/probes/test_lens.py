@@ -1,13 +1,15 @@
 """The lens against float64 loops over independent forward passes, in every family."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 import dlm_lens as dl
+from dlm_lens.attention import Hook
 from dlm_lens.hooks import mask_positions
+from dlm_lens.hooks.positions import PositionClass, where
 from dlm_lens.probes import LogitLens, TunedLens, logit_lens, sink_updates, sink_writes, train_tuned_lens
 from dlm_lens.recording import rerun
 from dlm_lens.testing import tiny
@@ -110,6 +112,67 @@ def test_the_last_layer_is_the_model() -> None:
             torch.testing.assert_close(
                 lens.top_probabilities[entry, 0].double(), row[lens.top_tokens[entry, 0]], atol=1e-6, rtol=1e-4
             )
+
+
+class Classes(Hook):
+    """What hooks of a run see of every class: (step, row, canvas position)."""
+
+    site = "resid"
+    remembers = False
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.found: dict[str, set[tuple[int, int, int]]] = {name: set() for name in get_args(PositionClass)}
+
+    def edit(self, tensor: Tensor, hook: Any) -> Tensor:
+        first = hook.run.queries[0] if hook.run.queries else 0
+        canvas = hook.sinks.canvas(tensor.shape[1]).start
+        for name, found in self.found.items():
+            places = where(name, tensor, hook, self)[: self.rows].nonzero().tolist()
+            found |= {(hook.run.step, row, first + place - canvas) for row, place in places}
+        return tensor
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llada", {"cfg_scale": 1.0}),
+        ("llada", {"cache": "dual", "block_length": 4}),
+        ("sink_qwen", {}),
+        ("causal", {}),
+        ("llada2", {}),
+        ("fast_dllm_v2", {}),
+        ("wedlm", {}),
+        ("diffusion_gemma", {}),
+        ("duo", {}),
+    ],
+)
+def test_a_class_of_positions_is_that_of_hooks(family: str, more: dict[str, Any]) -> None:
+    model, seen = tiny(family), Classes(len(PROMPTS))
+    run = dl.denoise(model, PROMPTS, hooks=[seen], gen_length=8, seed=[3, 4], **more)
+    for name, places in seen.found.items():
+        lens = logit_lens(model, run, name)
+        read = set(zip(lens.step.tolist(), lens.batch.tolist(), lens.position.tolist(), strict=True))
+        assert read == {place for place in places if run.running[place[0], place[1]]}
+    # An AR canvas has nothing open, and DiffusionGemma's encoder reads the prompt.
+    assert {name for name, places in seen.found.items() if places} >= {"answer"} | (
+        {"decided", "prompt"} if family == "causal" else {"open"}
+    )
+
+
+def test_a_mask_of_every_step_reads_other_positions_at_every_step() -> None:
+    model, run = started("sinks behind")
+    decided = logit_lens(model, run, run.unmasked, steps=[1, -1])
+    every = logit_lens(model, run, steps=[1, -1])
+    chosen = run.unmasked[every.step, every.batch, every.position.clamp(max=run.tokens.shape[1] - 1)]
+    chosen &= every.position < run.tokens.shape[1]
+    assert 0 < int(chosen.sum()) < len(every.step)
+    for name in ("step", "batch", "position"):
+        assert getattr(decided, name).equal(getattr(every, name)[chosen])
+    assert decided.entropy.allclose(every.entropy[chosen], rtol=1e-5)  # other rows of the same product
+    with_sinks = torch.nn.functional.pad(run.unmasked, (0, 1), value=True)
+    both = logit_lens(model, run, with_sinks, steps=[1])
+    assert set(both.position.tolist()) == {*decided.position[decided.step == 1].tolist(), run.tokens.shape[1]}
 
 
 def test_sinks_are_read_beside_controls_of_their_class() -> None:
@@ -332,6 +395,8 @@ def test_what_cannot_be_read_is_refused() -> None:
         ({"layers": [2]}, "layer 2 of 2"),
         ({"positions": [40]}, "position 40"),
         ({"top": 0}, "top is 0"),
+        ({"positions": "sinks"}, "positions is 'sinks'; give Sinks, canvas positions, a mask, or one of 'masked'"),
+        ({"positions": run.unmasked[:2]}, r"needs a mask of shape \[2, 17\] or \[4, 2, 17\], or a list"),
         ({"positions": 3}, r"positions is 3; give a list, such as positions=\[3\]"),
         ({"steps": 2}, r"steps is 2; give a list, such as steps=\[2\]"),
         ({"layers": 0}, r"layers is 0; give a list, such as layers=\[0\]"),
