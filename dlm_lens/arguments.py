@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from numbers import Integral, Real
@@ -179,6 +179,12 @@ def chosen_steps(steps: Any, total: int) -> tuple[int, ...]:
     if not found:
         raise ValueError(f"cache_steps={steps!r} names no step of the run's {total}; give at least one")
     return tuple(sorted({step % total for step in found}))
+
+
+def kept_step(step: Any, kept: Sequence[int]) -> Any:
+    """The number of a step among those that were kept, in increasing order; negative from the last of them."""
+    step = plain_number(step)
+    return kept[step] if is_whole(step) and -len(kept) <= step < 0 else step
 
 
 def is_seed(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlm_lens.arguments import chosen_indices, chosen_steps, plain_number
+from dlm_lens.arguments import chosen_indices, chosen_steps, kept_step, plain_number
 from dlm_lens.attention import (
     SITES,
     Hook,
@@ -40,7 +40,8 @@ class Activations(ShowsItself):
     """Activations of a run; `activations[site, layer, step]` is one, [batch, position, ...].
 
     With guidance the rows are the conditional ones and then the unconditional ones; in a sink model positions count
-    the sink tokens (`sinks.canvas(length)` is the canvas). `stacked(site, layer)` is [step, batch, ...].
+    the sink tokens (`sinks.canvas(length)` is the canvas). `stacked(site, layer)` is [step, batch, ...]; a
+    negative step counts from the last one kept, as in the stack.
 
     Args:
         values: (site, layer, step) -> the activation.
@@ -76,7 +77,7 @@ class Activations(ShowsItself):
     def __getitem__(self, key: Key) -> Tensor:
         if not isinstance(key, tuple) or len(key) != 3:
             raise KeyError(f"{shown(key)} names no activation; give activations[site, layer, step]")
-        site, layer, step = key[0], plain_number(key[1]), plain_number(key[2])
+        site, layer, step = key[0], plain_number(key[1]), kept_step(key[2], self.steps)
         count = max(self.layers) + 1
         found = self.values.get((site, layer % count if layer < 0 else layer, step))
         if found is None:

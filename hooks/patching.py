@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dlm_lens.arguments import store_plain_numbers
+from dlm_lens.arguments import is_whole, kept_step, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, RunStep, run_of
 from dlm_lens.hooks.activation_capture import Activations
 from dlm_lens.hooks.positions import (
@@ -47,17 +47,15 @@ class PatchFrom(Hook):
         if self.site not in self.source.sites:
             raise ValueError(f"patch_from: {self.site!r} was not captured; {self.source} has no such site")
         object.__setattr__(self, "positions", read_positions(self.positions, "patch_from"))
-        if self.step is not None and (
-            isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0
-        ):
-            raise ValueError(
-                f"patch_from: step is {self.step!r}; give an index from 0, or None for every captured step"
-            )
+        if self.step is not None and not is_whole(self.step):
+            raise ValueError(f"patch_from: step is {self.step!r}; give an index, or None for every captured step")
         if self.step is None and self.from_step is not None:
             raise ValueError("patch_from: from_step says what to put in at one step; give that step too")
-        taken = self.step if self.from_step is None else self.from_step
-        if taken is not None and taken not in self.source.steps:
-            raise ValueError(f"patch_from: step {taken} was not captured; there are {list(self.source.steps)}")
+        if self.from_step is not None:
+            object.__setattr__(self, "from_step", kept_step(self.from_step, self.source.steps))
+            self._taken(self.from_step)
+        elif self.step is not None and self.step >= 0:
+            self._taken(self.step)
 
     def __repr__(self) -> str:
         more = [f"step={self.step}", *([] if self.from_step is None else [f"from_step={self.from_step}"])]
@@ -65,19 +63,37 @@ class PatchFrom(Hook):
 
     def first_step(self, total: int) -> int | None:
         """The patched step, or the first captured one."""
-        return min(self.source.steps) if self.step is None else self.step
+        return min(self.source.steps) if self.step is None else self._acts_at(total)
 
     def check_run(self, run: RunStep) -> None:
-        """Refuse a step that the run does not have.
+        """Refuse a step that the run does not have, or that was not captured.
 
         Raises:
-            ValueError: the step does not exist.
+            ValueError: no such step.
         """
         super().check_run(run)
-        if self.step is not None and self.step >= run.total:
+        if self.step is None:
+            return
+        if not -run.total <= self.step < run.total:
             raise ValueError(
                 f"{self}: step {self.step} is not there; the run has {run.total}, 0 to {run.total - 1}"
             )
+        if self.from_step is None:
+            self._taken(self._acts_at(run.total))
+
+    def _acts_at(self, total: int) -> int:
+        """The step at which the hook acts, in a run of `total` steps."""
+        assert self.step is not None
+        return self.step % total if self.step < 0 else self.step
+
+    def _taken(self, step: int) -> None:
+        """Check that the other run's step was captured.
+
+        Raises:
+            ValueError: it was not.
+        """
+        if step not in self.source.steps:
+            raise ValueError(f"patch_from: step {step} was not captured; there are {list(self.source.steps)}")
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -92,17 +108,19 @@ class PatchFrom(Hook):
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Return the activation with the other run's values at the positions.
 
-        Outside a run the hook acts in every call, and `step` must be given.
+        Outside a run the hook acts in every call, and `step` must be given and not be negative.
 
         Raises:
             ValueError: a position or layer that does not exist, a class outside a run, or activations of another
                 shape.
         """
-        now = self.step if hook.run is None else hook.run.step
-        if now is None:
-            now = run_of(hook, self).step
-        if (self.step is not None and now != self.step) or (self.step is None and now not in self.source.steps):
-            return tensor
+        if hook.run is None and self.step is not None and self.step >= 0:
+            now = self.step
+        else:
+            run = run_of(hook, self)
+            now = run.step
+            if now not in self.source.steps if self.step is None else now != self._acts_at(run.total):
+                return tensor
         if hook.index is None:
             raise ValueError(f"{self}: a bare call does not know its layer; run it with attach_hooks(model, ...)")
         layer = hook.layer()
@@ -134,11 +152,11 @@ def patch_from(
 
     Args:
         activations: returned by `capture`; the run has the same number of positions, and as many rows or one.
-        step: the step at which to act; None for every captured step.
+        step: the step at which to act, negative from the end of the patched run; None for every captured step.
         site: "resid", "attn_out", "mlp_out", "q", "k", "v" or "z".
         positions: canvas positions, `sink(i)`, `by_row`, or "masked", "visible", "prompt", "answer" of the patched
             run; None for all.
-        from_step: the other run's step, if it is not `step`.
+        from_step: the other run's step, if it is not `step`; negative from the last captured one.
 
     Raises:
         ValueError: a site or a step that was not captured, or an unknown class.

@@ -11,7 +11,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from dlm_lens.adapters.memory import free_bytes
-from dlm_lens.arguments import chosen_steps, level_of_caller, plain_number, whole
+from dlm_lens.arguments import chosen_steps, kept_step, level_of_caller, whole
 from dlm_lens.placement import devices, input_device
 from dlm_lens.printable import shown
 
@@ -20,9 +20,9 @@ from dlm_lens.printable import shown
 class StepCache:
     """Activations that a run kept, `cache[name, step]`.
 
-    `cache[name]` stacks all steps into [step, ...], in the order of `steps`. Every activation is kept once, and
-    is found under all names that TransformerLens has for its hook point. With guidance the batch axis holds the
-    conditional rows and then the unconditional ones.
+    `cache[name]` stacks all steps into [step, ...], in the order of `steps`; a negative step counts from the last
+    one kept, as in the stack. Every activation is kept once, and is found under all names that TransformerLens has
+    for its hook point. With guidance the batch axis holds the conditional rows and then the unconditional ones.
 
     Args:
         names: the names that were requested and that ran.
@@ -60,7 +60,7 @@ class StepCache:
     def __contains__(self, key: object) -> bool:
         name, steps = (key[0], key[1:]) if isinstance(key, tuple) else (key, self.steps[:1])
         own = self.aliases.get(str(name))
-        return all((own, plain_number(step)) in self.values for step in steps) and bool(steps)
+        return all((own, kept_step(step, self.steps)) in self.values for step in steps) and bool(steps)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -73,13 +73,21 @@ class StepCache:
         return {**self.__dict__, "bridge": None}
 
     def _one(self, name: str, step: int) -> Tensor:
-        step = plain_number(step)
-        if step not in self.steps:
-            raise KeyError(f"step {step} was not kept; there are {_listed(self.steps)}")
-        value = self.values.get((self.aliases.get(name, name), step))
+        value = self.values.get((self.aliases.get(name, name), self._kept(step)))
         if value is None:
             raise KeyError(f"{name!r} was not kept; there are {_listed(self.names)}")
         return value
+
+    def _kept(self, step: int) -> int:
+        """The number of a step that was kept.
+
+        Raises:
+            KeyError: it was not.
+        """
+        number = kept_step(step, self.steps)
+        if number not in self.steps:
+            raise KeyError(f"step {number} was not kept; there are {_listed(self.steps)}")
+        return int(number)
 
     @property
     def nbytes(self) -> int:
@@ -92,9 +100,7 @@ class StepCache:
         Raises:
             KeyError: a step that was not kept.
         """
-        step = plain_number(step)
-        if step not in self.steps:
-            raise KeyError(f"step {step} was not kept; there are {_listed(self.steps)}")
+        step = self._kept(step)
         found = {name: self.values.get((own, step)) for name, own in self.aliases.items()}
         kept = {name: value for name, value in found.items() if value is not None}
         return ActivationCache(kept, self.bridge, has_batch_dim=True)

@@ -72,11 +72,17 @@ def test_names_and_steps() -> None:
     stacked = cache["blocks.2.attn.hook_pattern"]
     assert stacked.shape == (4, 1, 4, 40, 40)
     assert torch.equal(stacked[1], cache["blocks.2.attn.hook_pattern", 11])
+    assert torch.equal(stacked[-2], cache["blocks.2.attn.hook_pattern", -2])
+    assert torch.equal(stacked[-1], cache.at(-1)["blocks.2.attn.hook_pattern"])
+    assert ("blocks.2.attn.hook_pattern", -4) in cache
+    assert ("blocks.2.attn.hook_pattern", -5) not in cache
     assert ("blocks.2.attn.hook_pattern", 11) in cache
     assert ("blocks.2.attn.hook_pattern", 9) not in cache
     assert "blocks.2.attn.hook_z" not in cache
     with pytest.raises(KeyError, match="step 9 was not kept; there are 10, 11, 12, 13"):
         cache["blocks.2.attn.hook_pattern", 9]
+    with pytest.raises(KeyError, match="step -5 was not kept"):
+        cache["blocks.2.attn.hook_pattern", -5]
     with pytest.raises(KeyError, match="step 14 was not kept"):
         cache.at(14)
     with pytest.raises(KeyError, match=re.escape("'blocks.2.attn.hook_z' was not kept")):

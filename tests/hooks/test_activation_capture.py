@@ -51,6 +51,8 @@ def test_captured_activations_equal_float64(model: Any, again: bool) -> None:
     for step in (0, 3):
         for site in sites:
             torch.testing.assert_close(found[site, -1, step].double(), kept[step][f"{site}1"], **CLOSE)
+    assert found["z", 1, -1] is found["z", 1, 3]
+    assert found["z", 1, -2] is found["z", 1, 0]  # of the steps kept, as in the stack
     assert found.stacked("z", 1).shape == (2, 1, 13, 4, 8)
     assert found.nbytes == 2 * 4 * (13 * (32 + 16 + 4 * 13 + 32) + 3 * 13 * 32)
     with pytest.raises(KeyError, match=r"layers \[1\], steps \[0, 3\]"):
@@ -269,6 +271,16 @@ def test_a_patch_of_another_shape_or_step_is_refused(model: Any) -> None:
     step7 = patch_from(capture(model, late, cache_steps=7), 7)
     with pytest.raises(ValueError, match="step 7 is not there; the run has 4"):
         dl.denoise(model, IDS, **RUN, hooks=[step7])
+    with pytest.raises(ValueError, match="step -5 is not there; the run has 4"):
+        dl.denoise(model, IDS, **RUN, hooks=[patch_from(found, -5)])
+    with pytest.raises(ValueError, match=r"step 3 was not captured; there are \[0\]"):
+        dl.denoise(model, IDS, **RUN, hooks=[patch_from(found, -1)])
+    with pytest.raises(ValueError, match="needs to know the run's step"):
+        patch_from(found, -4)(torch.zeros(1, 13, 32))
+    with pytest.raises(ValueError, match=r"step -2 was not captured; there are \[0\]"):
+        patch_from(found, 0, from_step=-2)
+    with pytest.raises(ValueError, match=r"step is 0\.5; give an index"):
+        patch_from(found, 0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a bare call does not know its layer"):
         step7(torch.zeros(1, 13, 32))
     with pytest.raises(ValueError, match="'z' was not captured"):

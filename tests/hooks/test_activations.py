@@ -255,10 +255,12 @@ def test_the_mean_of_layer_class_and_bin(host: str, model: Any, hosts: dict[str,
 
 
 @pytest.mark.parametrize("host", ["denoise", "nnsight", "transformerlens"])
-def test_patching_from_another_run(host: str, model: Any, hosts: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("step", "from_step"), [(1, 2), (-3, -1)])  # the patched run has 4 steps, 1 and 2 are kept
+def test_patching_from_another_run(host: str, step: int, from_step: int, model: Any, hosts: dict[str, Any]) -> None:
     other = reference(model, OTHER)[1]
     activations = capture(model, OTHER, ["resid", "z"], cache_steps=[1, 2], layers=[-1], **RUN)
-    hook = patch_from(activations, 1, "z", positions=(3, 5), from_step=2)
+    hook = patch_from(activations, step, "z", positions=(3, 5), from_step=from_step)
+    assert hook.first_step(4) == 1
 
     def edits(now: Now, layer: int) -> dict[str, Edit]:
         if now.step != 1 or layer != 1:
