@@ -128,10 +128,11 @@ class ClassReadability(ShowsItself):
         return pd.DataFrame(lines)
 
     def by_step(self, layer: int) -> pd.DataFrame:
-        """One line per step with open positions: the four accuracies of a layer."""
+        """One line per step with open positions, by its number in the whole run: the four accuracies of a layer."""
         lines = []
         for step in self._counted.any(-1).any(-1).nonzero().flatten().tolist():
-            line: dict[str, Any] = {"step": step, "positions": int(self._counted[step].sum())}
+            line: dict[str, Any] = {"step": self.settled.run.step_numbers[step]}
+            line["positions"] = int(self._counted[step].sum())
             for name in READINGS:
                 line |= self.accuracy(layer, name, step).columns(name)
             lines.append(line)

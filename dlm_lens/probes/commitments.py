@@ -136,9 +136,10 @@ class Commitment(ShowsItself):
     def calibration(self, bins: int = 10) -> pd.DataFrame:
         """One line per step: how sure and how right the predictions are, where the right token is known.
 
-        With confidence c and correctness y of n predictions: `brier` is mean((c - y)^2); `ece` is the sum over
-        `bins` equal bins of c of (their share of n) |mean y - mean c| (Guo et al. 2017, equation 3). Where a
-        confidence is not known, as in `proposed_commitment` of some samplers, both are NaN.
+        `step` is the number in the whole run. With confidence c and correctness y of n predictions: `brier` is
+        mean((c - y)^2); `ece` is the sum over `bins` equal bins of c of (their share of n) |mean y - mean c| (Guo
+        et al. 2017, equation 3). Where a confidence is not known, as in `proposed_commitment` of some samplers,
+        both are NaN.
 
         Raises:
             ValueError: less than one bin.
@@ -151,7 +152,7 @@ class Commitment(ShowsItself):
             where = counted[step]
             sure = self.confidence[step][where].double().numpy()
             right = (self.token[step] == self.reference)[where].double().numpy()
-            line: dict[str, Any] = {"step": step, "predictions": len(sure)}
+            line: dict[str, Any] = {"step": self.run.step_numbers[step], "predictions": len(sure)}
             if len(sure):
                 # Bins of an unknown confidence do not exist; its means are NaN.
                 known = bool(np.isfinite(sure).all())

@@ -139,10 +139,13 @@ class InsertionLoss(ShowsItself):
         return pd.DataFrame(lines)
 
     def by_step(self) -> pd.DataFrame:
-        """One line per step, layer, insertion and place: the added loss with its interval over prompts."""
+        """One line per step, layer, insertion and place: the added loss with its interval over prompts.
+
+        `step` is the number in the whole run.
+        """
         return pd.DataFrame(
             [
-                {"step": step, "layer": layer, "insertion": name, "place": place}
+                {"step": self.run.step_numbers[step], "layer": layer, "insertion": name, "place": place}
                 | self.added(layer, name, place, [step]).columns("added")
                 for layer in self.layers
                 for name in self.insertions

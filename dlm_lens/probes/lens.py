@@ -103,9 +103,9 @@ class LogitLens(ShowsItself):
     def table(self, layer: int | None = None) -> pd.DataFrame:
         """One line per entry and layer: its place and token, the token that was decoded, and the lens's measures.
 
-        `position` and `predicts` count from the prompt's first token, `canvas_position` and `canvas_predicts` on
-        the canvas. `sink` is of this layer; `group` is "sink" for an entry that is a sink in any of the layers,
-        else "other". A learned sink token has no position (NA).
+        `step` is the number in the whole run, `position` and `predicts` count from the prompt's first token,
+        `canvas_position` and `canvas_predicts` on the canvas. `sink` is of this layer; `group` is "sink" for an
+        entry that is a sink in any of the layers, else "other". A learned sink token has no position (NA).
 
         Args:
             layer: the only layer to list; None for all.
@@ -117,6 +117,7 @@ class LogitLens(ShowsItself):
         canvas = self.run.tokens.shape[1]
         written, seen = self.written().tolist(), self.tokens().tolist()
         entries: dict[str, Any] = {name: getattr(self, name).tolist() for name in ("step", "batch", "position")}
+        entries["step"] = [self.run.step_numbers[step] for step in entries["step"]]
         entries["token"] = [text(i) for i in seen]
         entries |= {"masked": self.masked.tolist(), "group": ["sink" if s else "other" for s in self.sink.tolist()]}
         entries["predicts"] = self.predicts.tolist()

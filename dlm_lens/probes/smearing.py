@@ -107,10 +107,13 @@ class TokenSmearing(ShowsItself):
         return self._by_prompt(pairs, torch.arange(len(pairs)), SHARE_BOUNDS)
 
     def table(self) -> pd.DataFrame:
-        """One line per step: predicted positions, the three means, and the numbers of likely tokens by place."""
+        """One line per step: predicted positions, the three means, and the numbers of likely tokens by place.
+
+        `step` is the number in the whole run.
+        """
         defined = self._defined
         count = defined.sum((1, 2))
-        columns: dict[str, Any] = {"step": range(len(count)), "predicted": count.tolist()}
+        columns: dict[str, Any] = {"step": self.run.step_numbers, "predicted": count.tolist()}
         for name in ("own", "near", "near_by_chance"):
             sums = getattr(self, name).masked_fill(~defined, 0.0).sum((1, 2))
             columns[name] = (sums / count).tolist()

@@ -28,9 +28,9 @@ class PatternSimilarity(PatternReducer):
     Over the n queries i that are content and that both compared steps compute: `cosine` of A_t and A_{t-1} as
     vectors; `overlap` = 1/n sum_i sum_j min(A_t, A_{t-1}), the attention that stays on its keys; `kept` = 1/n sum_i
     of the attention on the keys that query i attended to most at the reference step, a share `keep` of the row's
-    keys; `best` the same with the keys of step t. NaN at the first step, or before the reference step; with an
-    approximate cache also where a step computes no query of the other. Memory: one pattern [head, query, key] per
-    layer, and a mask of that size.
+    keys; `best` the same with the keys of step t. In a part of a run, steps are those of the part. NaN at the first
+    step, or before the reference step; with an approximate cache also where a step computes no query of the other.
+    Memory: one pattern [head, query, key] per layer, and a mask of that size.
 
     Args:
         reference: the step whose top keys are kept.

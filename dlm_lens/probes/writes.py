@@ -75,12 +75,13 @@ class SinkWrites(ShowsItself):
     def table(self) -> pd.DataFrame:
         """One line per entry: its place, token and score, and the norm and top tokens of W_O^h v_j.
 
-        `position` counts from the prompt's first token, `canvas_position` on the canvas; a learned sink token has
-        neither (NA).
+        `step` is the number in the whole run, `position` counts from the prompt's first token, `canvas_position` on
+        the canvas; a learned sink token has neither position (NA).
         """
         text, canvas = TokenTexts(self.run.tokenizer), self.run.tokens.shape[1]
         names = ("step", "batch", "layer", "head", "position")
         columns: dict[str, Any] = {name: getattr(self, name).tolist() for name in names}
+        columns["step"] = [self.run.step_numbers[step] for step in columns["step"]]
         seen = self.run.canvases[self.step, self.batch, self.position.clamp(max=canvas - 1)]
         seen = torch.where(self.position < canvas, seen, canvas - self.position - 1)
         columns["token"] = [text(i) for i in seen.tolist()]

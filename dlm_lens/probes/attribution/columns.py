@@ -63,7 +63,11 @@ class ColumnEffects(ShowsItself):
         )
 
     def table(self, top: int | None = 20) -> pd.DataFrame:
-        """The columns whose hiding changes the target most: place, token, gradient of the log scale, estimate."""
+        """The columns whose hiding changes the target most: place, token, gradient of the log scale, estimate.
+
+        `step` is the number in the whole run, `position` counts from the prompt's first token, `canvas_position` on
+        the canvas.
+        """
         flat = self.hidden.abs().nan_to_num(-1.0).flatten()
         count = int((flat >= 0).sum())
         order = flat.argsort(descending=True, stable=True)[: count if top is None else min(top, count)]
@@ -80,6 +84,7 @@ class ColumnEffects(ShowsItself):
         columns["token"] = [
             text(int(self.run.canvases[at])) if at[2] < canvas else text(canvas - at[2] - 1) for at in places
         ]
+        columns["step"] = [self.run.step_numbers[step] for step in names["step"]]
         for name in ("log_scale", "hidden"):
             columns[name] = getattr(self, name).flatten()[order].tolist()
         return from_prompt(pd.DataFrame(columns), self.run.padding, canvas)

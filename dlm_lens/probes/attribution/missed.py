@@ -91,20 +91,19 @@ class MissedEffects(ShowsItself):
         return self.estimate.effects.abs().masked_fill(~top, torch.inf).flatten(2).amin(-1)
 
     def table(self) -> pd.DataFrame:
-        """One line per step and row: its bound, and the node that has it, with its estimate."""
-        flat = self._ranked
+        """One line per step (its number in the whole run) and row: its bound, and the node that has it."""
+        run, flat = self.estimate.run, self._ranked
         chosen, weakest, lines = flat.argmax(-1), self.weakest, []
         for index, row in np.ndindex(*chosen.shape):
             layer, head, place = np.unravel_index(int(chosen[index, row]), self.bounds.shape[2:])
             at = (index, row, int(layer), int(head), int(place))
-            line: dict[str, Any] = {"step": self.estimate.steps[index], "batch": row}
+            line: dict[str, Any] = {"step": run.step_numbers[self.estimate.steps[index]], "batch": row}
             line |= {"bound": float(flat[index, row].max()), "weakest_of_top": float(weakest[index, row])}
             line |= {"layer": self.estimate.layers[layer], "head": int(head)}
             if self.estimate.positions is not None:
                 line["position"] = self.estimate.positions[place]
             lines.append(line | {"effect": float(self.effects[at]), "estimate": float(self.estimate.effects[at])})
         table = pd.DataFrame(lines)
-        run = self.estimate.run
         return table if "position" not in table else from_prompt(table, run.padding, run.tokens.shape[1])
 
 

@@ -93,7 +93,8 @@ class NodeEffects(ShowsItself):
     def table(self, top: int | None = None) -> pd.DataFrame:
         """One line per node and row, or the `top` of them with the largest absolute effect.
 
-        `position` counts from the prompt's first token, `canvas_position` on the canvas.
+        `step` is the number in the whole run, `position` counts from the prompt's first token, `canvas_position` on
+        the canvas.
         """
         flat = self.effects.abs().nan_to_num(-1.0).flatten()
         count = int((flat >= 0).sum())
@@ -109,6 +110,7 @@ class NodeEffects(ShowsItself):
             seen = zip(columns["step"], columns["batch"], columns["position"], strict=True)
             columns["token"] = [text(int(self.run.canvases[at])) for at in seen]
         columns["effect"] = self.effects.flatten()[order].tolist()
+        columns["step"] = [self.run.step_numbers[step] for step in columns["step"]]
         table = pd.DataFrame(columns)
         return table if self.positions is None else from_prompt(table, self.run.padding, self.run.tokens.shape[1])
 

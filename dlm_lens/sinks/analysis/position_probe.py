@@ -37,8 +37,8 @@ class PositionOrToken(ShowsItself):
         trials: one line per (step, batch, layer, head, change): `position` p of the main sink, `token`; `to`, the
             position q that the token went to; `change` "swap", "shift" or "control"; `at_token`, whether q is a
             sink now; `at_position`, whether p still is; `outcome`: "token" (q alone), "position" (p alone),
-            "both", "neither". p and q count from the prompt's first token; `canvas_position` and `canvas_to` are
-            those on the canvas.
+            "both", "neither". `step` is the number in the whole run. p and q count from the prompt's first token;
+            `canvas_position` and `canvas_to` are those on the canvas.
         detector: the rule.
         level: the level of the patterns.
         row_prompts: the number of each row's prompt (`DenoisingRun.row_prompts`); None: each row is one of its own.
@@ -264,7 +264,7 @@ def _trials(
             sinks = found[tuple(place)]
             lines.append(
                 {
-                    "step": steps[change.number],
+                    "step": run.step_numbers[steps[change.number]],
                     "batch": row,
                     **at,
                     "change": change.name,

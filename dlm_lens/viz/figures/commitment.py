@@ -107,7 +107,7 @@ def _draw_confidence(axes: Axes, found: Commitment) -> None:
     for name, colour in (("confidence", "#2166ac"), ("accuracy", "#b2182b")):
         if name in drawn and bool(np.isfinite(drawn[name].astype(float)).any()):
             line: dict[str, Any] = {"color": colour, "markersize": 3, "linewidth": 1.2, "label": name, "gid": name}
-            axes.plot([found.run.step_numbers[step] for step in drawn["step"]], drawn[name], "o-", **line)
+            axes.plot(drawn["step"], drawn[name], "o-", **line)
     axes.set_ylim(-0.02, 1.05)
     whole_ticks(axes.xaxis)
     axes.tick_params(labelsize=7)
