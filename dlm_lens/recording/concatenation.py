@@ -180,9 +180,10 @@ def _seeds(recordings: Sequence[RecordingFields]) -> tuple[int, ...]:
 
 
 def _ran(recordings: Sequence[RecordingFields]) -> tuple[int, ...] | None:
-    """The number of steps that each row ran; None if all ran the same number."""
+    """The number of steps that each row ran; None if all ran the same number, which their canvases show."""
     ran = tuple(steps for recording in recordings for steps in recording.run.row_steps.tolist())
-    return None if set(ran) == {max(len(recording.steps) for recording in recordings)} else ran
+    same = set(ran) == {max(len(recording.steps) for recording in recordings)}
+    return None if same and all(recording.run.rows_ran is None for recording in recordings) else ran
 
 
 def _starts(runs: Sequence[DenoisingRun]) -> tuple[int, ...] | None:

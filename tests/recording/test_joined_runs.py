@@ -221,6 +221,21 @@ def test_parts_of_other_steps_are_not_joined(steps: tuple[Any, Any], why: str, t
     assert joined.received.nan_to_num().equal(whole.select(step=[5, 6]).received.nan_to_num())
 
 
+def test_parts_at_whose_end_a_row_waits_for_others_keep_its_steps(tmp_path: Any) -> None:
+    model = tiny("sdar", eos_token_id=list(range(20, 32)))
+    prompts = [[5, 9, 13, 2, 7, 21, 30, 31], [3, 8, 1, 4, 4, 11], [6, 6, 2, 9, 12, 30, 7, 4, 19, 22]]
+    given = {"block_length": 4, "steps_per_block": 4, "threshold": 0.05, "temperature": 1.0}
+    whole = record(model, prompts, REDUCERS, gen_length=16, seed=[2, 3, 4], **given)
+    run, rows = whole.run, [0, 2]
+    assert not bool((run.unmasked | run.revised)[2, 2].any()), "the row decides nothing at the part's last step"
+    assert 3 < int(run.row_steps[2]) < run.steps, "and is over before others"
+    for row in rows:
+        whole.select(step=[0, 1, 2], batch=[row]).save(tmp_path / str(row))
+    joined, part = Recording.load(tmp_path).run, whole.select(step=[0, 1, 2], batch=rows).run
+    assert joined.row_steps.tolist() == part.row_steps.tolist() == [3, 3]
+    assert joined.running.equal(part.running)
+
+
 def test_ar_rows_of_other_lengths_are_joined_and_keep_their_texts(tmp_path: Any) -> None:
     model = tiny("causal")
     runs = []
