@@ -80,8 +80,9 @@ def input_norms(
 
     n_c = sum over steps t of sqrt(sum over prompts and positions of ((1 - w_tj) x_tjc)^2), x the layer's input
     (2602.17664, whose code adds the norms of the noise levels; Wanda, 2306.11695, with w = 0). The canvases are
-    those of a run, where that paper draws masks. w are `sink_weights`, the same in random order among each canvas's
-    content ("random", the control: as many positions, discounted as much), or 0.
+    those of a run, where that paper draws masks; of a row those before its end (`row_steps`). w are `sink_weights`,
+    the same in random order among each canvas's content ("random", the control: as many positions, discounted as
+    much), or 0.
 
     Args:
         model: from `dlm_lens.load`, the run's, without learned sink tokens.
@@ -107,7 +108,7 @@ def input_norms(
         weights = sink_weights(received, run.attention_mask, std=std, alpha=alpha)
     if discount == "random":
         weights = _shuffled(weights, run.attention_mask, seed)
-    kept = (1 - weights) * run.attention_mask
+    kept = (1 - weights) * (run.attention_mask & run.running[..., None])
     norms = {name: torch.zeros(layer.in_features, dtype=torch.float64) for name, layer in layers.items()}
     step = 0
 
@@ -129,7 +130,9 @@ def input_norms(
     finally:
         for handle in handles:
             handle.remove()
-    return InputNorms({name: one.float() for name, one in norms.items()}, discount, float(weights.sum(-1).mean()))
+    return InputNorms(
+        {name: one.float() for name, one in norms.items()}, discount, float(weights.sum(-1)[run.running].mean())
+    )
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from dlm_lens.attention import attention_blocks
 from dlm_lens.probes import input_norms, pruned, sink_weights, untrained_twin
 from dlm_lens.probes.weight_pruning import kept_weights, linear_layers
 from dlm_lens.recording import ReceivedAttention, rerun
+from dlm_lens.sampling import part_of_run
 from dlm_lens.testing import tiny
 
 PROMPTS = [[5, 9, 11, 3, 17], [6, 2, 40]]
@@ -46,6 +48,20 @@ def test_norms_are_those_of_the_inputs_with_sinks_discounted() -> None:
         kept = run.attention_mask * (1 - weights if discount == "sinks" else torch.ones_like(weights))
         wanted = sum((x * kept[step][..., None]).flatten(0, 1).norm(dim=0) for step, x in enumerate(seen))
         torch.testing.assert_close(found.values[name].double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("discount", ["none", "sinks", "random"])
+def test_a_row_that_is_over_before_others_counts_as_alone(discount: Any) -> None:
+    model, given = tiny("llada"), {"gen_length": 12, "steps": 12, "threshold": 0.15}
+    prompts = [[5, 9, 11, 3, 17], [6, 2, 40, 8, 8]]
+    both, alone = dl.denoise(model, prompts, **given), dl.denoise(model, prompts[:1], **given)
+    assert both.row_steps.tolist() == [5, 12]
+    assert alone.steps == 5
+    found, wanted = (input_norms(model, run, discount=discount) for run in (part_of_run(both, None, [0]), alone))
+    assert found.discounted == pytest.approx(wanted.discounted, rel=1e-4)
+    for name, values in wanted.values.items():
+        # Equal canvases, of which a pass has one.
+        torch.testing.assert_close(found.values[name], values, rtol=1e-4, atol=1e-5)
 
 
 def test_a_planted_sink_is_discounted_and_other_positions_are_not() -> None:
