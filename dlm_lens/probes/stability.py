@@ -217,7 +217,7 @@ class PatternStability(ShowsItself):
     def _mean(self, values: Float[Tensor, "step batch *axes"]) -> Estimate:
         defined = values.isfinite()
         prompt = prompts_or_rows(self.prompt, values.shape[1])
-        of_prompt = prompt[defined.nonzero()[:, 1]]
+        of_prompt = prompt[defined.nonzero()[:, 1].numpy()]  # NumPy reads a tensor of one index as a number
         return estimate_mean(values[defined], of_prompt, len(prompt), bounds=SHARE_BOUNDS, seed=self.seed)
 
 

@@ -142,6 +142,14 @@ def test_similarity_is_split_by_what_the_sink_did() -> None:
     )
 
 
+def test_a_class_of_one_pair_has_its_similarity() -> None:
+    main = torch.tensor([3, 3]).reshape(2, 1, 1, 1)
+    similar = torch.tensor([torch.nan, 0.9]).reshape(2, 1, 1, 1)
+    found = PatternStability(similar, similar, similar, similar, main, (0,), 0, 0.3, "planted")
+    assert found.by_change().set_index("sink").cosine["stays"] == pytest.approx(0.9)
+    assert found.table()[["cosine", "overlap", "recall"]].iloc[0].tolist() == pytest.approx([0.9, 0.9, 1.0])
+
+
 def test_what_has_no_stability_is_refused() -> None:
     ar = tiny("causal")
     with pytest.raises(ValueError, match="AR model"):
