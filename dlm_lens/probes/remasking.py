@@ -130,7 +130,8 @@ def remask(
         at: on the canvases of which steps, negative from the end; None for all on which something is decided.
         share: of each row's decided positions, at least one; in block diffusion those of the step's block, the
             others being finished. A row that has ended by then stays as it is and does not count.
-        seed: of the choice of positions.
+        seed: of the choice of positions, which are drawn for all rows together: rows of one prompt have other ones,
+            and a row has other ones in another batch.
         progress: show a progress bar.
         **settings: of `dlm_lens.denoise`: gen_length, block_length, remasking, ...
 
