@@ -37,8 +37,8 @@ class Estimate:
         value: over all prompts.
         low: lower end, see `expanded`; NaN with fewer than two prompts.
         high: upper end.
-        prompts: how many prompts contribute; of two means of which one has cases in fewer than two prompts, so
-            many, as there is no interval.
+        prompts: how many prompts contribute; of means that are compared and of which one has cases in fewer than
+            two prompts, so many, as there is no interval.
     """
 
     value: float
@@ -136,8 +136,8 @@ def estimate(
 ) -> Estimate:
     """A statistic of sums over prompts, and its interval (`expanded`).
 
-    The draws do not show how much a mean varies that has cases in one prompt alone: where two means are compared
-    (`difference_of`, `ratio_of`) and one of them has cases in fewer than two prompts, there is no interval.
+    The draws do not show how much a mean varies that has cases in one prompt alone: where means are compared
+    (`COUNTS_OF_MEANS`) and one of them has cases in fewer than two prompts, there is no interval.
 
     Args:
         sums: [prompt, summand]; a prompt whose row is all zeros is left out.
@@ -152,7 +152,7 @@ def estimate(
     prompts = len(sums)
     drawn = _resamples(prompts, resamples, seed) @ sums if prompts > 1 else sums
     found = estimate_in_draws(statistic, sums.sum(0), drawn, prompts)
-    least = min((int((sums[:, place] > 0).sum()) for place in COUNTS_OF_TWO.get(statistic, ())), default=prompts)
+    least = min((int((sums[:, place] > 0).sum()) for place in COUNTS_OF_MEANS.get(statistic, ())), default=prompts)
     if least < 2:
         return replace(found, low=math.nan, high=math.nan, prompts=least)
     low, high = _within(found.value, (found.low, found.high), sums[:, -1], bounds)
@@ -230,8 +230,18 @@ def ratio_of(sums: Floats) -> Floats:
     return ratio
 
 
-COUNTS_OF_TWO: Mapping[Callable[[Floats], Floats], tuple[int, int]] = {difference_of: (1, 3), ratio_of: (1, 3)}
-"""Where the statistics of two means have the numbers of cases among their summands."""
+def difference_of_differences(sums: Floats) -> Floats:
+    """The first difference minus the second, of sums [..., (sum, count, sum, count) of both]."""
+    found: Floats = difference_of(sums[..., :4]) - difference_of(sums[..., 4:])
+    return found
+
+
+COUNTS_OF_MEANS: Mapping[Callable[[Floats], Floats], tuple[int, ...]] = {
+    difference_of: (1, 3),
+    ratio_of: (1, 3),
+    difference_of_differences: (1, 3, 5, 7),
+}
+"""Where the statistics that compare means have the numbers of cases among their summands."""
 
 
 def ratio_by_prompt(

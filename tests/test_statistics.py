@@ -15,6 +15,7 @@ from dlm_lens.statistics import (
     POSITIVE_BOUNDS,
     SHARE_BOUNDS,
     difference_of,
+    difference_of_differences,
     estimate,
     estimate_mean,
     expanded,
@@ -157,3 +158,14 @@ def test_two_means_of_which_one_has_one_prompt_have_no_interval(statistic: Calla
     # With a second prompt on that side there is one.
     assert math.isfinite(estimate([*alone, [2.0, 1, 0, 0], *others], statistic).low)
     assert math.isnan(estimate(others, statistic).value)
+
+
+@pytest.mark.parametrize("alone", range(4))
+def test_two_differences_of_which_one_mean_has_one_prompt_have_no_interval(alone: int) -> None:
+    # Mean m is 1 + m or 2 + m: the first difference minus the second is (0 - 1) - (2 - 3).
+    sums = np.stack([[1.0 + m + i % 2, 1.0] for i in range(20) for m in range(4)]).reshape(20, 8)
+    assert math.isfinite(estimate(sums, difference_of_differences).low)
+    sums[1:, [2 * alone, 2 * alone + 1]] = 0.0
+    found = estimate(sums, difference_of_differences)
+    assert found.value == pytest.approx([-0.5, 0.5, 0.5, -0.5][alone])
+    assert str(found).endswith("[no interval: 1 prompt]")

@@ -26,6 +26,7 @@ from dlm_lens.statistics import (
     Estimate,
     Floats,
     difference_of,
+    difference_of_differences,
     estimate,
     estimate_mean,
     mean_of,
@@ -114,7 +115,7 @@ class SinkMechanism(ShowsItself):
         lines = []
         for name, (sinks, control, dependence, predicted, dependent) in parts.items():
             both = [self._sums(values, predicted, dependent) for values in (sinks, control)]
-            beyond = estimate(np.concatenate(both, -1), _beyond, seed=self.seed)
+            beyond = estimate(np.concatenate(both, -1), difference_of_differences, seed=self.seed)
             for masked, sums, values in (("sinks", both[0], sinks), ("random", both[1], control)):
                 rho = self._correlation(dependence, values, predicted)
                 lines.append({"measure": name, "masked": masked, **self._line(sums, rho)})
@@ -155,12 +156,6 @@ def _above_median(values: Float[Tensor, "*axes position"], kept: Tensor) -> Bool
     """Which kept positions are above the median of the kept ones, along the last axis."""
     median = values.masked_fill(~kept, torch.nan).nanquantile(0.5, -1, keepdim=True)
     return kept & (values > median)
-
-
-def _beyond(sums: Floats) -> Floats:
-    """Difference with the sinks masked minus difference with random columns masked."""
-    found: Floats = difference_of(sums[..., :4]) - difference_of(sums[..., 4:])
-    return found
 
 
 @exclusive
