@@ -23,6 +23,7 @@ from dlm_lens.statistics import (
     ratio_by_prompt,
     ratio_of,
     summed,
+    wilson_bounds,
 )
 
 TRIALS = 400
@@ -131,6 +132,28 @@ def test_shares_at_a_bound_have_wilson_s_interval(prompts: int) -> None:
     # not known how many they amount to.
     assert ratio_by_prompt(0 * n, n)[1:] == (pytest.approx(0.0), pytest.approx(0.0))
     assert ratio_by_prompt(0 * n, 3 * n, bounds=SHARE_BOUNDS)[1:] == (pytest.approx(0.0), pytest.approx(0.0))
+
+
+@pytest.mark.parametrize(("hits", "n"), [(0, 5), (1, 3), (3, 10), (6, 7), (40, 40)])
+def test_wilson_bounds_equal_scipy_s(hits: int, n: int) -> None:
+    wanted = stats.binomtest(hits, n).proportion_ci(method="wilson")
+    assert wilson_bounds(hits, n) == pytest.approx((wanted.low, wanted.high), rel=1e-6, abs=1e-9)
+
+
+def test_a_ratio_by_prompt_is_the_estimate_of_a_mean_whose_cases_are_rows() -> None:
+    generator = np.random.default_rng(5)
+    prompt = generator.permutation(3 * np.arange(36) // 9 * 2)  # twelve prompts, whose numbers have gaps
+    cases = generator.integers(1, 9, size=36).astype(float)
+    hits = generator.binomial(cases.astype(int), 0.4).astype(float)
+    of_prompts = [[sum(hits[prompt == p]), sum(cases[prompt == p])] for p in sorted(set(prompt))]
+    wanted = estimate(of_prompts, mean_of)
+    found = [float(each[0]) for each in ratio_by_prompt(hits[:, None], cases[:, None], prompt)]
+    assert found == pytest.approx([wanted.value, wanted.low, wanted.high])
+    assert wanted.low < wanted.value < wanted.high
+
+
+def test_a_share_at_a_bound_has_wilson_s_interval_only_where_every_prompt_has_one_case() -> None:
+    assert estimate([[0.0, 1.0], [0.0, 3.0], [0.0, 1.0]], mean_of, bounds=SHARE_BOUNDS).high == 0.0
 
 
 def test_bounds_cut_and_prompts_without_cases_do_not_count() -> None:

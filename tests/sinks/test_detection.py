@@ -11,6 +11,7 @@ from dlm_lens.sinks import (
     AboveStd,
     AttentionShare,
     Detector,
+    MeanReceived,
     Received,
     Sinks,
     TopK,
@@ -80,6 +81,35 @@ def test_layer_and_model_levels_judge_the_mean_pattern():
         assert got.tolist() == pytest.approx([math.nan if v is None else v for v in wanted], nan_ok=True)
     raw = find_sinks(pattern, AboveMean(1.0), level="layer", causal=True, relative=False, min_viewers=1)
     torch.testing.assert_close(raw.scores, pattern.mean(3).sum(-2))
+
+
+def test_the_strongest_sinks_of_a_table_are_listed_once_with_their_number_of_steps():
+    values = torch.full((3, 1, 1, 1, 12), 0.5)
+    values[:, ..., 4], values[1:, ..., 9] = torch.tensor([9.0, 12.0, 12.0])[:, None, None, None], 10.0
+    received = Received(
+        values=values, expected=torch.ones(3, 1, 1, 1, 12), counted=torch.full((3, 1), 12), layers=(0,)
+    )
+    table = find_sinks(received, AboveMean(3.0)).table(top=2)
+    assert table[["step", "position", "score", "steps"]].to_numpy().tolist() == [[1, 4, 12, 3], [1, 9, 10, 2]]
+    assert len(find_sinks(received, AboveMean(3.0)).table()) == 5
+
+
+def test_the_model_mean_of_layer_means_is_the_model_mean():
+    received = received_from_pattern(softmax_pattern(2, 1, 3, 4, 9, 9, seed=4))
+    wanted = find_sinks(received, TopK(1), level="model")
+    found = find_sinks(received.at_level("layer"), TopK(1), level="model")
+    torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-5, atol=1e-6)
+    assert (found.level, found.dims) == ("model", wanted.dims)
+
+
+def test_mean_attention_of_a_layer_counts_the_queries_that_see_a_key():
+    """2410.10781, section 3.1: under a causal mask key j of S is seen by S - j queries, in every head."""
+    size, visible = 10, causal_visible(10)
+    pattern = softmax_pattern(4, size, size, visible=visible, seed=6)
+    found = find_sinks(pattern, MeanReceived(0.3), level="layer", causal=True, min_viewers=1)
+    sums = pattern.double().mean(0).sum(0).tolist()
+    wanted = [sums[key] / (size - key) for key in range(size)]
+    assert found.scores.tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_sink_of_one_head_can_vanish_in_the_layer_mean():

@@ -120,6 +120,17 @@ def test_eps_sweep_equals_loops_per_length(literal, entries, monkeypatch):
     assert table[table["S"] == 14]["low"].notna().all()
 
 
+def test_eps_sweep_keeps_what_find_sinks_finds_where_a_score_is_the_threshold():
+    values = torch.zeros(2, 1, 1, 1, 9)
+    values[0, ..., 4], values[1, ..., 4] = 2.0, 2.5
+    received = Received(
+        values=values, expected=torch.ones(2, 1, 1, 1, 9), counted=torch.full((2, 1), 9), layers=(0,)
+    )
+    assert find_sinks(received, AboveMean(2.0)).is_sink.sum().item() == 1
+    table = eps_sweep(received, [2.0])
+    assert (table["kept"].item(), table["with_sink"].item()) == (1 / 18, 1 / 2)
+
+
 def test_eps_sweep_takes_several_runs():
     one, other = received_of(seed=1), received_of(keys=(20,), seed=2)
     both = eps_sweep([one, other], [1.0])
@@ -157,6 +168,19 @@ def test_ratio_by_prompt_covers_the_truth_about_95_percent_of_the_time():
         _, low, high = ratio_by_prompt(hits, np.full((30, 1), 40.0), resamples=400)
         inside += float(low[0]) <= 0.4 <= float(high[0])
     assert 0.92 <= inside / 300 <= 0.98  # the standard deviation of 300 draws is 0.013
+
+
+def test_the_profile_leaves_out_patterns_and_steps_without_scores():
+    received = received_of(steps=3)
+    of_steps = sink_profile(received.part(steps=slice(0, 3, 2)), AboveMean(1.5))
+    received.values[1] = math.nan
+    found = sink_profile(received, AboveMean(1.5))
+    for name in ("score", "sinks", "positions", "sinks_of_mean"):
+        torch.testing.assert_close(getattr(found, name), getattr(of_steps, name))
+    received.values[:, :, 0, 1] = math.nan
+    table = sink_profile(received, AboveMean(1.5)).table()
+    assert table["sinks_per_head"][0] == pytest.approx(of_steps.sinks[0, [0, 2]].mean().item())
+    assert table["score"][0] == pytest.approx(of_steps.score[0, [0, 2]].mean().item())
 
 
 @pytest.mark.parametrize("main", ["head", "model"])

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,6 +131,15 @@ def test_sink_rate_is_the_share_of_layers_and_heads():
     assert sink_rate(sinks, position=-3).flatten().tolist() == pytest.approx([3 / 6, 0])
     with pytest.raises(ValueError, match="position 10"):
         sink_rate(sinks, position=10)
+    # The last key is a learned sink token: positions from the end are those of the canvas.
+    learned = find_sinks(replace(received, sinks=1), MeanReceived(0.3))
+    assert sink_rate(learned, position=-1).flatten().tolist() == pytest.approx([0, 0])
+    assert sink_rate(learned, position=-2).flatten().tolist() == pytest.approx([3 / 6, 0])
+    # A key without a score, such as padding, does not leave its pattern out.
+    padded = find_sinks(
+        replace(received, values=values.index_fill(-1, torch.tensor([0]), torch.nan)), MeanReceived(0.3)
+    )
+    assert sink_rate(padded).flatten().tolist() == pytest.approx([4 / 6, 1 / 5])
 
 
 @given(seed=st.integers(0, 2**16))

@@ -42,10 +42,22 @@ def shares(found):
 
 def test_a_sink_that_follows_its_token(case, monkeypatch):
     monkeypatch.setattr(module, "received_over_steps", scores_by(lambda tokens: tokens == 9))
-    found = shares(position_or_token(*case, AboveMean(3.0)))
+    result = position_or_token(*case)
+    assert result.detector == AboveMean(3.0)
+    found = shares(result)
     assert (found["swap"]["token"], found["shift"]["token"]) == (1, 1)
     assert found["control"]["position"] == 1
     assert found["swap"]["n"] == found["control"]["n"] == 2 * 4 * 2  # layers x steps x sequences, one sink each
+
+
+@pytest.mark.parametrize(("level", "axes", "patterns"), [("layer", ["layer"], 2), ("model", [], 1)])
+def test_sinks_of_the_mean_pattern_are_followed_by_layer_or_once(case, monkeypatch, level, axes, patterns):
+    monkeypatch.setattr(module, "received_over_steps", scores_by(lambda tokens: tokens == 9))
+    found = position_or_token(*case, AboveMean(3.0), level=level)
+    assert [name for name in found.table() if name in ("layer", "head")] == axes
+    by_change = shares(found)
+    assert (by_change["swap"]["token"], by_change["shift"]["token"], by_change["control"]["position"]) == (1, 1, 1)
+    assert by_change["swap"]["n"] == patterns * 4 * 2  # patterns x steps x sequences
 
 
 def test_a_sink_that_stays_at_its_position(case, monkeypatch):

@@ -65,6 +65,23 @@ def test_scores_equal_double_loops_with_padding_and_chosen_queries(relative, cau
     assert found.counted.tolist() == [[sum(row) for row in counted]]
 
 
+def test_given_visibility_of_every_pattern_is_also_cut_by_the_attention_mask():
+    """Of patterns [batch, head, query, key] with padding, for all of them [query, key] and for each its own."""
+    size, content = 9, torch.tensor([[1] * 9, [0, 0, 0, *[1] * 6]])
+    seen = causal_visible(size) & content.bool()[:, None, :]
+    pattern = softmax_pattern(2, 3, size, size, visible=seen[:, None], seed=8)
+    arguments = {"dims": ("batch", "head"), "attention_mask": content, "min_viewers": 2}
+    for visible in (causal_visible(size), seen[:, None].expand(2, 3, size, size)):
+        found = received_from_pattern(pattern, visible=visible, **arguments)
+        for row in range(2):
+            for head in range(3):
+                counted = content[row].bool().tolist()
+                of = pattern[row, head].double().tolist()
+                assert_close(
+                    found.values[0, row, 0, head], reference.scores(of, seen[row].tolist(), counted, True, 2)
+                )
+
+
 def test_even_causal_attention_raw_first_column_is_the_harmonic_number_and_relative_is_one():
     size = 64
     pattern = torch.tensor(reference.row_uniform(causal_visible(size).tolist()))[None]

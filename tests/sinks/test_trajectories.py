@@ -227,6 +227,14 @@ def test_life_statistics_and_the_main_path_equal_plain_loops(seed):
     assert measures.with_sink == pytest.approx(len(points) / 11)
     assert measures.sinks == pytest.approx(lifetimes.steps.sum() / 11)
     assert measures.move_rate == pytest.approx(lifetimes.came_from.notna().sum() / 10)
+    lengths = (lifetimes.last_step - lifetimes.first_step + 1).tolist()
+    if lengths:
+        assert measures.life == pytest.approx(sum(lengths) / len(lengths))
+        assert measures.transient == pytest.approx(sum(length <= 2 for length in lengths) / len(lengths))
+    moved = [int(line.position - line.came_from) for line in lifetimes.itertuples() if not pd.isna(line.came_from)]
+    if moved:
+        assert measures.moves_right == pytest.approx(sum(by > 0 for by in moved) / len(moved))
+        assert measures.jump == pytest.approx(sum(map(abs, moved)) / len(moved))
 
 
 def test_the_drift_of_a_part_is_per_step_of_the_run():
@@ -311,7 +319,9 @@ def test_a_learned_sink_token_has_no_position_and_does_not_move():
     assert table.position.isna().tolist() == [True, False]
     assert table.token.tolist() == ["sink(0)", 2]
     assert links(paths) == []
-    assert paths.summary("all")["displacement"].item() == 0  # only the canvas has places
+    everything = paths.summary("all")
+    assert everything["displacement"].item() == 0  # only the canvas has places
+    assert not {"index", "layer", "head"} & set(everything.columns)
 
 
 @pytest.mark.parametrize(

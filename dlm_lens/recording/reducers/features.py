@@ -188,7 +188,7 @@ def _row(
     none = positions[:, None] == 0
     return {
         "count": count,
-        "mean": (total / positions[:, None]).masked_fill(none, torch.nan),
+        "mean": total / positions[:, None],  # 0 / 0 is NaN
         "max": largest.masked_fill(none, torch.nan),
         "positions": positions,
         "top": top.masked_fill(place < 0, torch.nan),

@@ -137,7 +137,7 @@ class RegionMass(Reducer):
         found = {name: (sums * region[:, :, None]).sum(-1) for name, region in regions.items()} | relations
         counts = weights.sum(-1)[:, None, :, None]
         mass = torch.stack([found[name] for name in KEY_REGIONS], -1)
-        return (mass / counts).masked_fill(counts == 0, torch.nan)
+        return mass / counts  # 0 / 0 is NaN
 
     @property
     def _quantity(self) -> str:
