@@ -17,6 +17,9 @@ from dlm_lens.printable import shown
 MOST_CONTEXTS = 64
 """A canvas of more times the trained length is refused: time and memory of attention grow with its square."""
 
+MOST_WORDS = 5
+"""A warning of unknown words names so many."""
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -265,7 +268,7 @@ def _tokenize(model: Any, texts: list[str], may_be_empty: bool) -> list[list[int
             raise ValueError(f"prompt {row} is empty; give at least one token (ids of the BOS token alone will do)")
         check_text(text, f"prompt {row}")
     options = family_of(model.config.model_type).text_options
-    return [list(ids) for ids in tokenizer(texts, **options)["input_ids"]]
+    return _read_texts(tokenizer, texts, options)
 
 
 def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
@@ -284,7 +287,27 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
             ) from error
         check_text(texts[-1], f"prompt {row}")
     # The template writes its own special tokens.
-    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    return _read_texts(tokenizer, texts, {"add_special_tokens": False})
+
+
+def _read_texts(tokenizer: Any, texts: list[str], options: Mapping[str, Any]) -> list[list[int]]:
+    """The ids of texts; warns of words for which the tokenizer has its unknown token only, as the toy's has."""
+    read = tokenizer(texts, **options)
+    unknown = {
+        text[slice(*place)]
+        for text, row in zip(texts, getattr(read, "encodings", None) or (), strict=False)
+        for token, place in zip(row.ids, row.offsets, strict=True)
+        if token == tokenizer.unk_token_id
+    }
+    # A token that is added to the text has no place in it. GPT-2's unknown token is also its end of text.
+    if words := sorted(unknown - {"", tokenizer.unk_token}):
+        more = f" and {len(words) - MOST_WORDS} more" if len(words) > MOST_WORDS else ""
+        warnings.warn(
+            f"the tokenizer has no token for {', '.join(map(shown, words[:MOST_WORDS]))}{more}, and the model sees "
+            f"{tokenizer.unk_token} there; write prompts in words of its vocabulary",
+            stacklevel=level_of_caller(),
+        )
+    return [list(ids) for ids in read["input_ids"]]
 
 
 NO_IMAGES = (

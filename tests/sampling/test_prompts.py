@@ -1,4 +1,5 @@
 import time
+import warnings
 from typing import Any
 
 import numpy as np
@@ -177,3 +178,15 @@ def test_a_lone_surrogate_is_no_text(prompt: Any) -> None:
         dlm_lens.denoise(model, prompt, gen_length=2)
     with pytest.raises(ValueError, match="the answer holds a lone surrogate"):
         dlm_lens.log_likelihood(model, "w1", "w2 \udc80")
+
+
+def test_words_that_the_tokenizer_does_not_know_are_named() -> None:
+    toy = dlm_lens.load("toy")
+    with pytest.warns(UserWarning, match="no token for 'Zebra', 'leopards', and the model sees <unk> there"):
+        run = first(toy, ["sort leopards 3 :", "Zebra 3 : leopards"])
+    assert (run.canvases[0] == toy.tokenizer.unk_token_id).sum(-1).tolist() == [1, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first(toy, ["sort 4 3 :", "sort <unk> 3 :"])
+        toy.tokenizer.unk_token = toy.tokenizer.bos_token  # one token, as in GPT-2, which the tokenizer adds
+        assert first(toy, "sort 4 3 :").canvases[0, 0, 0] == toy.tokenizer.unk_token_id
