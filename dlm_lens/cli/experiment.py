@@ -87,12 +87,16 @@ def _list_experiments(as_json: bool) -> None:
 
     from dlm_lens.experiments.experiment import declared_experiments
 
+    experiments = declared_experiments()
     if as_json:
         names = ("name", "shows", "title")
-        show_json([{name: getattr(experiment, name) for name in names} for experiment in declared_experiments()])
+        show_json([{name: getattr(experiment, name) for name in names} for experiment in experiments])
         return
-    table = Table("name", "shows", "what it measures", box=None, pad_edge=False)
-    for experiment in declared_experiments():
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", no_wrap=True, min_width=max(len(each.name) for each in experiments))
+    table.add_column("shows", overflow="fold")
+    table.add_column("what it measures", overflow="fold")
+    for experiment in experiments:
         table.add_row(experiment.name, experiment.shows, experiment.title)
     Console().print(table)
 

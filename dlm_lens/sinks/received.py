@@ -246,7 +246,7 @@ def warn_unscored(counted: Int[Tensor, "..."], min_viewers: int) -> None:
     if most < min_viewers:
         warnings.warn(
             f"no key has a score: at most {most} queries count, and a score needs {min_viewers}; give longer "
-            "prompts or answers, or a smaller min_viewers",
+            "prompts, answers or blocks, or a smaller min_viewers",
             stacklevel=level_of_caller(),
         )
 

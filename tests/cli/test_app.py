@@ -21,6 +21,7 @@ from dlm_lens.cli import app as cli
 from dlm_lens.cli import errors
 from dlm_lens.cli import installation as doctor
 from dlm_lens.cli.demo_run import run_demo
+from dlm_lens.experiments.experiment import declared_experiments
 from dlm_lens.testing import tiny
 from dlm_lens.training.checkpoints import (
     CheckpointError,
@@ -410,3 +411,9 @@ def test_the_demo_writes_its_files_before_it_prints_tables(checkpoint: Path, tmp
         run_demo("w1 w2", str(checkpoint), tmp_path / "out", gen_length=8, steps=2, console=console)
     assert json.loads((tmp_path / "out/sinks.json").read_text())["model"] == str(checkpoint)
     assert len([*(tmp_path / "out").glob("*.png")]) == 4
+
+
+def test_names_of_experiments_are_whole_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    printed = CliRunner().invoke(cli.app, ["experiment", "list"]).output
+    assert {each.name for each in declared_experiments()} <= {line.split(" ")[0] for line in printed.splitlines()}
