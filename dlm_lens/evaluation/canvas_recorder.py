@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.attention import BlockLayout
+from dlm_lens.attention import BlockLayout, attends_observed_first
 from dlm_lens.recording import Recorder, Recording
 from dlm_lens.recording.arrays import widened
-from dlm_lens.recording.forward_recording import attention_of_pass, on_passes, sampler_of_pass
+from dlm_lens.recording.forward_recording import on_passes, sampler_of_pass, settings_of_pass
 from dlm_lens.recording.recorder import Storage
-from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
+from dlm_lens.sampling import DenoisingRun, StepPlan
 from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of
 from dlm_lens.sampling.two_copies import Blocks
 
@@ -31,31 +31,28 @@ class BlocksOfText:
         length: positions of a block.
         context: positions before the continuation.
         positions: of the text.
+        observed_first: attention is causal, observed tokens first, instead of block causal (WeDLM).
     """
 
     algorithm: Algorithm
     length: int
     context: int
     positions: int
+    observed_first: bool
 
     @classmethod
     def of(cls, config: Any, context: int, positions: int) -> "BlocksOfText | None":
         """Those of a model; None if it is not scored in blocks."""
         if (blocks := Blocks.of(config)) is None:
             return None
-        return cls(algorithm_of(config), blocks.length, context, positions)
+        return cls(algorithm_of(config), blocks.length, context, positions, attends_observed_first(config))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By which a `DenoisingRun` knows them."""
+        """By which a `DenoisingRun` knows them; those of `sees_span` see what their plan's span ends with."""
         if self.observed_first:
             return {"observed_first": True, "sees_span": True}
         return {"blocks_of": self.algorithm.name, "block_length": self.length}
-
-    @property
-    def observed_first(self) -> bool:
-        """Whether attention is causal, observed tokens first, instead of block causal (WeDLM)."""
-        return bool(self.algorithm.sampler.observed_first)
 
     def layout(self, content: Bool[Tensor, "batch position"]) -> BlockLayout:
         """Where they are in the rows of a pass."""
@@ -77,12 +74,6 @@ class BlocksOfText:
         number = next(number for number, (_, stop) in enumerate(self.spans) if place < stop)
         start, stop = self.spans[number]
         return StepPlan(0, 1, number, (start, seen if self.observed_first else stop), 1, seen=seen)
-
-    def sampler(self, content: Bool[Tensor, "batch position"]) -> Sampler:
-        """Which says of the pass where its blocks are."""
-        sampler = Sampler()
-        sampler.block_layout = None if self.observed_first else self.layout(content)
-        return sampler
 
 
 class CanvasRecorder(Recorder):
@@ -156,10 +147,7 @@ class CanvasRecorder(Recorder):
             plan = self.blocks.plan(self._masked(ids))
             ids = self._whole(ids)
         content = torch.ones_like(ids, dtype=torch.bool)
-        if self.blocks is None:
-            sampler = sampler_of_pass(self.model.config, content)
-        else:
-            sampler = self.blocks.sampler(content)
+        sampler = sampler_of_pass(self._attention, content, self.context)
         answer = (torch.arange(ids.shape[1], device=ids.device) >= self.context).expand(ids.shape)
         self._plans += [plan] * len(ids)
         self.start(sampler, content, answer)
@@ -173,6 +161,11 @@ class CanvasRecorder(Recorder):
         self._canvases.append(ids if self.blocks is None else self._whole(ids))
         self.close()
 
+    @property
+    def _attention(self) -> dict[str, Any]:
+        """The settings by which a `DenoisingRun` knows how a pass attends."""
+        return settings_of_pass(self.model.config) if self.blocks is None else self.blocks.settings
+
     def _whole(self, ids: Int[Tensor, "row seen"]) -> Int[Tensor, "row position"]:
         """The canvas of a pass that sees its first positions: masks follow."""
         return pad(ids, (0, self.length - ids.shape[1]), value=self.model.config.mask_token_id)
@@ -185,13 +178,12 @@ class CanvasRecorder(Recorder):
         self, canvases: Int[Tensor, "step batch position"], plans: Sequence[StepPlan], settings: Mapping[str, Any]
     ) -> DenoisingRun:
         masked = self._masked(canvases)
-        own = attention_of_pass(self.model.config) if self.blocks is None else self.blocks.settings
         return DenoisingRun.of_canvases(
             canvases,
             masked,
             torch.ones_like(masked[0]),
             prompt_length=self.context,
-            settings={**settings, **own},
+            settings={**settings, **self._attention},
             spans=None if self.blocks is None else [plan.span for plan in plans],
             blocks=[plan.block for plan in plans],
             tokenizer=getattr(self.model, "tokenizer", None),

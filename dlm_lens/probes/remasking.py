@@ -145,7 +145,7 @@ def remask(
     plain = denoise(model, prompts, steps=steps, seed=seed, **settings)
     # What is masked in a row that has ended stays masked: no step is left to fill it in.
     decided = plain.answer & ~plain.open[:-1] & plain.running[..., None]
-    if plain.attention_blocks is not None:
+    if plain.attention.blocks is not None:
         decided &= plain.in_block
     there = decided.any(-1).any(-1).nonzero().flatten().tolist()
     if not there:

@@ -1,7 +1,7 @@
 """`record_forward`: the statistics of a recording, of forward passes that the user runs."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import (
-    BlockLayout,
     attends_observed_first,
     computed_span,
     decoder_of,
@@ -23,19 +22,33 @@ from dlm_lens.attention.hook_attachment import is_static
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, Sampler, StepPlan
+from dlm_lens.sampling.step_attention import attention_of
 
 
-def sampler_of_pass(config: Any, content: Bool[Tensor, "batch position"]) -> Sampler:
-    """A sampler that says of a forward pass over a canvas where its blocks or its window of masks are."""
+def sampler_of_pass(
+    settings: Mapping[str, Any],
+    content: Bool[Tensor, "batch position"],
+    prompt_length: int,
+    *,
+    beside_encoder: bool = False,
+) -> Sampler:
+    """A sampler that says of a forward pass how it attends, by the settings that its `DenoisingRun` will have."""
     sampler = Sampler()
-    sampler.block_layout, sampler.mask_window = own_blocks(config, content), mask_window_of(config)
+    sampler.attention = attention_of(settings, content, prompt_length, beside_encoder=beside_encoder)
     return sampler
 
 
-def attention_of_pass(config: Any) -> dict[str, Any]:
-    """The settings by which a `DenoisingRun` of forward passes knows who sees whom on its canvases."""
+def settings_of_pass(config: Any, canvas: tuple[int, int] | None = None) -> dict[str, Any]:
+    """The settings by which a `DenoisingRun` of forward passes knows who sees whom on its canvases.
+
+    Args:
+        config: of the model.
+        canvas: where it is beside an encoder; None without one.
+    """
     found: dict[str, Any] = {}
-    if (length := getattr(config, "block_causal_length", None)) is not None:
+    if canvas is not None:
+        found["block_causal_length"] = canvas[1] - canvas[0]
+    elif (length := getattr(config, "block_causal_length", None)) is not None:
         found["block_causal_length"] = length
     if attends_observed_first(config):
         found["observed_first"] = True
@@ -195,12 +208,10 @@ class _ForwardRecorder(Recorder):
         masked = self._masked(ids, span) & content
         # Also of a causal model: the forward pass sees the whole canvas.
         answer = masked if not self.canvases else self._masked(self.canvases[0], span).to(ids.device) & content
-        sampler, index = sampler_of_pass(self.model.config, content), len(self.canvases)
-        if span is not None:
-            sampler.block_layout = BlockLayout(span[1] - span[0], torch.full_like(ids[:, 0], span[0]))
+        self.content, self.computed, index = content, span, len(self.canvases)
+        settings, before = settings_of_pass(self.model.config, span), ids.shape[1] if span is None else span[0]
+        sampler = sampler_of_pass(settings, content, before, beside_encoder=span is not None)
         self.start(sampler, content, answer)
-        self.content = content
-        self.computed = span
         self.step(StepPlan(index, index + 1, 0, span or self._span(content), 1, computed=span), ids, masked)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -238,9 +249,7 @@ class _ForwardRecorder(Recorder):
         assert self.content is not None
         canvases, canvas = torch.stack(self.canvases), self.computed
         masked = self._masked(canvases, canvas) & self.content.cpu()
-        attention = attention_of_pass(self.model.config)
-        if canvas is not None:
-            attention["block_causal_length"] = canvas[1] - canvas[0]
+        attention = settings_of_pass(self.model.config, canvas)
         span = canvas or (self._span(self.content.cpu()) if "block_causal_length" in attention else None)
         return DenoisingRun.of_canvases(
             canvases,

@@ -13,7 +13,6 @@ from dlm_lens.attention import (
     RunStep,
     SinkLayout,
     attends_causally,
-    attends_observed_first,
     layer_windows,
 )
 from dlm_lens.recording.arrays import StepArrays, blank_ended_, specs_of
@@ -254,19 +253,20 @@ class Recorder(StepObserver):
         """The facts of the step's canvas, computed once per step, device and sliding window."""
         if (device, window) not in self._facts:
             where = torch.arange(run.tokens.shape[1], device=device)
-            block, layout = self.sampler.blocks_at(run.valid, run.masked, run.span)
+            attention = self.sampler.attention.to(device)
+            block = attention.in_block(run.valid.to(device), run.masked.to(device), run.span)
             self._facts[device, window] = CanvasFacts(
                 valid=run.valid.to(device),
                 masked=run.masked.to(device),
                 answer=run.answer.to(device),
-                block=block.to(device),
+                block=block.expand(run.masked.shape),
                 causal=self.causal,
                 sinks=self.layout.count,
                 unpadded=self._unpadded,
                 window=window,
-                blocks=None if layout is None else layout.to(device),
+                blocks=attention.counted_blocks(run.valid.to(device)),
                 computed=None if run.queries is None else (where >= run.queries[0]) & (where < run.queries[1]),
-                observed_first=attends_observed_first(self.model.config),
+                observed_first=attention.observed_first,
                 own_canvas=None if self.sampler.own_canvas is None else self.sampler.own_canvas.to(device),
             )
         return self._facts[device, window]

@@ -159,9 +159,9 @@ class Recording(ShowsItself, RecordingFields):
             sinks=self.sinks,
             unpadded=self.unpadded,
             window=window,
-            blocks=self.run.counted_blocks,
+            blocks=self.run.attention.counted_blocks(self.run.attention_mask),
             computed=self.run.in_span,
-            observed_first=self.run.observed_first,
+            observed_first=self.run.attention.observed_first,
             own_canvas=own_canvas(self.run),
         )
 

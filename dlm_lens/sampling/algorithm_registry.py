@@ -3,10 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dlm_lens.adapters import family_of
 from dlm_lens.declarations import defined_in
+
+if TYPE_CHECKING:
+    from dlm_lens.sampling.samplers.base import Sampler
 
 Resolve = Callable[[Mapping[str, Any], Mapping[str, Any], int], dict[str, Any]]
 """Settings of a run from (defaults of the checkpoint, arguments of the caller, masks in the prompt)."""
@@ -50,3 +53,11 @@ def algorithm_of(config: Any) -> Algorithm:
         ValueError: the family does not have the sampler.
     """
     return algorithms()[family_of(config.model_type).sampler_of(config)]
+
+
+def sampler_class(settings: Mapping[str, Any]) -> "type[Sampler]":
+    """The class of the sampler of a run with these settings: `Sampler` if the algorithm is not known here."""
+    from dlm_lens.sampling.samplers.base import Sampler  # here, because that module imports this one
+
+    algorithm = algorithms().get(str(settings.get("sampler")))
+    return Sampler if algorithm is None else algorithm.sampler

@@ -260,6 +260,7 @@ def prepared_run(
     warn_beyond_context(model, width + length)
     content = prompts.attention_mask
     content = torch.cat([content, content.new_ones(len(content), length)], 1)
+    sampler.attention = sampler.attention_of(values, content, width)
     canvas = sampler.begin(model, prompts.ids, content | reference_quirks)
     record = {"sampler": algorithm.name, **values, "seeds": seeds}
     record |= {"reference_quirks": reference_quirks} if sampler.has_quirks else {}

@@ -9,26 +9,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention import (
-    BlockLayout,
-    in_window,
-    padding_before,
-    until_window,
-    window_layout,
-    without_later_masks,
-)
+from dlm_lens.attention import padding_before
 from dlm_lens.display import Preview, ShowsItself
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import sampler_class
 from dlm_lens.sampling.emerging_text import preview, prompts_and_answers
 from dlm_lens.sampling.run_parts import RunPart
 from dlm_lens.sampling.run_rows import (
-    in_own_blocks,
     open_and_planned,
     prompt_numbers,
-    sampler_class,
     steps_of_rows,
     until_ends,
 )
+from dlm_lens.sampling.step_attention import StepAttention, attention_of
 
 
 @dataclass(frozen=True)
@@ -214,7 +206,7 @@ class DenoisingRun(ShowsItself):
     @property
     def autoregressive(self) -> bool:
         """Whether this is AR decoding: a step sees the prefix that is written and decides the next position."""
-        return sampler_class(self).autoregressive
+        return sampler_class(self.settings).autoregressive
 
     def predicts_next(self, step: int, config: Any) -> bool:
         """Whether at a step the output at i - 1 predicts position i, instead of its own.
@@ -223,72 +215,28 @@ class DenoisingRun(ShowsItself):
             step: of this run.
             config: of its model, which may have a `logit_shift`.
         """
-        if sampler_class(self).predicts_next(self.spans[step]):
+        if sampler_class(self.settings).predicts_next(self.spans[step]):
             return True
         return self.autoregressive or bool(getattr(config, "logit_shift", False))
 
-    @property
-    def attention_blocks(self) -> BlockLayout | None:
-        """Where the blocks of block causal attention are in every row; None in all other runs."""
-        # Likelihoods of a model that is scored in blocks name the sampler whose blocks they have.
-        algorithm = algorithms().get(str(self.settings.get("blocks_of") or self.settings.get("sampler")))
-        if (own := self.settings.get("block_causal_length")) is not None:
-            # Blocks of the network are counted from the text, the canvas beside an encoder from the prompt's end.
-            beside = bool(self.computed)
-            return BlockLayout(
-                int(own), torch.full_like(self.padding, self.prompt_length) if beside else self.padding
-            )
-        if algorithm is None or not algorithm.sampler.grows:
-            return None
-        length = int(self.settings.get("block_length") or self.settings["gen_length"])
-        found: BlockLayout = algorithm.sampler.block_layout_of(length, self.attention_mask, self.prompt_length)
-        return found
-
-    @property
-    def mask_window(self) -> int | None:
-        """The length of the window of `attention.sees_window`, where attention is causal but for it; else None."""
-        if sampler_class(self).windowed:
-            return int(self.settings["window_length"])
-        own = self.settings.get("mask_window")
-        return None if own is None else int(own)
-
-    @property
-    def counted_blocks(self) -> BlockLayout | None:
-        """The layout by which statistics count: `attention_blocks`, or that of a window of masks."""
-        if self.mask_window is None:
-            return self.attention_blocks
-        return window_layout(self.attention_mask, self.mask_window)
-
-    @property
-    def observed_first(self) -> bool:
-        """Whether attention is causal in the order of `attention.observed_order`: observed tokens, then masks."""
-        return sampler_class(self).observed_first or bool(self.settings.get("observed_first"))
+    @cached_property
+    def attention(self) -> StepAttention:
+        """How its steps attend: their blocks, and what of a canvas they see."""
+        beside = bool(self.computed)
+        return attention_of(self.settings, self.attention_mask, self.prompt_length, beside_encoder=beside)
 
     @property
     def seen_content(self) -> Bool[Tensor, "step batch position"]:
         """The content that the network sees at each step: all, or without masks after a window of them (WeDLM)."""
-        masked = self.masked[:-1]
-        content = (self.attention_mask & self.in_own_blocks).expand(masked.shape)
-        if self.mask_window is not None and "mask_window" not in self.settings:  # a forward pass sees all
-            return until_window(content, masked, self.mask_window)
-        if self.settings.get("sees_span"):  # passes that end with the span (likelihoods in blocks)
-            stops = torch.tensor([stop for _, stop in self.spans], device="cpu")
-            return content & (_until(content.shape[-1]) < stops[:, None, None])
-        window = self.settings.get("window_length") if self.observed_first else None
-        return content if window is None else content & without_later_masks(masked & content, int(window))
+        stops = torch.tensor([stop for _, stop in self.spans], dtype=torch.long, device="cpu")
+        return self.attention.seen_content(self.attention_mask, self.masked[:-1], stops[:, None, None])
 
-    @property
+    @cached_property
     def in_block(self) -> Bool[Tensor, "step batch position"]:
         """The positions of every row's block at each step."""
-        steps, batch, positions = self.unmasked.shape
-        if self.mask_window is not None:
-            masked = self.masked[:-1]
-            return in_window(self.attention_mask.expand(masked.shape), masked, self.mask_window)
-        layout = self.attention_blocks
-        if layout is not None and steps:
-            return torch.stack([layout.inside(span, positions) for span in self.spans])
-        where, spans = _until(positions), torch.tensor(self.spans, device="cpu").reshape(-1, 2)
-        return ((where >= spans[:, :1]) & (where < spans[:, 1:]))[:, None].expand(steps, batch, positions)
+        steps = zip(self.masked, self.spans, strict=False)
+        found = [self.attention.in_block(self.attention_mask, masked, span) for masked, span in steps]
+        return torch.stack(found).expand(self.unmasked.shape) if found else self.unmasked
 
     @property
     def in_span(self) -> Bool[Tensor, "step 1 position"] | None:
@@ -334,7 +282,7 @@ class DenoisingRun(ShowsItself):
     @property
     def in_own_blocks(self) -> Bool[Tensor, "batch position"]:
         """All positions; where rows end before the canvas (LLaDA2), those to the end of each row's last block."""
-        return in_own_blocks(self)
+        return self.attention.within_own_blocks(torch.ones_like(self.attention_mask))
 
     @property
     def step_numbers(self) -> tuple[int, ...]:

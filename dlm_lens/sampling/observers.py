@@ -229,7 +229,7 @@ class StepObserver(RunObserver):
     ) -> Int[Tensor, "batch position"]:
         """A step begins; the canvas stays as it is."""
         if not self.answer.numel():
-            self.answer = self.sampler.within_own_blocks(masked)
+            self.answer = self.sampler.attention.within_own_blocks(masked)
         now = RunStep(
             step=plan.index,
             total=plan.total,
@@ -237,7 +237,7 @@ class StepObserver(RunObserver):
             span=plan.span,
             tokens=canvas,
             masked=masked,
-            valid=self.sampler.seen_content(self._content, masked),
+            valid=self.sampler.attention.seen_content(self._content, masked, plan.span[1]),
             answer=self.answer,
             queries=plan.computed,
             config=self.model.config,
@@ -246,7 +246,7 @@ class StepObserver(RunObserver):
             share=progress_by_steps(self.sampler, plan, canvas) if self.share is None else self.share,
             alike=self.sampler.attends_alike(self.model.config),
         )
-        self.now = now if plan.seen is None else now.until(plan.seen, self.sampler.block_layout)
+        self.now = now if plan.seen is None else now.until(plan.seen, self.sampler.attention.blocks)
         return canvas
 
     def stop(self) -> None:
@@ -292,7 +292,7 @@ class RunObservers:
     def start(self, sampler: Sampler, history: History) -> None:
         """A run begins, or continues after the steps that its history already has."""
         for observer in self.observers:
-            answer = sampler.within_own_blocks(history.masked[0]) if history.masked else None
+            answer = sampler.attention.within_own_blocks(history.masked[0]) if history.masked else None
             observer.start(sampler, history.attention_mask, answer)
 
     def step(

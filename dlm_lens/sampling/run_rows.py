@@ -10,19 +10,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import sampler_class
 
 if TYPE_CHECKING:
     from dlm_lens.sampling.denoising_run import DenoisingRun
-    from dlm_lens.sampling.samplers.base import Sampler
-
-
-def sampler_class(run: "DenoisingRun") -> "type[Sampler]":
-    """The class of the sampler of a run: `Sampler` itself if the algorithm is not known here."""
-    from dlm_lens.sampling.samplers.base import Sampler  # here, because that module imports this one
-
-    algorithm = algorithms().get(str(run.settings.get("sampler")))
-    return Sampler if algorithm is None else algorithm.sampler
 
 
 def steps_of_rows(run: "DenoisingRun") -> Int[Tensor, "batch"]:
@@ -30,7 +21,7 @@ def steps_of_rows(run: "DenoisingRun") -> Int[Tensor, "batch"]:
     if run.rows_ran is not None:
         return torch.tensor(run.rows_ran, dtype=torch.long, device="cpu")
     ends = torch.tensor([*run.eos_token_ids, *_other_ends(run.settings)], dtype=torch.long, device="cpu")
-    sampler = sampler_class(run)
+    sampler = sampler_class(run.settings)
     if run.autoregressive:
         wrote = run.unmasked & torch.isin(run.tokens, ends)
         ended, last = wrote.any(-1).any(0), wrote.any(-1).int().cumsum(0).eq(0).sum(0) + 1
@@ -70,22 +61,13 @@ def until_ends(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     width = run.tokens.shape[1]
     if run.autoregressive:
         return torch.arange(width, device="cpu") < run.prompt_length + run.steps_in_all[:, None]
-    layout = run.attention_blocks
+    layout = run.attention.blocks
     quirks = bool(run.settings.get("reference_quirks"))  # with these the row is denoised on
-    if not sampler_class(run).closes_rows or layout is None or quirks:
+    if not sampler_class(run.settings).closes_rows or layout is None or quirks:
         return torch.ones_like(run.attention_mask)
     ends = torch.isin(run.tokens, torch.tensor(run.eos_token_ids, dtype=torch.long, device="cpu")) & run.answer
     block = layout.numbers(width).expand_as(ends)
     return block <= block.masked_fill(~ends, width).amin(-1, keepdim=True)
-
-
-def in_own_blocks(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
-    """The positions up to the end of each row's own last block, of samplers with `own_ends`; of others all."""
-    sampler, layout = sampler_class(run), run.attention_blocks
-    if layout is None or not sampler.own_ends:
-        return torch.ones_like(run.attention_mask)
-    last = run.prompt_length + int(run.settings["gen_length"]) - 1
-    return layout.until_block_of(last, run.attention_mask.shape[1])
 
 
 def open_and_planned(
@@ -113,7 +95,7 @@ def _lacking(run: "DenoisingRun") -> Int[Tensor, "batch"]:
     """How many positions of each row's planned answer come after the end of its canvas."""
     from dlm_lens.sampling.samplers.base import Sampler  # here, because that module imports this one
 
-    sampler = sampler_class(run)
+    sampler = sampler_class(run.settings)
     whole = sampler.final_length is Sampler.final_length
     if whole or run.autoregressive or "gen_length" not in run.settings:
         return torch.zeros(len(run.tokens), dtype=torch.long, device="cpu")

@@ -87,12 +87,8 @@ class StoredCanvases:
         self._progress, self.device = run.progress, input_device(model)
         self.content = run.attention_mask.to(self.device)
         self.sampler = rerun_sampler(with_one_plan(run).settings)
-        blocks = run.attention_blocks
-        self.sampler.block_layout = None if blocks is None else blocks.to(self.device)
-        self.sampler.in_own_blocks = run.in_own_blocks.to(self.device)
+        self.sampler.attention = run.attention.to(self.device)
         self.sampler.own_canvas = own_canvas(run).to(self.device)
-        if self.sampler.mask_window is None:  # of forward passes and likelihoods, which no sampler made
-            self.sampler.mask_window = run.mask_window
         plans = [self._plan_in_run(step) for step in range(run.steps)]
         given = (model, self.content, run.prompt_length, plans, run.block_numbers)
         self.own_network = self.sampler.rerun_network(*given)
@@ -136,7 +132,7 @@ class StoredCanvases:
         """The positions that a row's predictions of a step may depend on: with blocks, up to the end of its own."""
         run, positions = self.run, self.run.canvases.shape[-1]
         before = (torch.arange(positions) < self.length(step)) & (run.seen_content[step] | ~run.attention_mask)
-        blocks = run.attention_blocks
+        blocks = run.attention.blocks
         return before if blocks is None else before & blocks.until(run.spans[step], positions)
 
     def computes(self, step: int) -> Bool[Tensor, "batch position"]:

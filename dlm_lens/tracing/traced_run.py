@@ -145,7 +145,7 @@ class TracedRun(RunObserver):
     ) -> None:
         """A run begins."""
         self.on_start(sampler)
-        self.sampler, self.layout = sampler, sampler.block_layout
+        self.sampler, self.layout = sampler, sampler.attention.blocks
         self.editable = not sampler.autoregressive
         self.cached = sampler.autoregressive and sampler.use_cache
         self.state = {"valid": content} if answer is None else {"valid": content, "answer": answer}
@@ -158,8 +158,13 @@ class TracedRun(RunObserver):
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
         """A step begins: pass it to the workers that wait for it, then its canvas for reading and editing."""
-        state = {"answer": self.sampler.within_own_blocks(masked), **self.state, "tokens": canvas, "masked": masked}
-        state["valid"] = self.sampler.seen_content(self.state["valid"], masked)
+        state = {
+            "answer": self.sampler.attention.within_own_blocks(masked),
+            **self.state,
+            "tokens": canvas,
+            "masked": masked,
+        }
+        state["valid"] = self.sampler.attention.seen_content(self.state["valid"], masked, plan.span[1])
         share = progress_by_steps(self.sampler, plan, canvas)
         state |= {} if share is None else {"share": share}
         self._handle(STEP, (plan, state))
@@ -173,8 +178,8 @@ class TracedRun(RunObserver):
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> None:
         """The canvas of the step after every edit, which hooks see; what is open at the first one is the answer."""
-        self.state.setdefault("answer", self.sampler.within_own_blocks(masked))
-        valid = self.sampler.seen_content(self.state["valid"], masked)
+        self.state.setdefault("answer", self.sampler.attention.within_own_blocks(masked))
+        valid = self.sampler.attention.seen_content(self.state["valid"], masked, plan.span[1])
         given = (canvas, masked, valid, self.state["answer"])
         share = progress_by_steps(self.sampler, plan, canvas)
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed, share=share)

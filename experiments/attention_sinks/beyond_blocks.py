@@ -61,7 +61,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     found[CAUSAL] = False
     for number, prompt_run in enumerate(record_prompts(item, settings, bench, ("all", "block"))):
         run = prompt_run.run
-        found[CAUSAL] = run.attention_blocks is not None
+        found[CAUSAL] = run.attention.blocks is not None
         for name, (queries, scale) in READINGS.items():
             if not (run.autoregressive and queries == "block"):
                 found[name].append(rounded(_counts(prompt_run, prompt_run.received[queries], scale, settings)))

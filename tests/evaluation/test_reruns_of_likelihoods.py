@@ -42,6 +42,20 @@ def test_a_rerun_equals_the_recording(family: str, method: str, hooks: tuple, tm
         torch.testing.assert_close(received.values, recorded.received, equal_nan=True, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", ["chain_rule", "mc"])
+def test_a_rerun_of_several_blocks_sees_nothing_after_a_passes_block(method: str, tmp_path: Path) -> None:
+    """WeDLM's blocks of 32 are no blocks of attention: what a pass saw ends with the step's span."""
+    model = tiny("wedlm")
+    text = (words(3, 41, 7, 7, 19, 28), " " + words(*range(2, 36)))
+    lm = HarnessLM(model, likelihood={"method": method, "samples": 2}, record=REDUCERS, record_to=tmp_path)
+    lm.loglikelihood(ask("loglikelihood", text))
+    recorded = Recording.load(tmp_path / "task" / "00000-0")
+    assert len(set(recorded.run.spans)) == 2
+    again = rerun(model, recorded.run, REDUCERS)
+    for name in ("received", "received_masked", "region_mass"):
+        torch.testing.assert_close(again.arrays[name], recorded.arrays[name], equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("family", "options"), [("sedd", {}), ("duo", {}), ("mdlm", {"time_conditioning": True})])
 def test_passes_at_a_noise_level_that_is_not_stored_are_refused(
     family: str, options: dict[str, bool], tmp_path: Path

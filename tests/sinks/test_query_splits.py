@@ -118,8 +118,8 @@ def test_in_block_causal_attention_every_block_is_split(family: str, by: Any) ->
     reducers = [CLASSES, SplitAttention(3 if by == "random" else 1, by, min_viewers=1), AttentionPattern()]
     recording = dl.record(model, PROMPTS, reducers, gen_length=8, block_length=4)
     run = recording.run
-    assert run.attention_blocks is not None
-    number = run.attention_blocks.numbers(run.tokens.shape[1]).numpy()
+    assert run.attention.blocks is not None
+    number = run.attention.blocks.numbers(run.tokens.shape[1]).numpy()
     drawn, several = set(), 0
     for step in range(run.steps):
         for row in run.running[step].nonzero().flatten().tolist():

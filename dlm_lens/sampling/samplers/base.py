@@ -22,16 +22,13 @@ from dlm_lens.attention import (
     Context,
     attends_observed_first,
     has_causal_context,
-    in_window,
     padding_before,
-    until_window,
-    window_layout,
-    without_later_masks,
 )
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
 from dlm_lens.sampling.settings import first_id
+from dlm_lens.sampling.step_attention import StepAttention
 
 
 def one_block(steps: int, prompt_length: int, positions: int, gen_length: int) -> list[StepPlan]:
@@ -125,7 +122,6 @@ class Sampler(nn.Module):
         from_text: blocks of block causal attention are counted from each row's first token, so that the prompt's
             rest shares its block with the first masks; otherwise from the first position of the answer.
         context: how positions before the block that is decoded attend; `BlockLayout.context`.
-        own_ends: a row decodes nothing after its own last block, where the canvas goes on for rows that end later.
         closes_rows: the later blocks of a row whose text has ended are closed, which is no decision of the row.
         whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
         any_block_length: the authors decode with other blocks than those of the training too.
@@ -137,13 +133,9 @@ class Sampler(nn.Module):
         own_canvas: in passes over joined runs, the positions of each row's own canvas: what joining padded it with,
             no network has seen. None for all.
         block_length: of the blocks of block causal attention, in samplers that grow.
-        block_layout: where these blocks are in the rows of the run; None before the run has a network.
-        in_own_blocks: the positions up to the end of each row's own last block, with `own_ends`; None for all.
         training_block_length: of the blocks of the training, where the sampler itself decodes none; None for none.
-        observed_first: attention is causal in the order of `attention.observed_order`, observed tokens, then masks.
-        window_length: masks so many positions or more after their row's first are not seen; None where all are.
-        windowed: attention is causal, but for the window of `attention.sees_window`, of `window_length` positions.
-        mask_window: the length of that window; None for none.
+        attention: how the steps of the run attend, `attention_of` its settings.
+        windowed: attention is causal, but for the window of `attention.sees_window`.
         cache: the approximate cache of the network; None for none.
         use_cache: the network keeps keys and values of the prefix.
         proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
@@ -162,14 +154,12 @@ class Sampler(nn.Module):
     adaptive: bool = False
     from_text: ClassVar[bool] = False
     context: ClassVar[Context] = "blocks"
-    own_ends: ClassVar[bool] = False
     closes_rows: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False
     any_block_length: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
     hides_prompt: ClassVar[bool] = False
     training_block_length: ClassVar[int | None] = None
-    observed_first: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")
     cfg_scale: float = 0.0
@@ -179,10 +169,7 @@ class Sampler(nn.Module):
     cache: str | None = None
     use_cache: bool = False
     block_length: int = 0
-    block_layout: BlockLayout | None = None
-    in_own_blocks: Bool[Tensor, "batch position"] | None = None
-    window_length: int | None = None
-    mask_window: int | None = None
+    attention: StepAttention = StepAttention()
     proposes_all: bool = False
     sigma: float | None = None
     mask_id: int | None = None
@@ -214,6 +201,22 @@ class Sampler(nn.Module):
         first = padding_before(content)
         first = first if cls.from_text else torch.full_like(first, prompt_length)
         return BlockLayout(block_length, first, cls.context)
+
+    @property
+    def block_layout(self) -> BlockLayout:
+        """Where the blocks of block causal attention are in every row of the run, in samplers that grow."""
+        assert self.attention.blocks is not None
+        return self.attention.blocks
+
+    @classmethod
+    def attention_of(
+        cls, settings: Mapping[str, Any], content: Bool[Tensor, "batch position"], prompt_length: int
+    ) -> StepAttention:
+        """How the steps of a run with these settings attend: over all of the canvas, or block by block."""
+        if not cls.grows:
+            return StepAttention()
+        length = int(settings.get("block_length") or settings["gen_length"])
+        return StepAttention(blocks=cls.block_layout_of(length, content, prompt_length))
 
     @classmethod
     def predicts_next(cls, span: tuple[int, int]) -> bool:
@@ -299,36 +302,8 @@ class Sampler(nn.Module):
 
     def attends_alike(self, config: Any) -> bool:
         """Whether all queries of a row see the same keys: no blocks, no window of masks, no order of keys."""
-        laid_out = self.grows or self.block_layout is not None or self.mask_window is not None
-        return not (laid_out or self.autoregressive or attends_observed_first(config) or has_causal_context(config))
-
-    def seen_content(
-        self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
-    ) -> Bool[Tensor, "batch position"]:
-        """The content that the network sees of a canvas with these open positions: all, or a window of masks."""
-        content = self.within_own_blocks(content)
-        if self.windowed and self.mask_window is not None:
-            return until_window(content, masked, self.mask_window)
-        length = self.window_length
-        return content if length is None else content & without_later_masks(masked & content, length)
-
-    def within_own_blocks(self, positions: Bool[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
-        """Those of the positions that are not after their row's own last block."""
-        return positions if self.in_own_blocks is None else positions & self.in_own_blocks
-
-    def blocks_at(
-        self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], span: tuple[int, int]
-    ) -> tuple[Bool[Tensor, "batch position"], BlockLayout | None]:
-        """The positions of each row's block at a step, and the layout by which its statistics count.
-
-        Without blocks they are those of the span, and there is no layout.
-        """
-        where = torch.arange(masked.shape[1], device=masked.device)
-        if self.mask_window is not None:
-            return in_window(content, masked, self.mask_window), window_layout(content, self.mask_window)
-        if self.block_layout is None:
-            return ((where >= span[0]) & (where < span[1])).expand(masked.shape), None
-        return self.block_layout.inside(span, masked.shape[1]), self.block_layout
+        laid_out = self.grows or self.attention.varies or self.autoregressive
+        return not (laid_out or attends_observed_first(config) or has_causal_context(config))
 
     def rerun_network(
         self,
@@ -423,9 +398,9 @@ class Sampler(nn.Module):
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that the step's network can predict: all, or in block diffusion those of each row's block."""
-        if self.block_layout is None:
+        if self.attention.blocks is None:
             return torch.ones_like(masked)
-        return self.block_layout.inside(plan.span, masked.shape[1]).to(masked.device)
+        return self.attention.blocks.inside(plan.span, masked.shape[1]).to(masked.device)
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan

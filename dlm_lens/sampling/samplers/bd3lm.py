@@ -176,7 +176,6 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
                 "the network is given the noise level (time_conditioning), which first_hitting=True does not have; "
                 "denoise with first_hitting=False"
             )
-        self.block_layout = self.block_layout_of(self.block_length, first.content, first.prompt_length)
         return NoiseConditionedBlocks(
             model,
             first.content,

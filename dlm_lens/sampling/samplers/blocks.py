@@ -37,7 +37,6 @@ class BlockSampler(Sampler):
     def network(self, model: Any, first: FirstCanvas) -> BlockLogits:
         """The network of block diffusion."""
         self.open_first = first.masked
-        self.block_layout = self.block_layout_of(self.block_length, first.content, first.prompt_length)
         return BlockLogits(
             model,
             first.content,
@@ -60,7 +59,6 @@ class BlockSampler(Sampler):
 
     def block_plans(self, begin: int, positions: int, steps: int) -> list[StepPlan]:
         """So many steps for every block of the run from `begin` on."""
-        assert self.block_layout is not None
         return block_plans(self.block_layout, begin, positions, steps)
 
     def ignored(self, model: Any) -> int | None:

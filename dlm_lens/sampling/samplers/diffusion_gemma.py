@@ -146,7 +146,6 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
 
     def network(self, model: Any, first: FirstCanvas) -> EncoderDecoderLogits:
         """Encoder and decoder."""
-        self.block_layout = self.block_layout_of(self.block_length, first.content, first.prompt_length)
         return EncoderDecoderLogits(model, first.content, **self._network_options(first.prompt_length))
 
     def rerun_network(

@@ -87,7 +87,6 @@ class EfficientDLMSampler(ContextBlockSampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block, at most."""
-        assert self.block_layout is not None
         self._answer, found = prompt_length, list[StepPlan]()
         spans = self.block_layout.spans(prompt_length, positions)
         self._numbers = numbers = tuple(self._steps(span, positions) for span in spans)
@@ -118,7 +117,6 @@ class EfficientDLMSampler(ContextBlockSampler):
 
         The authors' code counts the positions of the answer.
         """
-        assert self.block_layout is not None
         assert self.open_first is not None
         if self.reference_quirks:
             return self.settings.block_steps(min(span[1] - max(span[0], self._answer), self.block_length))

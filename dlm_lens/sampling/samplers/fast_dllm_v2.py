@@ -218,7 +218,6 @@ class FastDllmV2Sampler(BlockSampler):
                 "the block caches of the original's rows depend on each other: with reference_quirks and "
                 "use_block_cache give one prompt"
             )
-        self.block_layout = self.block_layout_of(self.block_length, content, prompt_length)
         seen = self._seen(content, prompt_length)
         self._answer, self._begins = prompt_length, padding_before(seen)
         self._limits = torch.full_like(self._begins, content.shape[1])
@@ -297,7 +296,6 @@ class FastDllmV2Sampler(BlockSampler):
         return torch.where(lead.any(-1, keepdim=True), lead, within & (number == current))
 
     def _starts(self, plan: StepPlan) -> Int[Tensor, "batch"]:
-        assert self.block_layout is not None
         return self.block_layout.starts(plan.span)
 
     def _leads(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:

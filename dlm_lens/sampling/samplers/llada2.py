@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -18,6 +18,7 @@ from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SdarPropose, SelectAbove
 from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
+from dlm_lens.sampling.step_attention import StepAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +99,8 @@ class BlockwiseSampler(BlockSampler):
     drawn for all positions of a block from one stream.
     """
 
-    from_text, adaptive, own_ends = True, True, True
+    from_text, adaptive = True, True
     ends_inside: ClassVar[bool] = False
-    gen_length = 0
     reference_quirks = False
 
     def __init__(
@@ -108,7 +108,7 @@ class BlockwiseSampler(BlockSampler):
     ) -> None:
         super().__init__()
         self.reference_quirks, self.early = reference_quirks, settings.eos_early_stop
-        self.gen_length, self.block_length = settings.gen_length, settings.block_length
+        self.block_length = settings.block_length
         self.use_cache = settings.use_cache
         self.mask, self.eos = ids.mask, ids.eos
         self.ends = sorted({one for one in (*ids.ends, ids.eot) if one is not None})
@@ -127,11 +127,14 @@ class BlockwiseSampler(BlockSampler):
         self.select.by_topk = reference_quirks
 
     @classmethod
-    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
-        """A sampler for passes over the canvases of a finished run."""
-        sampler = super().for_rerun(settings)
-        sampler.gen_length = int(settings["gen_length"])
-        return sampler
+    def attention_of(
+        cls, settings: Mapping[str, Any], content: Bool[Tensor, "batch position"], prompt_length: int
+    ) -> StepAttention:
+        """Block by block; a row ends with its own last block, where the canvas goes on for rows that end later."""
+        found, last = super().attention_of(settings, content, prompt_length), prompt_length - 1
+        assert found.blocks is not None
+        own = found.blocks.until_block_of(last + int(settings["gen_length"]), content.shape[1])
+        return replace(found, own_blocks=own)
 
     def network(self, model: Any, first: FirstCanvas) -> BlockLogits:
         """The network of block diffusion.
@@ -147,9 +150,9 @@ class BlockwiseSampler(BlockSampler):
                 "length only; leave reference_quirks out, or run them one by one"
             )
         network = super().network(model, first)
-        where, layout = torch.arange(content.shape[1], device=content.device), network.layout
-        own = self.in_own_blocks = layout.until_block_of(prompt_length + self.gen_length - 1, content.shape[1])
-        self._answer = own & (where >= prompt_length if self.reference_quirks else first.masked)
+        where = torch.arange(content.shape[1], device=content.device)
+        answer = (where >= prompt_length).expand(content.shape) if self.reference_quirks else first.masked
+        self._answer = self.attention.within_own_blocks(answer)
         self._begin = prompt_length if self.reference_quirks else int(self._answer.any(0).int().argmax())
         return network
 
@@ -169,7 +172,7 @@ class BlockwiseSampler(BlockSampler):
         """The positions of the block in rows that are not done with it and have not ended."""
         rows = self.at_work(masked, plan)
         rows = rows if self.ended is None else rows & ~self.ended
-        return self.within_own_blocks(self.reach(masked, plan)) & rows[:, None]
+        return self.attention.within_own_blocks(self.reach(masked, plan)) & rows[:, None]
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The masks of the block, in rows that are not done with it."""

@@ -92,7 +92,7 @@ class LLaDA2EditingSampler(BlockwiseSampler):
     def at_work(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch"]:
         """The rows that have masks in the block, or may still rewrite it."""
         post, done = self._progress(masked, plan)
-        block = self.within_own_blocks(self.reach(masked, plan))
+        block = self.attention.within_own_blocks(self.reach(masked, plan))
         return ((masked & block).any(-1) | (post < self.settings.max_post_steps)) & block.any(-1) & ~done
 
     def editable(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
@@ -115,7 +115,7 @@ class LLaDA2EditingSampler(BlockwiseSampler):
     ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
         """One step."""
         post, done = self._progress(masked, plan)
-        block = self.within_own_blocks(self.reach(masked, plan))
+        block = self.attention.within_own_blocks(self.reach(masked, plan))
         working, complete = self.at_work(masked, plan), ~(masked & block).any(-1)
         after, proposal, unmasked = super().forward(canvas, logits, evaluated, masked, plan)
         edited = ((after != canvas) & ~masked).any(-1)

@@ -118,7 +118,6 @@ class NemotronLabsDiffusionSampler(ContextBlockSampler):
 
     def network(self, model: Any, first: FirstCanvas) -> CausalContextLogits:
         """The network of the blocks."""
-        self.block_layout = self.block_layout_of(self.block_length, first.content, first.prompt_length)
         return CausalContextLogits(model, first.content, layout=self.block_layout, use_cache=self.use_cache)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
@@ -126,7 +125,6 @@ class NemotronLabsDiffusionSampler(ContextBlockSampler):
 
         With `reference_quirks` one more, since a first token that is [MASK] is decoded like the others.
         """
-        assert self.block_layout is not None
         self._answer, found = prompt_length, list[StepPlan]()
         spans = self.block_layout.spans(prompt_length, positions)
         numbers = [stop - start + self.reference_quirks for start, stop in spans]

@@ -300,7 +300,7 @@ class SdarSampler(BlockSampler):
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row has a stop token in its finished blocks."""
-        if not self.stops or self.block_layout is None:
+        if not self.stops or self.attention.blocks is None:
             return False
         where = torch.arange(canvas.shape[1], device=canvas.device)
         open_ = ((canvas == self.mask) & self.block_layout.inside(plan.span, canvas.shape[1])).any(-1)

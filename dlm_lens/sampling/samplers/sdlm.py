@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +19,7 @@ from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resol
 from dlm_lens.sampling.samplers.sdar import SelectFirst
 from dlm_lens.sampling.samplers.wedlm import RowDraws
 from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, nucleus
+from dlm_lens.sampling.step_attention import StepAttention
 
 REMASKING = ("probability", "entropy")
 
@@ -109,7 +110,6 @@ class SDLMSampler(MovingWindowSampler):
         if reference_quirks and isinstance(noise, SharedNoise):
             noise = RowDraws(noise)
         self.settings, self.reference_quirks = settings, reference_quirks
-        self.mask_window = settings.window_length
         self.propose = SDLMPropose(settings, noise, ids, reference_quirks)
         self.select = SelectPrefix(settings.threshold)
         self.stops = ids.stops if settings.stop_tokens is None else settings.stop_tokens
@@ -131,23 +131,23 @@ class SDLMSampler(MovingWindowSampler):
         self, model: Any, content: Bool[Tensor, "batch position"], canvas: Int[Tensor, "batch position"]
     ) -> dict[str, Any]:
         """The attention of the windows."""
-        assert self.mask_window is not None
-        visible = sees_window(content, canvas == model.config.mask_token_id, self.mask_window)
+        assert self.attention.window is not None
+        visible = sees_window(content, canvas == model.config.mask_token_id, self.attention.window)
         mask = additive_mask(visible, model.dtype)
         return {"attention_mask": mask, "position_ids": position_ids(content), "use_cache": False}
 
     @classmethod
-    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
-        """A sampler for passes over the canvases of a finished run."""
-        sampler = super().for_rerun(settings)
-        sampler.mask_window = int(settings["window_length"])
-        return sampler
+    def attention_of(
+        cls, settings: Mapping[str, Any], content: Bool[Tensor, "batch position"], prompt_length: int
+    ) -> StepAttention:
+        """Causally, but for the window; nothing after it is seen."""
+        return StepAttention(window=int(settings["window_length"]), ends_with_window=True)
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The positions up to the last one that the window predicts, after its last mask."""
-        assert self.mask_window is not None
+        assert self.attention.window is not None
         content = torch.ones_like(masked) if self._content is None else self._content
-        return until_window(content, masked, self.mask_window + 1)
+        return until_window(content, masked, self.attention.window + 1)
 
 
 ALGORITHM = Algorithm("sdlm", SDLMSettings, SDLMSampler, resolve_window)

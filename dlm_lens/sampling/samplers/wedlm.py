@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +21,7 @@ from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resolve_window
 from dlm_lens.sampling.samplers.sdar import SelectAbove
 from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
+from dlm_lens.sampling.step_attention import StepAttention
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class WeDLMSampler(MovingWindowSampler):
     window_length - 1 positions, and tokens are drawn row by row from one stream, [MASK] among them.
     """
 
-    observed_first, from_text = True, True
+    from_text = True
     training_block_length = 32  # finetune/configs/example.yaml
 
     def __init__(
@@ -133,7 +134,6 @@ class WeDLMSampler(MovingWindowSampler):
         if reference_quirks and isinstance(noise, SharedNoise):
             noise = RowDraws(noise)
         self.settings, self.reference_quirks = settings, reference_quirks
-        self.window_length = settings.window_length
         self.propose = WeDLMPropose(settings, noise, ids, reference_quirks)
         self.select = SelectAbove(-settings.entropy_threshold)
         self.stops = ids.stops if settings.stop_tokens is None else settings.stop_tokens
@@ -146,20 +146,21 @@ class WeDLMSampler(MovingWindowSampler):
         self, model: Any, content: Bool[Tensor, "batch position"], canvas: Int[Tensor, "batch position"]
     ) -> dict[str, Any]:
         """What is seen, of which the network knows the order; positions count the hidden masks too."""
-        seen = self.seen_content(content, canvas == model.config.mask_token_id)
+        masked = canvas == model.config.mask_token_id
+        seen = self.attention.seen_content(content, masked, canvas.shape[1])
         return {"attention_mask": seen.long(), "position_ids": position_ids(content), "use_cache": False}
 
     @classmethod
-    def for_rerun(cls, settings: Mapping[str, Any]) -> Self:
-        """A sampler for passes over the canvases of a finished run."""
-        sampler = super().for_rerun(settings)
-        sampler.window_length = int(settings["window_length"])
-        return sampler
+    def attention_of(
+        cls, settings: Mapping[str, Any], content: Bool[Tensor, "batch position"], prompt_length: int
+    ) -> StepAttention:
+        """Observed tokens first, then the masks of the window; later masks are not seen."""
+        return StepAttention(observed_first=True, mask_reach=int(settings["window_length"]))
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """All that the network sees."""
         content = torch.ones_like(masked) if self._content is None else self._content
-        return self.seen_content(content, masked)
+        return self.attention.seen_content(content, masked, masked.shape[1])
 
 
 ALGORITHM = Algorithm("wedlm", WeDLMSettings, WeDLMSampler, resolve_window, corruption=CountCorruption())
