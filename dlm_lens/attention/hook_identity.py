@@ -30,6 +30,9 @@ LIBRARY_NAMES = {"site-packages", "dist-packages"}
 HOSTS = {"dlm_lens", "torch", "transformers", "tokenizers", "numpy", "nnsight", "transformer_lens"}
 """Packages that count as installed also where they lie elsewhere (`pip install -e`)."""
 
+IN_IDENTITY = "in identity"
+"""In the metadata of a dataclass's field: False where what a hook computes does not depend on it."""
+
 PLAIN = (bool, int, float, complex, str, bytes, range, slice, Enum, PurePath, np.generic, torch.dtype, torch.device)
 """Values that their repr describes wholly, as it does None."""
 
@@ -159,15 +162,17 @@ def _opened(value: Any, name: str, shown: bool, strict: bool) -> tuple[str, Insi
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """The fields, slots and attributes of an object, without those that a cached property computed."""
-    names = [one.name for one in fields(value)] if is_dataclass(value) else []
+    """The fields, slots and attributes of an object that are of its identity, without what a property cached."""
+    declared = fields(value) if is_dataclass(value) else ()
+    names = [one.name for one in declared]
     # Identities are stored, and fields that moved to a base class keep their place in them.
     names = [*getattr(type(value), "IDENTITY_ORDER", "").split(), *names]
     own = [kind for kind in type(value).__mro__ if not _is_installed(kind)]
     names += [name for kind in own for name, one in vars(kind).items() if isinstance(one, MemberDescriptorType)]
     found = {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(value, "__dict__", {})
-    computed = {name for name in found if isinstance(getattr(type(value), name, None), cached_property)}
-    return [(name, one) for name, one in found.items() if name not in computed]
+    left_out = {name for name in found if isinstance(getattr(type(value), name, None), cached_property)}
+    left_out |= {one.name for one in declared if not one.metadata.get(IN_IDENTITY, True)}
+    return [(name, one) for name, one in found.items() if name not in left_out]
 
 
 def _class_values(kind: type) -> Iterator[tuple[str, Any]]:

@@ -44,7 +44,7 @@ class Sinks(ShowsItself, KeyAxes):
 
     IDENTITY_ORDER = (
         "is_sink scores threshold scale level detector dims tokens masked layers steps heads queries sinks "
-        "tokenizer padding final_tokens row_prompts"
+        "tokenizer padding final_tokens"
     )
 
     is_sink: Bool[Tensor, "*axes key"]

@@ -1,13 +1,14 @@
 """`KeyAxes`: the axes of a statistic of keys and what is known of them, the fields of every result of sinks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.attention import beside_sinks
+from dlm_lens.attention.hook_identity import IN_IDENTITY
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes, tensor_axes
 
@@ -51,7 +52,8 @@ class KeyAxes:
     heads: tuple[int, ...] = ()
     sinks: int = 0
     tokenizer: Any = None
-    row_prompts: Int[Tensor, "batch"] | None = None
+    # Intervals alone read it: hooks do the same without it, and recordings of before have no such field.
+    row_prompts: Int[Tensor, "batch"] | None = field(default=None, metadata={IN_IDENTITY: False})
 
     def __post_init__(self) -> None:
         if tuple(name for name in AXES if name in self.dims) != tuple(self.dims):

@@ -29,8 +29,7 @@ class KeyStatistic(KeyAxes):
     """
 
     IDENTITY_ORDER = (
-        "values quantity median tokens masked valid layers steps heads dims sinks tokenizer final_tokens "
-        "row_prompts"
+        "values quantity median tokens masked valid layers steps heads dims sinks tokenizer final_tokens"
     )
 
     values: Float[Tensor, "step batch layer head key"]

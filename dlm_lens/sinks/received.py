@@ -77,7 +77,7 @@ class Received(ShowsItself, KeyAxes):
 
     IDENTITY_ORDER = (
         "values expected counted tokens masked valid final_tokens scale level layers steps heads queries "
-        "min_viewers dims sinks tokenizer viewers row_prompts"
+        "min_viewers dims sinks tokenizer viewers"
     )
 
     values: Float[Tensor, "step batch layer head key"]

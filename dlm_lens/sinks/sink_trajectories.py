@@ -79,7 +79,7 @@ class Trajectories(ShowsItself, KeyAxes):
     IDENTITY_ORDER = (
         "lives before trajectory main main_score counts defined switched static_position static_share "
         "scored_by_layer scale level detector hysteresis dims tokens masked final_tokens layers steps heads "
-        "queries sinks tokenizer padding row_prompts"
+        "queries sinks tokenizer padding"
     )
 
     lives: SinkLifetimes
