@@ -293,18 +293,21 @@ def _apply_template(model: Any, chats: list[Any]) -> list[list[int]]:
 def _read_texts(tokenizer: Any, texts: list[str], options: Mapping[str, Any]) -> list[list[int]]:
     """The ids of texts; warns of words for which the tokenizer has its unknown token only, as the toy's has."""
     read = tokenizer(texts, **options)
+    # A tokenizer of the user's own may have none. GPT-2's is also its end of text, which a text may hold.
+    unknown_id, written = (getattr(tokenizer, name, None) for name in ("unk_token_id", "unk_token"))
+    rows = () if unknown_id is None else getattr(read, "encodings", None) or ()
     unknown = {
         text[slice(*place)]
-        for text, row in zip(texts, getattr(read, "encodings", None) or (), strict=False)
+        for text, row in zip(texts, rows, strict=False)
         for token, place in zip(row.ids, row.offsets, strict=True)
-        if token == tokenizer.unk_token_id
+        if token == unknown_id
     }
-    # A token that is added to the text has no place in it. GPT-2's unknown token is also its end of text.
-    if words := sorted(unknown - {"", tokenizer.unk_token}):
+    # A token that is added to the text has no place in it.
+    if words := sorted(unknown - {"", written}):
         more = f" and {len(words) - MOST_WORDS} more" if len(words) > MOST_WORDS else ""
         warnings.warn(
             f"the tokenizer has no token for {', '.join(map(shown, words[:MOST_WORDS]))}{more}, and the model sees "
-            f"{tokenizer.unk_token} there; write prompts in words of its vocabulary",
+            f"{written} there; write prompts in words of its vocabulary",
             stacklevel=level_of_caller(),
         )
     return [list(ids) for ids in read["input_ids"]]
