@@ -104,7 +104,7 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 
 EVERY = list(range(13))
-MEANS = MeanActivations("z", random(2, 3, 2, 4, 8), torch.tensor([[3, 4], [2, 0], [1, 1]]))
+MEANS = MeanActivations("z", random(2, 3, 2, 4, 8), torch.tensor([[3, 4], [1, 0], [1, 1]]))
 DIRECTION, HEADS = random(32, seed=1), random(4, 8, seed=2)
 ONE_HEAD = torch.tensor([0.0, 0.0, 1.0, 0.0])[:, None]
 MATRIX = random(32, 32, seed=3, scale=0.2)

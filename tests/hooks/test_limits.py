@@ -143,7 +143,17 @@ def test_a_wrapped_previous_still_sees_the_steps_at_which_it_rests() -> None:
     assert mean.layers is None
     assert at_layers(mask_top_sinks(2, source="previous"), [1]).layers == (1,)
     late = at_steps(freeze_sinks(dl.TopK(2), step=0), [2])
-    assert dl.denoise(model, PROMPTS, hooks=[late], **options).settings["columns_hidden"] == (2.0,)
+    frozen = dl.denoise(model, PROMPTS, hooks=[late], **options)
+    assert frozen.settings["columns_hidden"] == (2.0,)
+    # Those of step 0, where another step rests in between.
+    assert not shifted.is_sink[0].equal(shifted.is_sink[1])
+    of_start = {
+        name: vars(shifted)[name][:1].expand(len(shifted.scores), -1, -1, -1, -1) for name in ("is_sink", "scores")
+    }
+    hook = at_steps(mask_sinks(source=type(shifted)(**{**vars(shifted), **of_start})), [2])
+    by_hand = dl.denoise(model, PROMPTS, hooks=[hook], **options)
+    torch.testing.assert_close(frozen.confidence, by_hand.confidence, atol=1e-5, rtol=1e-5)
+    assert not frozen.confidence[2].equal(plain.confidence[2])
 
 
 def test_they_read_as_written_and_are_equal_by_their_settings() -> None:

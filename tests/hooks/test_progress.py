@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.hooks import at_progress, hooks_of_run, mask_positions
+from dlm_lens.hooks import at_progress, hooks_of_run, mask_positions, steer
 from dlm_lens.probes.clock.states import QUANTITIES, labels_of, quantities_of
 from dlm_lens.testing import tiny
 
@@ -48,6 +48,19 @@ def test_hooks_see_the_progress_of_the_run(name: str) -> None:
         wanted = run.progress[step].repeat(len(progress) // len(IDS))  # both halves under guidance
         torch.testing.assert_close(progress, wanted, rtol=0, atol=0)
     assert sorted(late.seen) == [step for step in range(run.steps) if bool((run.progress[step] >= 0.5).any())]
+
+
+def test_scheduled_weights_are_those_of_each_row() -> None:
+    family, config, settings = RUNS["rows that end apart"]
+    model, vector = tiny(family, **config), torch.randn(32, generator=torch.Generator().manual_seed(0))
+    hook = steer(vector, schedule=(0.0, 3.0))
+    together = dl.denoise(model, IDS, hooks=[hook], **settings)
+    assert not together.progress[:, 0].equal(together.progress[:, 1])
+    for row, ids in enumerate(IDS):
+        alone = dl.denoise(model, [ids], hooks=[hook], **settings)
+        assert alone.answers == [together.answers[row]]
+        own = together.confidence[:, row][together.unmasked[:, row]]
+        torch.testing.assert_close(own, alone.confidence[alone.unmasked], atol=1e-5, rtol=1e-4)
 
 
 def test_progress_of_an_ar_run_is_that_of_its_steps() -> None:

@@ -1,3 +1,4 @@
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -41,6 +42,17 @@ def runs(draw: Any) -> dict[str, Any]:
 def denoise(run: dict[str, Any], **changes: Any) -> dlm_lens.DenoisingRun:
     arguments = {**run, **changes}
     return dlm_lens.denoise(MODELS[arguments.pop("family")], **arguments)
+
+
+def test_random_remasking_unmasks_in_every_order_equally_often() -> None:
+    rows = 480
+    got = dlm_lens.denoise(
+        MODELS["llada"], [[5, 9]] * rows, gen_length=3, steps=3, remasking="random", seed=list(range(rows))
+    )
+    orders, counts = got.step_of[:, -3:].unique(dim=0, return_counts=True)
+    assert sorted(orders.tolist()) == [list(order) for order in permutations(range(3))]
+    # Of each of six orders 80 are expected; 20.5 is the chi-squared distribution's 99.9% quantile for 5 degrees.
+    assert float(((counts - rows / 6) ** 2 / (rows / 6)).sum()) < 20.5
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 import dlm_lens
 from dlm_lens.sampling import NonFiniteLogitsError
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.likelihood.corruption import CountCorruption, Drawn, RateCorruption
+from dlm_lens.sampling.likelihood.corruption import CountCorruption, Drawn, LogLinearCorruption, RateCorruption
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -271,6 +271,21 @@ def test_stratified_numbers_and_rates() -> None:
     assert drawn.masked.sum(-1).tolist() == [round(6 * rate) for rate in drawn.rate.tolist()]
     rates = RateCorruption(eps=0.1).draw(pair, 4, torch.Generator().manual_seed(1)).rate.sort().values
     torch.testing.assert_close(rates.diff(), torch.full((3,), 0.9 / 4))
+
+
+def test_numbers_between_two_whole_ones_are_rounded_as_the_setting_says() -> None:
+    """Two samples of an answer of 5 are 2.5 apart: 2 and 4.5, and 4 and 6.5, which is 1.5 in 1..5."""
+    assert [CountCorruption("half_up").counts(first, 5, 2).tolist() for first in (2, 4)] == [[2, 5], [4, 2]]
+    assert [CountCorruption("half_to_even").counts(first, 5, 2).tolist() for first in (2, 4)] == [[2, 4], [4, 1]]
+
+
+def test_times_that_are_not_stratified_are_uniform_numbers_themselves() -> None:
+    pair = Pair(torch.tensor([1, 2]), torch.tensor([3, 4, 5, 6, 7, 8]))
+    for stratified in (False, True):
+        drawn = LogLinearCorruption(0.1, stratified=stratified).draw(pair, 4, torch.Generator().manual_seed(1))
+        numbers = torch.rand(4, generator=torch.Generator().manual_seed(1)).double()
+        spaced = (numbers / 4 + torch.arange(4) / 4) % 1
+        torch.testing.assert_close(drawn.rate.double(), 0.9 * (spaced if stratified else numbers) + 0.1)
 
 
 def test_a_rate_of_zero_masks_nothing_and_divides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
