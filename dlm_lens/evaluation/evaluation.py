@@ -18,6 +18,7 @@ from dlm_lens.arguments import is_real, is_whole
 from dlm_lens.attention import in_use
 from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import replacing, write_file
+from dlm_lens.files.text_files import read_utf8
 from dlm_lens.hooks.expressions import parse_hooks
 from dlm_lens.printable import shown
 
@@ -265,7 +266,7 @@ def find_tasks(names: Sequence[str]) -> Any:
     """The harness's task manager with the shipped tasks, and with its own 14,000 where one of them is requested.
 
     Raises:
-        ValueError: no name, or an unknown one.
+        ValueError: no name, an unknown one, or a file that is not UTF-8.
     """
     if not names:
         raise ValueError(f"no task given; tasks that need no network are {', '.join(shipped_tasks())}")
@@ -281,7 +282,7 @@ def find_tasks(names: Sequence[str]) -> Any:
 
 def _is_task_file(name: str) -> bool:
     """Whether a name is the file of a single task; the file of a group names other tasks."""
-    return Path(name).is_file() and not re.search(r"^group:", Path(name).read_text(encoding="utf-8"), re.MULTILINE)
+    return Path(name).is_file() and not re.search(r"^group:", read_utf8(Path(name), "task files"), re.MULTILINE)
 
 
 @cache

@@ -71,6 +71,12 @@ def test_every_embedded_model_runs_every_kind_of_task(name: str) -> None:
     assert set(result.table().task) == {*tasks}
 
 
+def test_a_task_file_of_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_bytes("task: größe".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"own\.yaml is not UTF-8 \(byte 8\), the encoding of task files"):
+        find_tasks([str(tmp_path / "own.yaml")])
+
+
 @pytest.mark.long
 def test_the_harness_itself_takes_the_model(toy: Any) -> None:
     manager = find_tasks(["toy_lists"])
