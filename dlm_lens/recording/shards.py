@@ -320,6 +320,15 @@ def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], with
             _compare(path, old, new, f"{within}{name} ")
         elif old != new:
             raise ValueError(
-                f"{path} holds a recording with {within}{name} = {old!r:.200}, and now it is {new!r:.200}; give "
-                "the same to continue it, or another directory"
+                f"{path} holds a recording {_difference(within + name, old, new)}; give the same to continue it, "
+                "or another directory"
             )
+
+
+def _difference(name: str, old: Any, new: Any) -> str:
+    """What a header says and the call does not, such as the settings of a reducer that one of them lacks."""
+    if isinstance(old, dict) and new is None:
+        return f"with {name}, and now there is none"
+    if isinstance(new, dict) and old is None:
+        return f"without {name}, and now there is one"
+    return f"with {name} = {old!r:.200}, and now it is {new!r:.200}"

@@ -208,7 +208,10 @@ class Received(ShowsItself, KeyAxes):
         if level == self.level:
             return self
         if len(MERGED[level]) < len(MERGED[self.level]):
-            raise ValueError(f"these scores are of the {self.level} mean, which has no {level} level left")
+            raise ValueError(
+                f"these scores are of the {self.level} mean, which has no {level} level left; give the "
+                f"scores of the {level} level, or level={self.level!r} where it is a setting"
+            )
         merged = [name for name in MERGED[level] if name not in MERGED[self.level]]
         missing = [name for name in merged if name not in self.dims]
         if missing:

@@ -103,6 +103,10 @@ def test_another_reducer_is_named_where_a_recording_was_begun(tmp_path, monkeypa
     killed_behind(monkeypatch, 2, model, PROMPTS, [reducer], **settings)
     with pytest.raises(ValueError, match=r"reducers region_mass reducer = .*min_viewers=8\)', and now .*viewers=2"):
         record(model, PROMPTS, [RegionMass(sinks=AboveMean(1.0), min_viewers=2)], **settings)
+    with pytest.raises(ValueError, match="with reducers region_mass, and now there is none; give the same"):
+        record(model, PROMPTS, [ReceivedAttention()], **settings)
+    with pytest.raises(ValueError, match="without reducers received, and now there is one; give the same"):
+        record(model, PROMPTS, [reducer, ReceivedAttention()], **settings)
     # Begun before RegionMass had min_viewers, which is another statistic: the rest of the run is not added to it.
     (where,) = tmp_path.rglob(HEADER)
     header = json.loads(where.read_text())

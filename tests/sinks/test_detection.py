@@ -251,7 +251,7 @@ def test_result_names_rule_scale_and_level(sinks):
         (lambda p, r: find_sinks(r, TopK(1), causal=True), TypeError, "causal: for patterns only"),
         (lambda p, r: find_sinks(p, TopK(1), level="block"), ValueError, "level is 'block'"),
         (lambda p, r: find_sinks(p, TopK(1), level="model"), ValueError, "no layer axis"),
-        (lambda p, r: r.at_level("layer").at_level("head"), ValueError, "no head level left"),
+        (lambda p, r: r.at_level("layer").at_level("head"), ValueError, "level='layer' where it is"),
         (lambda p, r: find_sinks(p.log(), TopK(1)), ValueError, "row sums"),
         (lambda p, r: find_sinks([0.5], TopK(1)), TypeError, "attention is a list"),
     ],
