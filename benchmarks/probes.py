@@ -8,7 +8,7 @@ from dlm_lens import probes
 from dlm_lens.statistics import Estimate
 
 RULE = dl.AboveMean(3.0)
-PEOPLE, THINGS = ["tom", "mia", "ben", "ana"] * 2, ["apples", "eggs", "books", "cups"] * 2
+PEOPLE, THINGS = ["tom", "mia", "ben", "anna"] * 2, ["apples", "eggs", "books", "cups"] * 2
 NUMBERS = zip([5, 9, 3, 7, 8, 2, 6, 4], [4, 2, 6, 1, 3, 7, 2, 5], strict=True)
 PROMPTS = [
     f"{person} has {a} {thing} . {person} buys {b} more . how many {thing} ? :"
