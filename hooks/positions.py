@@ -87,6 +87,20 @@ def run_rows(hook: PointContext, rows: int, positions: int) -> RunStep | None:
     return run
 
 
+def of_class(
+    name: PositionClass,
+    opened: Bool[Tensor, "*step row position"],
+    content: Bool[Tensor, "row position"],
+    answer: Bool[Tensor, "row position"],
+) -> Bool[Tensor, "*step row position"]:
+    """The positions of a class at a step, or at each of several, from the open ones, the content and the answer."""
+    if name in ("masked", "open"):
+        return opened & content
+    if name in ("visible", "decided"):
+        return content & ~opened
+    return (content & (answer if name == "answer" else ~answer)).expand_as(opened)
+
+
 def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) -> Bool[Tensor, "row position"]:
     """Which positions of an activation [row, position, ...] are addressed; in a run, never padding.
 
@@ -113,8 +127,7 @@ def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) ->
     chosen = torch.zeros(rows, length, dtype=torch.bool, device=tensor.device)
     if isinstance(positions, str):
         given = run_of(hook, who).for_rows(rows)
-        of_class = given.decided if positions == "visible" else getattr(given, positions)
-        chosen[:, canvas] = of_class.to(chosen.device)
+        chosen[:, canvas] = of_class(positions, given.masked, given.valid, given.answer).to(chosen.device)
     elif positions is None:
         chosen[:] = True
     else:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.hooks.positions import PositionClass
+from dlm_lens.hooks.positions import PositionClass, of_class
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, StoredCanvases
 from dlm_lens.sinks import Sinks
@@ -64,7 +64,12 @@ def choose_positions(
     """
     run = stored.run
     if isinstance(positions, str):
-        positions = _of_class(run, positions)
+        if positions not in get_args(PositionClass):
+            known = ", ".join(map(repr, get_args(PositionClass)))
+            raise ValueError(
+                f"positions is {shown(positions)}; give Sinks, canvas positions, a mask, or one of {known}"
+            )
+        positions = of_class(positions, run.open[:-1], run.attention_mask, run.answer)
     if isinstance(positions, Sinks):
         return _of_sinks(stored, positions, steps, layers, controls, seed)
     canvas = run.tokens.shape[1]
@@ -81,22 +86,6 @@ def choose_positions(
     wanted[..., [p % canvas if p < 0 else p for p in chosen]] = True
     wanted &= _content(run, learned)
     return _entries(wanted, steps, torch.zeros(*wanted.shape[:2], len(layers), wanted.shape[2], dtype=torch.bool))
-
-
-def _of_class(run: DenoisingRun, name: str) -> Bool[Tensor, "step batch position"]:
-    """The positions of a class at every step, as hooks of a run have them; padding is in none."""
-    opened, content = run.open[:-1], run.attention_mask
-    classes = {
-        "open": opened,
-        "decided": content & ~opened,
-        "prompt": (content & ~run.answer).expand_as(opened),
-        "answer": run.answer.expand_as(opened),
-    }
-    classes |= {"masked": classes["open"], "visible": classes["decided"]}
-    if name not in classes:
-        known = ", ".join(map(repr, get_args(PositionClass)))
-        raise ValueError(f"positions is {shown(name)}; give Sinks, canvas positions, a mask, or one of {known}")
-    return classes[name]
 
 
 def _given(
