@@ -19,7 +19,7 @@ from dlm_lens.attention import (
 from dlm_lens.sampling.algorithm_registry import sampler_class
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepAttention:
     """How the steps of a run attend: samplers, recorders and finished runs read it alike.
 
