@@ -18,6 +18,7 @@ from dlm_lens.probes.commitments import Commitment, commitment, settled_at
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.probes.remasking import SHARE
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
@@ -131,12 +132,11 @@ class ClassReadability(ShowsItself):
         """One line per step with open positions, by its number in the whole run: the four accuracies of a layer."""
         lines = []
         for step in self._counted.any(-1).any(-1).nonzero().flatten().tolist():
-            line: dict[str, Any] = {"step": self.settled.run.step_numbers[step]}
-            line["positions"] = int(self._counted[step].sum())
+            line: dict[str, Any] = {"step": step, "positions": int(self._counted[step].sum())}
             for name in READINGS:
                 line |= self.accuracy(layer, name, step).columns(name)
             lines.append(line)
-        return pd.DataFrame(lines)
+        return of_whole_run(pd.DataFrame(lines), self.settled.run, ())
 
     @property
     def _counted(self) -> Bool[Tensor, "step batch position"]:

@@ -19,7 +19,7 @@ from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.tuned_lens import TunedLens
 from dlm_lens.probes.unembedding import Unembedding, lens_change, lens_measures
 from dlm_lens.sampling import DenoisingRun, StoredRun
-from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
@@ -114,10 +114,8 @@ class LogitLens(ShowsItself):
             ValueError: the layer was not read.
         """
         text = TokenTexts(self.run.tokenizer)
-        canvas = self.run.tokens.shape[1]
         written, seen = self.written().tolist(), self.tokens().tolist()
         entries: dict[str, Any] = {name: getattr(self, name).tolist() for name in ("step", "batch", "position")}
-        entries["step"] = [self.run.step_numbers[step] for step in entries["step"]]
         entries["token"] = [text(i) for i in seen]
         entries |= {"masked": self.masked.tolist(), "group": ["sink" if s else "other" for s in self.sink.tolist()]}
         entries["predicts"] = self.predicts.tolist()
@@ -134,8 +132,7 @@ class LogitLens(ShowsItself):
                 frame["top_hooked"] = [[text(i) for i in row] for row in self.hooked.top_tokens[:, place].tolist()]
                 frame["change"] = self.change[:, place].tolist()
             frames.append(frame)
-        table = pd.concat(frames, ignore_index=True)
-        table = from_prompt(table, self.run.padding, canvas, ("position", "predicts"))
+        table = of_whole_run(pd.concat(frames, ignore_index=True), self.run, ("position", "predicts"))
         for name in {"predicts", "canvas_predicts", "rank"} & set(table):
             table[name] = table[name].astype("Int64").mask(table[name] < 0)
         return table

@@ -26,7 +26,7 @@ from dlm_lens.probes.residual_reader import ResidualReader, reading, stacked_lay
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, token_rank, without_mask
 from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.sampling import DenoisingRun, StoredRun
-from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.prompt_positions import from_prompt, of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Level, Received, find_sinks
@@ -136,14 +136,13 @@ class Replay(ShowsItself):
         where = self.predicted.nonzero(as_tuple=True)
         text = TokenTexts(self.run.tokenizer)
         columns: dict[str, Any] = dict(zip(("step", "batch", "position"), (i.tolist() for i in where), strict=True))
-        columns["step"] = [self.run.step_numbers[step] for step in columns["step"]]
         columns["written"] = [text(int(i)) for i in self.run.tokens[where[1], where[2]]]
         columns["unmasked"] = self.run.unmasked[where].tolist()
         for name in PER_POSITION:
             found = getattr(self, name)[where].tolist()
             columns[name] = [text(i) for i in found] if name.startswith("token") else found
         columns["flipped"] = self.flipped[where].tolist()
-        return from_prompt(pd.DataFrame(columns), self.run.padding, self.run.tokens.shape[1])
+        return of_whole_run(pd.DataFrame(columns), self.run)
 
     def layer_table(self) -> pd.DataFrame:
         """One line per layer: change and cosine of the residual stream, mean over steps and rows."""

@@ -17,7 +17,7 @@ from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
 from dlm_lens.sampling import DenoisingRun, StoredRun
-from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
@@ -81,15 +81,13 @@ class SinkWrites(ShowsItself):
         text, canvas = TokenTexts(self.run.tokenizer), self.run.tokens.shape[1]
         names = ("step", "batch", "layer", "head", "position")
         columns: dict[str, Any] = {name: getattr(self, name).tolist() for name in names}
-        columns["step"] = [self.run.step_numbers[step] for step in columns["step"]]
         seen = self.run.canvases[self.step, self.batch, self.position.clamp(max=canvas - 1)]
         seen = torch.where(self.position < canvas, seen, canvas - self.position - 1)
         columns["token"] = [text(i) for i in seen.tolist()]
         columns |= {"masked": self.masked.tolist(), "group": ["sink" if s else "other" for s in self.sink.tolist()]}
         columns |= {name: getattr(self, name).tolist() for name in ("score", "norm", "entropy")}
         columns["top"] = [[text(i) for i in row] for row in self.top_tokens.tolist()]
-        table = pd.DataFrame(columns)
-        return from_prompt(table, self.run.padding, canvas)
+        return of_whole_run(pd.DataFrame(columns), self.run)
 
     def summary(self) -> pd.DataFrame:
         """Per layer, for sinks and others: mean norm and entropy of W_O^h v_j, with intervals over prompts."""

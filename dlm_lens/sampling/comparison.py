@@ -18,7 +18,7 @@ from dlm_lens.printable import shown
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.emerging_text import answer_cells
-from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts
@@ -258,8 +258,7 @@ class Comparison(ShowsItself):
             columns[f"step_{name}"] = _written_at(run)[rows, positions].tolist()
         for name, run in pair.items():
             columns[f"confidence_{name}"] = _confidence_of(run)[rows, positions].tolist()
-        one = self._pair[0]
-        return from_prompt(pd.DataFrame(columns), one.padding, one.tokens.shape[1])
+        return of_whole_run(pd.DataFrame(columns), self._pair[0])
 
 
 @exclusive

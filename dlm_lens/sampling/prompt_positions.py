@@ -1,11 +1,30 @@
-"""Positions as people count them: from the prompt's first token, the padding on its left left out."""
+"""Steps and positions as people count them: in the whole run, and from the prompt's first token without padding."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from dlm_lens.sampling.denoising_run import DenoisingRun
+
+
+def of_whole_run(table: pd.DataFrame, run: "DenoisingRun", names: Sequence[str] = ("position",)) -> pd.DataFrame:
+    """A table of steps and canvas positions of a run with the step numbers of the whole run, and `from_prompt`.
+
+    Tables of a part of a run then join with each other, whatever they are of.
+
+    Args:
+        table: its column `step`, if there is one, holds indices of the run's steps.
+        run: the run, or a part of one.
+        names: the columns of positions.
+    """
+    if "step" in table:
+        table["step"] = [run.step_numbers[step] for step in table["step"]]
+    return from_prompt(table, run.padding, run.tokens.shape[1], names)
 
 
 def from_prompt(

@@ -20,7 +20,7 @@ from dlm_lens.probes.attribution.setup import BothSides, Setup, canvas_part
 from dlm_lens.probes.attribution.softmax import SoftmaxEffects
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 
@@ -84,10 +84,9 @@ class ColumnEffects(ShowsItself):
         columns["token"] = [
             text(int(self.run.canvases[at])) if at[2] < canvas else text(canvas - at[2] - 1) for at in places
         ]
-        columns["step"] = [self.run.step_numbers[step] for step in names["step"]]
         for name in ("log_scale", "hidden"):
             columns[name] = getattr(self, name).flatten()[order].tolist()
-        return from_prompt(pd.DataFrame(columns), self.run.padding, canvas)
+        return of_whole_run(pd.DataFrame(columns), self.run)
 
 
 @checked_arguments(steps=None)

@@ -22,7 +22,7 @@ from dlm_lens.probes.attribution.patching import Node, NodeSet, Put, values_of
 from dlm_lens.probes.attribution.setup import BothSides, Direction, Setup
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.shapes import check_shapes
 
 BETWEEN = Rule("above 0 and below 1", lambda value: is_real(value) and 0 < value < 1)
@@ -92,19 +92,19 @@ class MissedEffects(ShowsItself):
 
     def table(self) -> pd.DataFrame:
         """One line per step (its number in the whole run) and row: its bound, and the node that has it."""
-        run, flat = self.estimate.run, self._ranked
+        flat = self._ranked
         chosen, weakest, lines = flat.argmax(-1), self.weakest, []
         for index, row in np.ndindex(*chosen.shape):
             layer, head, place = np.unravel_index(int(chosen[index, row]), self.bounds.shape[2:])
             at = (index, row, int(layer), int(head), int(place))
-            line: dict[str, Any] = {"step": run.step_numbers[self.estimate.steps[index]], "batch": row}
+            line: dict[str, Any] = {"step": self.estimate.steps[index], "batch": row}
             line |= {"bound": float(flat[index, row].max()), "weakest_of_top": float(weakest[index, row])}
             line |= {"layer": self.estimate.layers[layer], "head": int(head)}
             if self.estimate.positions is not None:
                 line["position"] = self.estimate.positions[place]
             lines.append(line | {"effect": float(self.effects[at]), "estimate": float(self.estimate.effects[at])})
-        table = pd.DataFrame(lines)
-        return table if "position" not in table else from_prompt(table, run.padding, run.tokens.shape[1])
+        names = () if self.estimate.positions is None else ("position",)
+        return of_whole_run(pd.DataFrame(lines), self.estimate.run, names)
 
 
 @checked_arguments(

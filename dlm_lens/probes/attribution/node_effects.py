@@ -13,7 +13,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.probes.attribution.contract import Contract
 from dlm_lens.probes.updates import spearman
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import CORRELATION_BOUNDS, Estimate, estimate_mean
@@ -110,9 +110,7 @@ class NodeEffects(ShowsItself):
             seen = zip(columns["step"], columns["batch"], columns["position"], strict=True)
             columns["token"] = [text(int(self.run.canvases[at])) for at in seen]
         columns["effect"] = self.effects.flatten()[order].tolist()
-        columns["step"] = [self.run.step_numbers[step] for step in columns["step"]]
-        table = pd.DataFrame(columns)
-        return table if self.positions is None else from_prompt(table, self.run.padding, self.run.tokens.shape[1])
+        return of_whole_run(pd.DataFrame(columns), self.run, () if self.positions is None else ("position",))
 
     def agreement(self, other: "NodeEffects") -> Estimate:
         """Spearman's rank correlation with other effects of the same nodes, over the nodes of a step and row.

@@ -19,7 +19,7 @@ from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Decisions, Tar
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.encoder_decoder_network import StoredConditioning
-from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 
@@ -107,7 +107,7 @@ class TokenEffects(ShowsItself):
             }
         )
         order = (table["probability"] * table["effect"].abs()).sort_values(ascending=False, kind="stable").index
-        return from_prompt(table.loc[order].reset_index(drop=True), self.run.padding, self.run.tokens.shape[1])
+        return of_whole_run(table.loc[order].reset_index(drop=True), self.run)
 
 
 @checked_arguments(candidates=whole(least=1), batch=whole(least=1), temperature=POSITIVE)

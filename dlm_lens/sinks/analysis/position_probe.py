@@ -16,7 +16,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun, RunPart
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import check_run
-from dlm_lens.sampling.prompt_positions import from_prompt
+from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 from dlm_lens.sinks.detection import Sinks, find_sinks
@@ -148,8 +148,7 @@ def position_or_token(
             lines += _trials(model, run, row, own, base, plan, rule, level, min_viewers)
     axes = [name for name in ("layer", "head") if name not in MERGED[level]]
     columns = ["step", "batch", *axes, "change", "position", "token", "to", "at_token", "at_position"]
-    table = pd.DataFrame(lines, columns=columns)
-    table = from_prompt(table, run.padding, run.tokens.shape[1], ("position", "to"))
+    table = of_whole_run(pd.DataFrame(lines, columns=columns), run, ("position", "to"))
     at_token, at_position = table["at_token"].astype(bool), table["at_position"].astype(bool)
     outcome = np.select([at_token & at_position, at_token, at_position], ["both", "token", "position"], "neither")
     return PositionOrToken(table.assign(outcome=outcome), rule, level, run.row_prompts)
@@ -264,7 +263,7 @@ def _trials(
             sinks = found[tuple(place)]
             lines.append(
                 {
-                    "step": run.step_numbers[steps[change.number]],
+                    "step": steps[change.number],
                     "batch": row,
                     **at,
                     "change": change.name,
