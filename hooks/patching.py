@@ -119,7 +119,8 @@ class PatchFrom(Hook):
         else:
             run = run_of(hook, self)
             now = run.step
-            if now not in self.source.steps if self.step is None else now != self._acts_at(run.total):
+            steps = self.source.steps if self.step is None else (self._acts_at(run.total),)
+            if now not in steps:
                 return tensor
         if hook.index is None:
             raise ValueError(f"{self}: a bare call does not know its layer; run it with attach_hooks(model, ...)")
