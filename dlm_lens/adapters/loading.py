@@ -29,7 +29,7 @@ from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.adapters.weight_headers import MISFITS, check_shapes, described, read_headers
 from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
 from dlm_lens.arguments import checked_arguments, flag, instance, whole
-from dlm_lens.attention import add_hook_points, check_hook_points, mask_window_of
+from dlm_lens.attention import add_hook_points, check_hook_points
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.printable import one_line, printable_name, shown
 
@@ -234,21 +234,13 @@ def finish_model(model: PreTrainedModel, family: Family, tokenizer: Any = None) 
     add_hook_points(model)
     extras: Any = model  # attributes that transformers' class does not declare
     extras.tokenizer = tokenizer
-    own = getattr(model.config, "sampler_defaults", None) or {}
-    defaults = dict(family.samplers[family.sampler_of(model.config)])
-    trained, window = getattr(model.config, "trained_block_length", None), mask_window_of(model.config)
     generation = dict(getattr(model, "generation_settings", {}))
     if family.causal:
         generation["eos_token_id"] = getattr(model.generation_config, "eos_token_id", None)
     ends = generation.pop("eos_token_id", None)
     model.config.eos_token_id = model.config.eos_token_id if ends is None else ends
-    extras.sampler_defaults = {
-        **defaults,
-        **({} if trained is None else {"block_length": trained}),
-        **({} if window is None else {"window_length": window}),
-        **generation,
-        **own,
-    }
+    own = getattr(model.config, "sampler_defaults", None) or {}
+    extras.sampler_defaults = {**family.settings_of(model.config), **generation, **own}
     return model.eval()
 
 

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from dlm_lens.attention import mask_window_of
 from dlm_lens.declarations import defined_in
 from dlm_lens.printable import shown
 
@@ -137,6 +138,20 @@ class Family:
         if name not in self.samplers:
             raise ValueError(f"config.json names the sampler {name!r}; {self.name} has {', '.join(self.samplers)}")
         return str(name)
+
+    def settings_of(self, config: Any) -> dict[str, Any]:
+        """The settings of `denoise` that a checkpoint's config names, over those of the family for its sampler.
+
+        Raises:
+            ValueError: the family does not have the config's sampler.
+        """
+        trained, window = getattr(config, "trained_block_length", None), mask_window_of(config)
+        return {
+            **self.samplers[self.sampler_of(config)],
+            **({} if trained is None else {"block_length": trained}),
+            **({} if window is None else {"window_length": window}),
+            **(getattr(config, "sampler_defaults", None) or {}),
+        }
 
     def ids_of(self, config: Any, tokenizer: Any) -> dict[str, int]:
         """The special ids (mask, eos, eot) of a checkpoint whose config.json has none.

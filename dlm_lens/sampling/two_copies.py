@@ -47,10 +47,7 @@ class Blocks:
         if not sampler.grows:
             length = sampler.training_block_length
             return None if length is None else cls(length, sampler.from_text)
-        trained = getattr(config, "trained_block_length", None)
-        settings = dict(family_of(config.model_type).samplers[algorithm.name])
-        settings |= {} if trained is None else {"block_length": trained}
-        settings |= getattr(config, "sampler_defaults", None) or {}
+        settings = family_of(config.model_type).settings_of(config)
         length = int(settings.get("block_length") or settings["gen_length"])
         return cls(length, sampler.from_text, sampler.context)
 
