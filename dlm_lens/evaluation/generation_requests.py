@@ -20,8 +20,6 @@ from dlm_lens.placement import execution_device
 from dlm_lens.sampling import denoise
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.scoring import LOGITS, POSITIONS
-from dlm_lens.sampling.samplers.llada import LLaDASettings
-from dlm_lens.sampling.settings import block_settings
 
 
 class Cut(NamedTuple):
@@ -95,10 +93,10 @@ class Text(NamedTuple):
 class Generator:
     """Generates texts for requests, longest prompts first.
 
-    Where a finished block never changes and depends on no random number (LLaDA's sampler at temperature 0, with
-    low-confidence remasking and without guidance), a row stops after the block in which its text ends: the text is
-    the same, and later blocks are not computed. AR rows stop at a stop sequence. Other runs of LLaDA's sampler stop
-    after the block in which the last of their texts ends.
+    Where a run can be continued from its finished blocks (`Sampler.continues`: LLaDA's sampler at temperature 0,
+    with low-confidence remasking and without guidance), a row stops after the block in which its text ends: the
+    text is the same, and later blocks are not computed. AR rows stop at a stop sequence. Other runs that decode
+    blocks in order (`Sampler.decodes_in_order`) stop after the block in which the last of their texts ends.
 
     With hooks, rows stop early only if all hooks are `stateless`, and prompts of unequal length share a run only if
     all are `padding_safe` and blocks are not counted from the text. Where the number of steps depends on the
@@ -134,7 +132,7 @@ class Generator:
             settings = dict(same[0].settings)
             given = {"gen_length": same[0].gen_length, **settings}
             rows = 1 if stateful and self._rows_wait(given) else self._rows(same[0], given)
-            if self.leaves and not stateful and self._blocks_are_final(given):
+            if self.leaves and not stateful and self._continues(given):
                 for start in range(0, len(same), POOL * rows):
                     yield from self._by_blocks(same[start : start + POOL * rows], settings, rows)
             else:
@@ -161,21 +159,10 @@ class Generator:
         return self.algorithm.resolve(self.model.sampler_defaults, given, 0)
 
     def _rows_wait(self, settings: Mapping[str, Any]) -> bool:
-        """Whether rows may take unequal numbers of steps, so that one waits for another in the middle of a run."""
-        sampler = self.algorithm.sampler
-        if sampler.autoregressive:
-            return False
-        values = self._resolved(settings)
-        given = any(values.get(name) for name in ("threshold", "factor", "cache"))
-        return bool(sampler.adaptive or sampler.grows or given)
+        return bool(self.algorithm.sampler.rows_wait(self._resolved(settings)))
 
-    def _blocks_are_final(self, settings: Mapping[str, Any]) -> bool:
-        """Whether finished blocks never change, and the next block depends on the canvas alone."""
-        if self.algorithm.name != "llada":
-            return False
-        values = self._resolved(settings)
-        plain = not values.get("temperature") and not values.get("cfg_scale")
-        return plain and values.get("remasking") == "low_confidence" and values.get("eot_token") is None
+    def _continues(self, settings: Mapping[str, Any]) -> bool:
+        return bool(self.algorithm.sampler.continues(self._resolved(settings)))
 
     def _whole(self, jobs: Sequence[Job], settings: Mapping[str, Any]) -> list[Text]:
         options: dict[str, Any] = {"gen_length": jobs[0].gen_length, **settings, "hooks": self.hooks}
@@ -197,7 +184,7 @@ class Generator:
         """Arguments of `denoise` that end a run when all its texts have ended."""
         if self.algorithm.sampler.autoregressive:
             return {"on_logits": _Stopper(self, jobs)}
-        if self.algorithm.name != "llada":
+        if not self.algorithm.sampler.decodes_in_order:
             return {}
         block, _ = self._blocks(options)
         width = max(len(job.prompt) for job in jobs)
@@ -222,8 +209,8 @@ class Generator:
         Raises:
             ValueError: the blocks do not divide the answer or the steps.
         """
-        values = block_settings(self.model.sampler_defaults, options, masks=0)
-        whole = LLaDASettings(values["steps"], values["gen_length"], values["block_length"])
+        values = self._resolved(options)
+        whole = self.algorithm.settings(values["steps"], values["gen_length"], values["block_length"])
         return whole.block_length, whole.steps // whole.blocks
 
     def _by_blocks(self, jobs: Sequence[Job], settings: Mapping[str, Any], rows: int) -> Iterator[list[Text]]:

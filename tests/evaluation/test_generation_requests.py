@@ -291,15 +291,15 @@ def test_two_stages_read_what_stands_behind_an_end_too_whoever_is_in_the_batch(t
 
 def test_a_block_that_draws_is_never_left_early(llada: Any) -> None:
     generator = Generator(llada)
-    assert generator._blocks_are_final({})
+    assert generator._continues({})
     for settings in ({"temperature": 0.5}, {"cfg_scale": 1.0}, {"remasking": "random"}):
-        assert not generator._blocks_are_final(settings)
-    assert not Generator(tiny("dream"))._blocks_are_final({})
+        assert not generator._continues(settings)
+    assert not Generator(tiny("dream"))._continues({})
     drawing = tiny("llada")
     drawing.sampler_defaults = {**drawing.sampler_defaults, "temperature": 0.5}
-    assert not Generator(drawing)._blocks_are_final({"temperature": None})  # the model's own, as in `denoise`
-    assert Generator(tiny("mmada"))._blocks_are_final({"remasking": "low_confidence"})
-    assert not Generator(tiny("mmada"))._blocks_are_final({"remasking": "low_confidence", "eot_token": 5})
+    assert not Generator(drawing)._continues({"temperature": None})  # the model's own, as in `denoise`
+    assert Generator(tiny("mmada"))._continues({"remasking": "low_confidence"})
+    assert not Generator(tiny("mmada"))._continues({"remasking": "low_confidence", "eot_token": 5})
 
 
 def test_both_halves_of_the_models_own_guidance_take_memory() -> None:

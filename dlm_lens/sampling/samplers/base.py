@@ -123,6 +123,8 @@ class Sampler(nn.Module):
             rest shares its block with the first masks; otherwise from the first position of the answer.
         context: how positions before the block that is decoded attend; `BlockLayout.context`.
         closes_rows: the later blocks of a row whose text has ended are closed, which is no decision of the row.
+        decodes_in_order: the answer is decoded block after block, of `block_length` positions each, and what is
+            decided stays.
         whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
         any_block_length: the authors decode with other blocks than those of the training too.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
@@ -155,6 +157,7 @@ class Sampler(nn.Module):
     from_text: ClassVar[bool] = False
     context: ClassVar[Context] = "blocks"
     closes_rows: ClassVar[bool] = False
+    decodes_in_order: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False
     any_block_length: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
@@ -227,6 +230,16 @@ class Sampler(nn.Module):
     def ends_rows(cls, settings: Mapping[str, Any]) -> bool:
         """Whether a row may end with its text, before others of its batch, and keep open positions."""
         return cls.finished is not Sampler.finished
+
+    @classmethod
+    def rows_wait(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether how many steps a block takes depends on its tokens, so that a row waits for others."""
+        return cls.adaptive or cls.grows
+
+    @classmethod
+    def continues(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether a run whose prompt ends with finished blocks decodes the next as the run that decoded these."""
+        return False
 
     @property
     def halves(self) -> int:

@@ -189,6 +189,11 @@ class CachedSampler(Sampler):
         sampler.reference_quirks = bool(settings.get("reference_quirks"))
         return sampler
 
+    @classmethod
+    def rows_wait(cls, settings: Mapping[str, Any]) -> bool:
+        """With a threshold or a factor; with a cache too, which runs no step after the last mask of a block."""
+        return any(settings.get(name) is not None for name in ("threshold", "factor", "cache"))
+
     def network(self, model: Any, first: FirstCanvas) -> Network:
         """The canvas's network, with the cache if there is one.
 

@@ -303,7 +303,7 @@ class DreamSampler(CachedSampler, TimestepSampler):
         super().__init__(settings, noise, blocks=settings.blocks)
         self.settings, self.reference_quirks = settings, reference_quirks
         self.parallel = settings.threshold is not None or settings.factor is not None
-        self.cache, self.adaptive = settings.cache, settings.cache is not None or self.parallel
+        self.cache, self.adaptive = settings.cache, self.rows_wait(vars(settings))
         self.fast_quirks = reference_quirks and settings.cache is not None
         self.draws_positions &= not self.fast_quirks
         if isinstance(noise, SharedNoise) and self.fast_quirks:

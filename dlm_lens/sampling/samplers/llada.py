@@ -210,6 +210,7 @@ class LLaDASampler(CachedSampler):
     With `eot_token` a row whose block ends with it is done; `reference_quirks` stops only when all rows are.
     """
 
+    decodes_in_order = True
     stream: SpanNoise | None = None
 
     def __init__(
@@ -229,7 +230,7 @@ class LLaDASampler(CachedSampler):
             )
         self.settings, self.reference_quirks, self.cfg_scale = settings, reference_quirks, settings.cfg_scale
         self.mask = ids.mask
-        self.cache, self.adaptive = settings.cache, settings.cache is not None or settings.parallel
+        self.cache, self.adaptive = settings.cache, self.rows_wait(vars(settings))
         self.each = settings.steps // settings.blocks
         if settings.parallel and settings.remasking == "random" and not reference_quirks:
             raise ValueError(
@@ -310,6 +311,12 @@ class LLaDASampler(CachedSampler):
     def ends_rows(cls, settings: Mapping[str, Any]) -> bool:
         """With `eot_token` alone; the authors' code goes on with every row until all have ended."""
         return settings.get("eot_token") is not None and not settings.get("reference_quirks")
+
+    @classmethod
+    def continues(cls, settings: Mapping[str, Any]) -> bool:
+        """Where a block depends on no random number, not on guidance, and ends no row."""
+        draws = settings.get("temperature") or settings.get("remasking") != "low_confidence"
+        return not (draws or settings.get("cfg_scale") or settings.get("eot_token") is not None)
 
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row ended with this step's block."""
