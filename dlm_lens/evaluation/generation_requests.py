@@ -20,6 +20,7 @@ from dlm_lens.placement import execution_device
 from dlm_lens.sampling import denoise
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.scoring import LOGITS, POSITIONS
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 class Cut(NamedTuple):
@@ -31,9 +32,7 @@ class Cut(NamedTuple):
 
 def end_ids(config: Any) -> frozenset[int]:
     """Ids that end an answer: end of text and end of turn."""
-    eos = config.eos_token_id
-    found = [*(eos if isinstance(eos, list | tuple) else [eos]), getattr(config, "eot_token_id", None)]
-    return frozenset(int(one) for one in found if one is not None)
+    return frozenset(SpecialIds.of(config).stops)
 
 
 def cut(tokenizer: Any, ids: Sequence[int], ends: frozenset[int], until: Sequence[str]) -> Cut:
@@ -285,8 +284,7 @@ class _Stopper:
 
     def __init__(self, generator: Generator, jobs: Sequence[Job]) -> None:
         self.tokenizer, self.ends, self.jobs = generator.model.tokenizer, generator.ends, jobs
-        eos = generator.model.config.eos_token_id
-        self.end = eos[0] if isinstance(eos, list) else eos
+        self.end = SpecialIds.of(generator.model.config).eos
         self.width = max(len(job.prompt) for job in jobs)
         self.stopped = [False] * len(jobs)
 

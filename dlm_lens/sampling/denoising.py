@@ -16,7 +16,7 @@ from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
 from dlm_lens.sampling.observers import HookRunner, Resumption, RunObserver, StepObserver
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context, warn_untrained_blocks
-from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.settings import (
     OBSERVERS,
     RESUME,
@@ -24,6 +24,7 @@ from dlm_lens.sampling.settings import (
     only_known,
     row_seeds,
 )
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 @checked_arguments(logits=one_of("needed", "all"), observers=OBSERVERS, resume=RESUME)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 def revised_positions(
@@ -121,11 +122,6 @@ class History:
         def stack(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
             return torch.stack(rows).cpu().to(dtype) if rows else torch.empty(0, *shape, dtype=dtype)
 
-        eos = getattr(self.model.config, "eos_token_id", None)
-        stops = [
-            *(eos if isinstance(eos, list | tuple) else [eos]),
-            getattr(self.model.config, "eot_token_id", None),
-        ]
         run = DenoisingRun(
             canvases=stack(self.canvases[: steps + 1], torch.long),
             masked=stack(self.masked[: steps + 1], torch.bool),
@@ -139,7 +135,7 @@ class History:
             blocks=tuple(plan.block for plan in self.plans),
             computed=spans_of(self.plans),
             settings=self.settings,
-            eos_token_ids=tuple(int(i) for i in stops if i is not None),
+            eos_token_ids=SpecialIds.of(self.model.config).stops,
             tokenizer=getattr(self.model, "tokenizer", None),
             model=name_of(self.model),
             planned=self.plans[0].total if self.plans else None,

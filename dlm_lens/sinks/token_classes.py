@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.token_text import FRAGMENT, TokenTexts
 
 TOKEN_CLASSES = (
@@ -64,9 +65,8 @@ class TokenClasses:
     @classmethod
     def of(cls, config: Any, tokenizer: Any) -> "TokenClasses":
         """Those of a model, with the special ids of its config."""
-        eos = getattr(config, "eos_token_id", None)
-        ends = [*(eos if isinstance(eos, list | tuple) else [eos]), getattr(config, "eot_token_id", None)]
-        return cls(tokenizer, getattr(config, "mask_token_id", None), ends)
+        ids = SpecialIds.of(config)
+        return cls(tokenizer, ids.mask, ids.stops)
 
     def __call__(self, token: int) -> str:
         """The class of one id.

@@ -27,7 +27,6 @@ from dlm_lens.attention import (
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
-from dlm_lens.sampling.settings import first_id
 from dlm_lens.sampling.step_attention import StepAttention
 
 
@@ -74,36 +73,6 @@ class FirstCanvas:
     content: Bool[Tensor, "batch position"]
     masked: Bool[Tensor, "batch position"]
     prompt_length: int
-
-
-@dataclass(frozen=True)
-class SpecialIds:
-    """Token ids that samplers treat specially.
-
-    Args:
-        mask: of [MASK]; None for an AR model.
-        eos: of the end of the text, the first if there are several.
-        eot: of the end of a turn.
-        ends: every id that ends an AR model's text.
-    """
-
-    mask: int | None
-    eos: int | None = None
-    eot: int | None = None
-    ends: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, config: Any) -> "SpecialIds":
-        """The ids of a model's config."""
-        eos = config.eos_token_id
-        ends = [eos] if isinstance(eos, int) else list(eos or [])
-        mask, eot = getattr(config, "mask_token_id", None), getattr(config, "eot_token_id", None)
-        return cls(mask, first_id(eos), eot, tuple(int(end) for end in ends))
-
-    @property
-    def stops(self) -> tuple[int, ...]:
-        """The ids that end a text or a turn."""
-        return self.ends if self.eot is None else (*self.ends, self.eot)
 
 
 class Sampler(nn.Module):

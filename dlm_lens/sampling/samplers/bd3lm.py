@@ -14,7 +14,7 @@ from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dllm_blocks import BlockNoise
 from dlm_lens.sampling.samplers.mdlm import (
@@ -27,6 +27,7 @@ from dlm_lens.sampling.samplers.mdlm import (
 )
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus, of_run
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 @dataclass(frozen=True)

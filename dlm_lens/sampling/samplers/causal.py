@@ -12,8 +12,9 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import PrefixLogits, most_likely
 from dlm_lens.sampling.noise import Noise, add_gumbel
-from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
 from dlm_lens.sampling.settings import first_id, not_negative
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.cached_blocks import SelectConfident, SpanNoise
 from dlm_lens.sampling.samplers.llada import GumbelPropose, GumbelSettings
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import with_plain_stops
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 class ContextBlockSettings(GumbelSettings, Protocol):

@@ -14,7 +14,7 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.encoder_decoder_network import EncoderDecoderLogits, StoredConditioning
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.blocks import block_plans
 from dlm_lens.sampling.samplers.entropy_bound import (
     EntropyBoundSampler,
@@ -22,6 +22,7 @@ from dlm_lens.sampling.samplers.entropy_bound import (
     entropy_bound_settings,
 )
 from dlm_lens.sampling.settings import at_least_one, of_run
+from dlm_lens.sampling.special_ids import SpecialIds
 
 CONDITIONS = ("logits", "top", "none")
 """What the decoder can be conditioned on."""

@@ -16,10 +16,11 @@ from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import Network
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
 from dlm_lens.sampling.samplers.llada import REMASKING, GumbelPropose, without
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative
+from dlm_lens.sampling.special_ids import SpecialIds
 
 SCHEDULES = ("linear", "cosine")
 

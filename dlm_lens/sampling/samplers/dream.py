@@ -13,7 +13,6 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
@@ -26,6 +25,7 @@ from dlm_lens.sampling.settings import (
     not_negative,
     nucleus,
 )
+from dlm_lens.sampling.special_ids import SpecialIds
 
 REMASKING = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
 

@@ -14,7 +14,7 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import SpecialIds, one_block
+from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.mdlm import (
     NoiseConditionedSampler,
@@ -24,6 +24,7 @@ from dlm_lens.sampling.samplers.mdlm import (
 )
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
 from dlm_lens.sampling.settings import at_least_one, inner_eps, not_negative, nucleus, of_run, random_settings
+from dlm_lens.sampling.special_ids import SpecialIds
 
 REMOVALS = ("ancestral", "greedy", "none")
 

@@ -12,9 +12,10 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import SpecialIds, one_block
+from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
 from dlm_lens.sampling.settings import at_least_one, not_negative
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 @dataclass(frozen=True)

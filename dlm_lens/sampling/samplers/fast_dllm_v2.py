@@ -14,12 +14,13 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import FirstCanvas, SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SelectAbove
 from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
+from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.sub_block_network import SubBlockLogits
 
 STEP_BLOCK = 32

@@ -13,10 +13,10 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise, add_gumbel
-from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import at_least_one, block_settings, known_remasking, not_negative
+from dlm_lens.sampling.special_ids import SpecialIds
 
 REMASKING = ("low_confidence", "random")
 

@@ -14,9 +14,10 @@ from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import FirstCanvas, Revise, SpecialIds
+from dlm_lens.sampling.samplers.base import FirstCanvas, Revise
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings
 from dlm_lens.sampling.settings import at_least_one, not_negative
+from dlm_lens.sampling.special_ids import SpecialIds
 
 QUIRK_ROUNDS = 16
 """How often each position of a block can be opened again by the authors' code before we leave the block."""

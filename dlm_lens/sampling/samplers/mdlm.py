@@ -16,9 +16,10 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
 from dlm_lens.sampling.network import CanvasLogits, LogitsRequest, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, SpecialIds, one_block
+from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, one_block
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, not_negative, of_run
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 @dataclass(frozen=True)

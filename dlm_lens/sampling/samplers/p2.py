@@ -11,11 +11,12 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
+from dlm_lens.sampling.samplers.base import Sampler, one_block
 from dlm_lens.sampling.samplers.cached_blocks import SpanNoise
 from dlm_lens.sampling.samplers.dream import DreamPropose, DreamSettings
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import Sampler, SpecialIds, one_block
+from dlm_lens.sampling.samplers.base import Sampler, one_block
 from dlm_lens.sampling.samplers.dream import filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select, by_confidence
 from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from dlm_lens.attention import additive_mask, position_ids, sees_window, until_w
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.noise import Noise, SharedNoise
-from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.dream import DreamPropose
 from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resolve_window
 from dlm_lens.sampling.samplers.sdar import SelectFirst
 from dlm_lens.sampling.samplers.wedlm import RowDraws
 from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, nucleus
+from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.step_attention import StepAttention
 
 REMASKING = ("probability", "entropy")

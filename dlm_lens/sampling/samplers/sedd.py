@@ -14,9 +14,9 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.mdlm import AncestralPropose, MDLMSampler, MDLMSettings, Times, log_probabilities
 from dlm_lens.sampling.settings import answer_settings
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 @dataclass(frozen=True)

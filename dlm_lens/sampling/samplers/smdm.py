@@ -11,10 +11,10 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, add_gumbel
-from dlm_lens.sampling.samplers.base import SpecialIds
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
 from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, known_remasking, not_negative
+from dlm_lens.sampling.special_ids import SpecialIds
 
 REMASKING = ("origin", "greedy", "greddy")
 
