@@ -28,6 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionMixin
+from dlm_lens.adapters.original_fields import OriginalFields
 
 HUB_NAMES = {
     "hidden_dim": "hidden_size",
@@ -57,7 +58,7 @@ def takes_noise_level(model: Any) -> bool:
     return bool(getattr(model.config, "time_conditioning", False))
 
 
-class DiTConfig(LlamaConfig):
+class DiTConfig(OriginalFields, LlamaConfig):
     """Config of a DiT: accepts the original config.json and writes it back beside Llama's names.
 
     [MASK] is the last row of the embedding unless `mask_token_id` says otherwise; a network of uniform noise
@@ -78,7 +79,7 @@ class DiTConfig(LlamaConfig):
         "layers.*.mlp.fc1": "colwise",
         "layers.*.mlp.fc2": "rowwise",
     }
-    hub_fields: ClassVar[Mapping[str, str]] = HUB_NAMES
+    original_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     subs: ClassVar[bool] = True  # [MASK] has no probability (SUBS); its logit counts nowhere
     is_causal: bool = False
     vocab_size: int = 50258
@@ -101,10 +102,7 @@ class DiTConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Take the original names before the parent derives head_dim and the rotary parameters from them."""
-        for hub, name in self.hub_fields.items():
-            value = kwargs.pop(hub, None)
-            if value is not None:
-                setattr(self, name, value)
+        self.take_original_names(kwargs)
         self.num_key_value_heads = self.num_attention_heads  # q, k and v are one projection of equal thirds
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         if self.mask_token_id is None and self.subs:
@@ -116,11 +114,6 @@ class DiTConfig(LlamaConfig):
     def empty_prompt(self) -> list[int] | None:
         """The ids that an empty prompt stands for: the model writes without any."""
         return []
-
-    def to_dict(self) -> dict[str, Any]:
-        """Llama's names and the original ones, so that the authors' tools read what `save_pretrained` writes."""
-        values = super().to_dict()
-        return values | {hub: values.get(name, getattr(self, name)) for hub, name in self.hub_fields.items()}
 
 
 class NoiseEmbedding(nn.Module):

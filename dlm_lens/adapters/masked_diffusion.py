@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
+from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.attention import SinkLayout, add_hook_points, hooked_attentions, predicting_position
 
 LLADA_SAMPLER = {
@@ -106,7 +107,7 @@ SDAR_SAMPLER = {
 
 
 @dataclass(kw_only=True)
-class MaskedDiffusionFields:
+class MaskedDiffusionFields(OriginalFields):
     """Mixin before a config of transformers: the fields of a masked DLM with the host's names.
 
     Args:

@@ -6,10 +6,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, P2_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family
 
 
-class DreamConfig(Qwen2Config):
+class DreamConfig(OriginalFields, Qwen2Config):
     """Config of Dream; the hub's says `use_cache: true`, which a bidirectional model cannot."""
 
     model_type = "Dream"

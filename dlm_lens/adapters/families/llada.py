@@ -1,11 +1,13 @@
 """LLaDA: Llama layers without causality, under LLaDA's own config and checkpoint names."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import LLADA_SAMPLER, P2_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family
 
 HUB_NAMES = {
@@ -40,7 +42,7 @@ ACTIVATIONS = ("silu", "gelu", "relu")
 """Of the gate; the original's default, "swiglu", halves it, so that its weights have other shapes."""
 
 
-class LLaDAConfig(LlamaConfig):
+class LLaDAConfig(OriginalFields, LlamaConfig):
     """Config of LLaDA: accepts the original config.json and writes it back beside Llama's names.
 
     The logits have `embedding_size` columns, which is `vocab_size` here.
@@ -51,6 +53,8 @@ class LLaDAConfig(LlamaConfig):
 
     model_type = "llada"
     is_causal: bool = False
+    original_names: ClassVar[Mapping[str, str]] = HUB_NAMES
+    original_options: ClassVar[Mapping[str, Any]] = FIXED
     float32_rotation: ClassVar[bool] = True
     original_architecture: ClassVar[str] = "DlmLensLlama"  # the name of its TransformerLens adapter
     bos_token_id: int | None = None  # Llama's is 1
@@ -75,19 +79,11 @@ class LLaDAConfig(LlamaConfig):
             self.num_key_value_heads = 1
         elif "n_heads" in kwargs and kwargs.get("n_kv_heads") is None:
             self.num_key_value_heads = kwargs["n_heads"]
-        for hub, name in HUB_NAMES.items():
-            value = kwargs.pop(hub, None)
-            if value is not None:
-                setattr(self, name, value)
+        self.take_original_names(kwargs)
         if not self.intermediate_size:
             self.intermediate_size = (kwargs.get("mlp_ratio") or 4) * self.hidden_size
         super().__post_init__(**without_foreign_fields(kwargs))
         self.use_cache = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Llama's names and LLaDA's own, so that the authors' tools read what `save_pretrained` writes."""
-        values = super().to_dict()
-        return values | {hub: values.get(name, getattr(self, name)) for hub, name in HUB_NAMES.items()}
 
 
 class LLaDAModelLM(MaskedDiffusionMixin, LlamaForCausalLM):

@@ -1,5 +1,6 @@
 """LLaDA2.0 and 2.1: mixtures of experts that denoise in blocks; Glm4Moe's layers without causality."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
@@ -10,6 +11,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.group_limited_experts import EXPERTS, GroupLimitedExperts, fused_projections
 from dlm_lens.adapters.masked_diffusion import LLADA2_EDITING_SAMPLER, LLADA2_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family
 
 NAMES = {
@@ -24,7 +26,7 @@ FIXED: dict[str, Any] = {"score_function": "sigmoid", "moe_router_enable_expert_
 
 
 @strict
-class LLaDA2Config(Glm4MoeConfig):
+class LLaDA2Config(OriginalFields, Glm4MoeConfig):
     """Config of LLaDA2: accepts the authors' fields and writes them back beside those of Glm4Moe.
 
     Args:
@@ -35,6 +37,7 @@ class LLaDA2Config(Glm4MoeConfig):
     """
 
     model_type = "llada2_moe"
+    original_names: ClassVar[Mapping[str, str]] = NAMES
     is_causal: bool = False
     mask_token_id: int | None = None
     eot_token_id: int | None = None
@@ -60,10 +63,7 @@ class LLaDA2Config(Glm4MoeConfig):
             given = kwargs.pop(name, None)
             if given not in (None, wanted):
                 raise ValueError(f"LLaDA2 config has {name}={given!r}; only {wanted!r} is implemented")
-        for theirs, ours in NAMES.items():
-            given = kwargs.pop(theirs, None)
-            if given is not None:
-                setattr(self, ours, given)
+        self.take_original_names(kwargs)
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         groups, experts = self.n_group, self.n_routed_experts
@@ -82,14 +82,10 @@ class LLaDA2Config(Glm4MoeConfig):
         self.use_cache, self.norm_topk_prob = False, self.num_experts_per_tok > 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Glm4Moe's names and the authors' own, so that their tools read what `save_pretrained` writes."""
+        """The fields without those that follow from others."""
         values = super().to_dict()
         values.pop("norm_topk_prob", None)  # follows from num_experts_per_tok
-        rope = self.rope_parameters or {}
-        return values | {
-            **{theirs: values.get(ours, getattr(self, ours)) for theirs, ours in NAMES.items()},
-            **{name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope},
-        }
+        return values
 
 
 class LLaDA2EditingConfig(LLaDA2Config):

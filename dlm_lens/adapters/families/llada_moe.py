@@ -1,6 +1,7 @@
 """LLaDA-MoE: a masked DLM with a mixture of experts; Qwen3-MoE's layers without causality."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -8,9 +9,14 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.group_limited_experts import EXPERTS
 from dlm_lens.adapters.masked_diffusion import LLADA_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family
 
-NAMES = {"expert_intermediate_size": "moe_intermediate_size", "dense_intermediate_size": "intermediate_size"}
+NAMES = {
+    "expert_intermediate_size": "moe_intermediate_size",
+    "dense_intermediate_size": "intermediate_size",
+    "num_experts": "num_local_experts",
+}
 """Fields of the authors' config -> the names of Qwen3MoeConfig."""
 
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -26,7 +32,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 
 
 @strict
-class LLaDAMoEConfig(Qwen3MoeConfig):
+class LLaDAMoEConfig(OriginalFields, Qwen3MoeConfig):
     """Config of LLaDA-MoE: accepts the authors' fields and writes them back beside those of Qwen3-MoE.
 
     Raises:
@@ -34,6 +40,8 @@ class LLaDAMoEConfig(Qwen3MoeConfig):
     """
 
     model_type = "lladamoe"
+    original_names: ClassVar[Mapping[str, str]] = NAMES
+    original_options: ClassVar[Mapping[str, Any]] = {name: values[0] for name, values in FIXED.items()}
     is_causal: bool = False
     mask_token_id: int | None = None
     eot_token_id: int | None = None
@@ -50,10 +58,7 @@ class LLaDAMoEConfig(Qwen3MoeConfig):
             given = kwargs.pop(name, getattr(self, name, accepted[0]))
             if given not in accepted:
                 raise ValueError(f"LLaDA-MoE config has {name}={given!r}; only {accepted[0]!r} is implemented")
-        for theirs, ours in NAMES.items():
-            given = kwargs.pop(theirs, None)
-            if given is not None:
-                setattr(self, ours, given)
+        self.take_original_names(kwargs)
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.moe_layer_freq is not None:  # 0: a dense layer
@@ -63,13 +68,10 @@ class LLaDAMoEConfig(Qwen3MoeConfig):
         self.use_cache = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Qwen3-MoE's names and the authors' own, so that their tools read what `save_pretrained` writes."""
+        """The fields, with the kinds of layers as the authors' config has them."""
         values = super().to_dict()
         sparse = [int(layer not in self.mlp_only_layers) for layer in range(self.num_hidden_layers)]
-        own = {theirs: values.get(ours, getattr(self, ours)) for theirs, ours in NAMES.items()}
-        own |= {name: accepted[0] for name, accepted in FIXED.items()}
-        own |= {"moe_layer_freq": sparse, "num_experts": self.num_experts}
-        return values | own | {"rope_theta": (self.rope_parameters or {}).get("rope_theta")}
+        return values | {"moe_layer_freq": sparse}
 
 
 class LLaDAMoEModelLM(MaskedDiffusionMixin, Qwen3MoeForCausalLM):

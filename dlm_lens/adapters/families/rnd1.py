@@ -1,5 +1,8 @@
 """RND1: Qwen3-MoE layers without causality, whose output at i - 1 predicts position i."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -16,6 +19,7 @@ class RND1Config(MaskedDiffusionFields, Qwen3MoeConfig):
     """
 
     model_type = "rnd1"
+    original_names: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     logit_shift: bool = True
     tie_word_embeddings: bool = False
     norm_topk_prob: bool = True

@@ -56,7 +56,7 @@ class SEDDConfig(DiTConfig):
     """
 
     model_type = "sedd"
-    hub_fields: ClassVar[Mapping[str, str]] = {name: HUB_NAMES[name] for name in ("n_blocks", "n_heads")}
+    original_names: ClassVar[Mapping[str, str]] = {name: HUB_NAMES[name] for name in ("n_blocks", "n_heads")}
     time_conditioning: bool = True
     graph: dict[str, Any] | None = None
     noise: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import SMDM_SAMPLER, Float32RotaryEmbedding
+from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family, Shapes, WeightsOnly
 from dlm_lens.adapters.sink_tokens import SinkDecoder, SinkMaskedDiffusion
 from dlm_lens.adapters.weighted_norm import use_weighted_norms
@@ -129,7 +130,7 @@ SIZES = {
 
 
 @strict  # so that transformers calls the `validate_token_ids` of this class
-class SMDMConfig(LlamaConfig):
+class SMDMConfig(OriginalFields, LlamaConfig):
     """Config of SMDM: accepts the fields of lit_gpt's Config and writes them back beside Llama's names.
 
     The logits have `vocab_size` columns (lit_gpt's padded_vocab_size); the embedding has one row more, for the
@@ -148,6 +149,8 @@ class SMDMConfig(LlamaConfig):
     """
 
     model_type = "smdm"
+    original_names: ClassVar[Mapping[str, str]] = LIT_NAMES
+    original_options: ClassVar[Mapping[str, Any]] = {name: values[0] for name, values in FIXED.items()}
     original_architecture: ClassVar[str] = "DlmLensLlama"
     is_causal: bool = False
     mask_token_id: int | None = None
@@ -171,10 +174,7 @@ class SMDMConfig(LlamaConfig):
             kwargs["padded_vocab_size"] = -(-self.vocab_size // multiple) * multiple
         if "n_head" in kwargs and kwargs.get("n_query_groups") is None:
             kwargs["n_query_groups"] = kwargs["n_head"]
-        for hub, name in LIT_NAMES.items():
-            value = kwargs.pop(hub, None)
-            if value is not None:
-                setattr(self, name, value)
+        self.take_original_names(kwargs)
         for name in ("org", "name"):
             kwargs.pop(name, None)
         if self.mask_token_id not in (None, self.vocab_size):
@@ -194,11 +194,6 @@ class SMDMConfig(LlamaConfig):
 
     def validate_token_ids(self) -> None:
         """No check: transformers would warn that the mask id equals `vocab_size`, as it does in every SMDM."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Llama's names and lit_gpt's own, so that the authors' tools read what `save_pretrained` writes."""
-        values = super().to_dict()
-        return values | {hub: values.get(name, getattr(self, name)) for hub, name in LIT_NAMES.items()}
 
 
 class RoundedRotaryEmbedding(Float32RotaryEmbedding):

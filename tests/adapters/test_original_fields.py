@@ -1,0 +1,83 @@
+"""A config is written with the fields that the authors' code reads: `OriginalFields`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dlm_lens
+from dlm_lens.adapters.original_fields import rotary_fields
+from dlm_lens.testing import tiny
+from tests.adapters.golden import GOLDEN
+
+NOT_OF_THE_NETWORK = frozenset({
+    "auto_map",  # names Python files, which are not saved
+    "attn_implementation", "use_cache", "transformers_version", "architectures",
+    "torch_dtype",  # `dtype` of transformers 5
+    "org", "name", "padding_multiple",  # how lit_gpt came to padded_vocab_size, which is written
+})  # fmt: skip
+OTHER = {
+    "diffugpt": {"n_inner": 128},  # the 4 * n_embd that null stands for
+    "llada": {"vocab_size": 256},  # embedding_size, which the authors' code takes in its place
+    "llada_moe": {"norm_topk_prob": False},  # null there
+    "sdlm": {"sliding_window": None},  # of use_sliding_window false
+    "smdm": {"vocab_size": 192},  # padded_vocab_size, likewise
+    "smdm/variants/gqa": {"vocab_size": 64},
+    "smdm_gate": {"vocab_size": 192},
+}
+"""Fields whose value is another one for the same network."""
+HOSTS = {
+    "diffugpt": "gpt2", "efficient_dlm": "qwen3", "llada_moe": "llada", "sdlm": "qwen2", "stable_diffcoder": "llama"
+}  # fmt: skip
+"""Families whose config.json names the model type of another network, by which they would not be found again."""
+PLAIN = frozenset({"diffullama", "open_dcoder"})  # Llama's own type, and no weights
+
+CONFIGS = [
+    str(path.parent.relative_to(GOLDEN))
+    for path in sorted(GOLDEN.rglob("config.json"))
+    if path.parent.name not in PLAIN
+]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_field_of_the_original_config_is_written(name: str, tmp_path: Path) -> None:
+    original: dict[str, Any] = json.loads((GOLDEN / name / "config.json").read_text())
+    named = any(original.get(field) is not None for field in ("mask_token_id", "text_mask_token_id"))
+    masked = named or name.startswith(("bd3lm", "duo", "mdlm", "sedd", "smdm"))
+    model = dlm_lens.load(GOLDEN / name, **({} if masked else {"mask_token_id": 5}))
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for field, value in original.items():
+        if field in NOT_OF_THE_NETWORK:
+            continue
+        if field == "model_type" and name in HOSTS:
+            assert value == HOSTS[name]
+        elif field == "model" and name == "sedd":
+            assert value == {**written["model"], "name": "small"}
+        elif value in (None, False):
+            assert not written.get(field) or written[field] == OTHER[name][field]
+        else:
+            assert written[field] == OTHER.get(name, {}).get(field, value), field
+
+
+def test_the_rotation_is_written_as_before_transformers_5_and_read_as_it_was(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32}
+    model = tiny("dream", rope_parameters=yarn)
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["rope_theta"] == 5e5
+    assert written["rope_scaling"]["rope_type"] == "yarn"
+    assert written["rope_scaling"]["factor"] == 4.0
+    assert "rope_theta" not in written["rope_scaling"]
+    again = dlm_lens.load(tmp_path)
+    assert again.config.rope_parameters == model.config.rope_parameters
+    del written["rope_parameters"]  # a config.json of transformers 4
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert dlm_lens.load(tmp_path).config.rope_parameters == model.config.rope_parameters
+
+
+def test_rotations_that_differ_between_layers_have_no_single_theta() -> None:
+    each = {"rope_type": "default", "rope_theta": 1e4}
+    assert rotary_fields({"full_attention": each, "sliding_attention": each}) == {}
+    assert rotary_fields(each) == {"rope_theta": 1e4}
