@@ -14,10 +14,12 @@ class OriginalFields:
     Attributes:
         original_names: fields of the authors' config -> the names of the host's.
         original_options: options that no released checkpoint varies -> their values.
+        original_properties: names of the host that the authors' config class derives and cannot be given.
     """
 
     original_names: ClassVar[Mapping[str, str]] = {}
     original_options: ClassVar[Mapping[str, Any]] = {}
+    original_properties: ClassVar[frozenset[str]] = frozenset()
 
     def take_original_names(self, given: dict[str, Any]) -> None:
         """Take the values under the authors' names out of a config's arguments, before the host reads its own."""
@@ -30,6 +32,11 @@ class OriginalFields:
         values: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         own = {theirs: values.get(ours, getattr(self, ours)) for theirs, ours in self.original_names.items()}
         return {**values, **rotary_fields(values.get("rope_parameters") or {}), **self.original_options, **own}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What config.json holds: the fields without those that the authors' config class refuses."""
+        values: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
+        return {name: value for name, value in values.items() if name not in self.original_properties}
 
 
 def rotary_fields(rotary: Mapping[str, Any]) -> dict[str, Any]:

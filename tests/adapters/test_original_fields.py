@@ -33,6 +33,13 @@ HOSTS = {
 """Families whose config.json names the model type of another network, by which they would not be found again."""
 PLAIN = frozenset({"diffullama", "open_dcoder"})  # Llama's own type, and no weights
 
+
+def values_of(model: Any) -> dict[str, Any]:
+    """The fields of a model's config, without where it was read."""
+    left_out = ("_name_or_path", "transformers_version", "architectures")
+    return {name: value for name, value in model.config.to_dict().items() if name not in left_out}
+
+
 CONFIGS = [
     str(path.parent.relative_to(GOLDEN))
     for path in sorted(GOLDEN.rglob("config.json"))
@@ -59,6 +66,18 @@ def test_every_field_of_the_original_config_is_written(name: str, tmp_path: Path
             assert not written.get(field) or written[field] == OTHER[name][field]
         else:
             assert written[field] == OTHER.get(name, {}).get(field, value), field
+    assert values_of(dlm_lens.load(tmp_path)) == values_of(model)
+
+
+@pytest.mark.parametrize("family", ["llada", "mmada"])
+def test_names_that_the_authors_config_class_derives_are_not_written(family: str, tmp_path: Path) -> None:
+    """They are properties without setters there, so that the class would raise AttributeError."""
+    model = tiny(family)
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert not {"hidden_size", "num_attention_heads", "num_hidden_layers"} & written.keys()
+    assert (written["d_model"], written["n_heads"], written["n_layers"]) == (32, 4, 2)
+    assert values_of(dlm_lens.load(tmp_path)) == values_of(model)
 
 
 def test_the_rotation_is_written_as_before_transformers_5_and_read_as_it_was(tmp_path: Path) -> None:

@@ -55,6 +55,9 @@ class LLaDAConfig(OriginalFields, LlamaConfig):
     is_causal: bool = False
     original_names: ClassVar[Mapping[str, str]] = HUB_NAMES
     original_options: ClassVar[Mapping[str, Any]] = FIXED
+    original_properties: ClassVar[frozenset[str]] = frozenset({
+        "hidden_size", "num_attention_heads", "num_hidden_layers"
+    })  # fmt: skip
     float32_rotation: ClassVar[bool] = True
     original_architecture: ClassVar[str] = "DlmLensLlama"  # the name of its TransformerLens adapter
     bos_token_id: int | None = None  # Llama's is 1
