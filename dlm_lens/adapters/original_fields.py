@@ -14,11 +14,14 @@ class OriginalFields:
     Attributes:
         original_names: fields of the authors' config -> the names of the host's.
         original_options: options that no released checkpoint varies -> their values.
+        original_class: the authors' class of the network with its head, by which inference engines choose theirs;
+            None where this library's has the same name.
         original_properties: names of the host that the authors' config class derives and cannot be given.
     """
 
     original_names: ClassVar[Mapping[str, str]] = {}
     original_options: ClassVar[Mapping[str, Any]] = {}
+    original_class: ClassVar[str | None] = None
     original_properties: ClassVar[frozenset[str]] = frozenset()
 
     def take_original_names(self, given: dict[str, Any]) -> None:
@@ -34,8 +37,9 @@ class OriginalFields:
         return {**values, **rotary_fields(values.get("rope_parameters") or {}), **self.original_options, **own}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What config.json holds: the fields without those that the authors' config class refuses."""
+        """What config.json holds: the fields that the authors' config class takes, and their class."""
         values: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
+        values |= {} if self.original_class is None else {"architectures": [self.original_class]}
         return {name: value for name, value in values.items() if name not in self.original_properties}
 
 

@@ -13,15 +13,17 @@ from tests.adapters.golden import GOLDEN
 
 NOT_OF_THE_NETWORK = frozenset({
     "auto_map",  # names Python files, which are not saved
-    "attn_implementation", "use_cache", "transformers_version", "architectures",
+    "attn_implementation", "use_cache", "transformers_version",
     "torch_dtype",  # `dtype` of transformers 5
     "org", "name", "padding_multiple",  # how lit_gpt came to padded_vocab_size, which is written
 })  # fmt: skip
 OTHER = {
-    "diffugpt": {"n_inner": 128},  # the 4 * n_embd that null stands for
+    # The class of the script that trains it; n_inner null stands for 4 * n_embd.
+    "diffugpt": {"architectures": ["DiffuGPTModel"], "n_inner": 128},
     "llada": {"vocab_size": 256},  # embedding_size, which the authors' code takes in its place
     "llada_moe": {"norm_topk_prob": False},  # null there
-    "sdlm": {"sliding_window": None},  # of use_sliding_window false
+    # A name that is transformers' own; the window is that of use_sliding_window false.
+    "sdlm": {"architectures": ["SDLMModel"], "sliding_window": None},
     "smdm": {"vocab_size": 192},  # padded_vocab_size, likewise
     "smdm/variants/gqa": {"vocab_size": 64},
     "smdm_gate": {"vocab_size": 192},

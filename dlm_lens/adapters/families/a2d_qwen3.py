@@ -17,6 +17,7 @@ class A2DQwen3Config(MaskedDiffusionFields, Qwen3Config):
     """Config of a Qwen3 masked DLM."""
 
     model_type = "a2d-qwen3"
+    original_class: ClassVar[str | None] = "A2DQwen3LMHeadModel"
     trained_block_length: int | None = None
     original_architecture: ClassVar[str] = "DlmLensQwen3"
 
@@ -31,6 +32,7 @@ class A2DQwen2Config(MaskedDiffusionFields, Qwen2Config):
     """Config of a Qwen2 masked DLM."""
 
     model_type = "a2d-qwen2"
+    original_class: ClassVar[str | None] = "A2DQwen2LMHeadModel"
     trained_block_length: int | None = None
     original_architecture: ClassVar[str] = "DlmLensQwen2"
 
@@ -45,6 +47,7 @@ class A2DLlamaConfig(MaskedDiffusionFields, LlamaConfig):
     """Config of a Llama masked DLM."""
 
     model_type = "a2d-llama"
+    original_class: ClassVar[str | None] = "A2DLlamaLMHeadModel"
     trained_block_length: int | None = None
     original_architecture: ClassVar[str] = "DlmLensLlama"
 

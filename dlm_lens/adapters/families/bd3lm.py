@@ -1,6 +1,6 @@
 """BD3-LM: block diffusion of 2503.09573, MDLM's network under block causal attention."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from dlm_lens.adapters.dit import (
     CONVERSIONS,
@@ -32,6 +32,7 @@ class BD3LMConfig(DiTConfig):
     """
 
     model_type = "bd3lm"
+    original_class: ClassVar[str | None] = "BD3LM"
     block_size: int = 4
     cross_attn: bool = True
     causal: bool = False

@@ -20,6 +20,7 @@ class CoDAConfig(MaskedDiffusionFields, Qwen3Config):
     """
 
     model_type = "CoDA"
+    original_class: ClassVar[str | None] = "CoDALanguageModel"
     original_architecture: ClassVar[str] = "DlmLensQwen3"
     logit_shift: bool = True
     vocab_size: int = 151936

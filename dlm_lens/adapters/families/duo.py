@@ -39,6 +39,7 @@ class DuoConfig(DiTConfig):
     """
 
     model_type = "duo"
+    original_class: ClassVar[str | None] = "DUO"
     subs: ClassVar[bool] = False
     time_conditioning: bool = True
     causal: bool = False

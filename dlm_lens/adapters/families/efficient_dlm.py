@@ -24,6 +24,7 @@ class EfficientDLMConfig(MaskedDiffusionFields, Qwen3Config):
     """
 
     model_type = "efficient_dlm"
+    original_class: ClassVar[str | None] = "EfficientDLM"
     original_architecture: ClassVar[str] = "DlmLensQwen3"
     block_size: int = 32
     disable_qk_norm: bool = False

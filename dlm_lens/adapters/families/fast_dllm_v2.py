@@ -33,6 +33,7 @@ class FastDllmV2Config(MaskedDiffusionFields, Qwen2Config):
     """
 
     model_type = "Fast_dLLM_Qwen"
+    original_class: ClassVar[str | None] = "Fast_dLLM_QwenForCausalLM"
     original_architecture: ClassVar[str] = "DlmLensQwen2"
     logit_shift: bool = True
     bd_size: int = 32

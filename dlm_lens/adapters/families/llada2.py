@@ -37,6 +37,7 @@ class LLaDA2Config(OriginalFields, Glm4MoeConfig):
     """
 
     model_type = "llada2_moe"
+    original_class: ClassVar[str | None] = "LLaDA2MoeModelLM"
     original_names: ClassVar[Mapping[str, str]] = NAMES
     is_causal: bool = False
     mask_token_id: int | None = None

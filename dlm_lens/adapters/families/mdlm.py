@@ -1,5 +1,7 @@
 """MDLM: the masked DLM of 2406.07524, a DiT with GPT-2's tokens, which sees the whole canvas."""
 
+from typing import ClassVar
+
 from dlm_lens.adapters.dit import (
     CONVERSIONS,
     MASK_TOKEN,
@@ -18,6 +20,7 @@ class MDLMConfig(DiTConfig):
     """Config of MDLM."""
 
     model_type = "mdlm"
+    original_class: ClassVar[str | None] = "MDLM"
 
 
 class MDLMForMaskedLM(DiTForMaskedLM):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -24,6 +24,7 @@ class MMaDAConfig(LLaDAConfig):
     """
 
     model_type = "mmada"
+    original_class: ClassVar[str | None] = "MMadaModelLM"
 
 
 class MMaDAModelLM(LLaDAModelLM):

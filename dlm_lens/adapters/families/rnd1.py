@@ -19,6 +19,7 @@ class RND1Config(MaskedDiffusionFields, Qwen3MoeConfig):
     """
 
     model_type = "rnd1"
+    original_class: ClassVar[str | None] = "RND1LM"
     original_names: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     logit_shift: bool = True
     tie_word_embeddings: bool = False

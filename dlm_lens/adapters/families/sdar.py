@@ -14,6 +14,7 @@ class SDARConfig(MaskedDiffusionFields, Qwen3Config):
     """Config of an SDAR: Qwen3's fields, and the length of the blocks of its training."""
 
     model_type = "sdar"
+    original_class: ClassVar[str | None] = "SDARForCausalLM"
     original_architecture: ClassVar[str] = "DlmLensQwen3"
     block_size: int = 4
 

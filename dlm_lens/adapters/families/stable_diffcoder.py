@@ -15,6 +15,7 @@ class StableDiffCoderConfig(MaskedDiffusionFields, LlamaConfig):
     """Config of Stable-DiffCoder: Llama's fields, and the length of the blocks of its training."""
 
     model_type = "stable_diffcoder"
+    original_class: ClassVar[str | None] = "StableDiffcoderForCausalLM"
     original_architecture: ClassVar[str] = "DlmLensLlama"
     block_size: int = 4
 

@@ -36,6 +36,7 @@ class WeDLMConfig(MaskedDiffusionFields, Qwen3Config):
     """
 
     model_type = "wedlm"
+    original_class: ClassVar[str | None] = "WeDLMForCausalLM"
     observed_first: ClassVar[bool] = True
     attention_bias: bool = True
     qk_norm: bool = False
