@@ -296,12 +296,14 @@ def _is_adapted(family: Family, source: str, tensors: Iterable[str]) -> bool:
 
 
 def _types_of(name: str) -> tuple[str, ...]:
-    """The model types whose class of this library has a name."""
+    """The model types whose class has a name, that of this library's or the authors'."""
     layouts = [layout for family in families() for layout in family.layouts.items()]
-    own = [
-        (model_type, kind) for model_type, (_, kind) in layouts if not kind.__module__.startswith("transformers.")
-    ]
-    return tuple(model_type for model_type, kind in own if kind.__name__ == name)
+    return tuple(
+        model_type
+        for model_type, (config, kind) in layouts
+        if not kind.__module__.startswith("transformers.")
+        and name in (kind.__name__, getattr(config, "original_class", None))
+    )
 
 
 def family_of(model_type: str) -> Family:

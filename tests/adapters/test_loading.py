@@ -316,7 +316,7 @@ def test_a_class_of_another_family_is_named(tmp_path: Path, caplog: pytest.LogCa
     config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "bd3lm"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     dlm_lens.load(tmp_path)
-    assert "says model_type bd3lm and the class MDLMForMaskedLM, which is that of mdlm; it is loaded" in caplog.text
+    assert "says model_type bd3lm and the class MDLM, which is that of mdlm; it is loaded" in caplog.text
 
 
 def test_an_unknown_sampler_in_a_config_is_refused() -> None:
