@@ -40,7 +40,8 @@ class DllmSettings:
         remasking: "low_confidence" or "random".
         schedule: alpha(t), the share of positions that are not masked at time t: "linear", 1 - t, or "cosine",
             1 - cos(pi (1 - t) / 2).
-        stochastic_transfer: the numbers of tokens are drawn, each mask being unmasked with the step's probability.
+        stochastic_transfer: the numbers of tokens are drawn, each mask being unmasked with the step's probability;
+            with `reference_quirks` too from other random numbers than dllm's.
         suppress_tokens: ids that are never proposed.
         begin_suppress_tokens: ids that are not proposed at the first step; with `reference_quirks` they are
             proposed at any step with confidence 0.
