@@ -54,7 +54,8 @@ class LLaDAConfig(OriginalFields, LlamaConfig):
     model_type = "llada"
     is_causal: bool = False
     original_names: ClassVar[Mapping[str, str]] = HUB_NAMES
-    original_options: ClassVar[Mapping[str, Any]] = FIXED
+    # `n_kv_heads` says how many heads there are; MMaDA's class has no default for the other name.
+    original_options: ClassVar[Mapping[str, Any]] = {**FIXED, "multi_query_attention": None}
     original_properties: ClassVar[frozenset[str]] = frozenset({
         "hidden_size", "num_attention_heads", "num_hidden_layers"
     })  # fmt: skip
