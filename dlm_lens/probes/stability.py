@@ -173,7 +173,6 @@ class PatternStability(ShowsItself):
         """
         now, before = self.main, self.main.roll(1, 0)
         counts = self.cosine.isfinite()
-        counts[0] = False
         there, was = now >= 0, before >= 0
         return {
             "stays": counts & there & was & (now == before),

@@ -88,6 +88,10 @@ def test_commitments_that_are_known() -> None:
     assert found.lead.tolist() == [[1, 2, -1]]
     assert found.flips.tolist() == [[2, 0, 1]]
     assert found.mean_lead.value == pytest.approx(2 / 3)
+    # The token with id 0 is a token, and what the first step decides is known as it is decided.
+    found = planted([[0, 4], [5, -1], [0, -1]], steps=[2, 0], final=[0, 4])
+    assert found.flips.tolist() == [[2, 0]]
+    assert found.lead.tolist() == [[0, 0]]
 
 
 def test_the_lead_in_a_part_counts_the_steps_of_the_run() -> None:
@@ -186,6 +190,36 @@ def test_a_run_alone_says_what_its_model_predicted(name: str, where: Any) -> Non
         here = known[step]
         # The run's softmax is in the model's float32, and [MASK] has a share of it.
         torch.testing.assert_close(alone.confidence[step][here].double(), likely[here], rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_that_guidance_keeps_are_kept_in_a_rerun() -> None:
+    model, prompts = tiny("a2d_qwen3"), [[5, 9, 12, 7, 3], [8, 4, 2]]
+    given: dict[str, Any] = {"gen_length": 6, "steps": 6, "cfg_scale": 3.0}
+    run = denoise(model, prompts, cfg_keep_tokens=[5, 8, 4], **given)
+    found = commitment(model, run)
+    assert found.token[found.predicted].equal(run.proposals[found.predicted])
+    assert not run.tokens.equal(denoise(model, prompts, **given).tokens)
+
+
+def test_what_stays_open_is_neither_right_nor_wrong() -> None:
+    """The answer to the first prompt ends with the first block."""
+
+    def ends(step: int, canvas: Tensor, logits: Tensor) -> Tensor:
+        forced = logits.clone()
+        forced[0, 3, 9], forced[1, 3, 9] = 30.0, -30.0
+        return forced
+
+    given: dict[str, Any] = {"gen_length": 6, "block_length": 2, "steps": 6, "eot_token": 9, "on_logits": ends}
+    run = denoise(tiny("mmada"), [[1, 2], [4, 5]], logits="all", **given)
+    assert run.masks_left.tolist() == [4, 0]
+    found = proposed_commitment(run)
+    assert found.reference[0].tolist() == [*run.tokens[0, :4].tolist(), -1, -1, -1, -1]
+    assert (found.token == -1).equal(~found.predicted)
+    counted = [(run.open[step] & run.running[step, :, None]).sum(-1).tolist() for step in range(run.steps)]
+    left = [4 * int(run.running[step, 0]) for step in range(run.steps)]
+    assert found.calibration()["predictions"].tolist() == [
+        sum(both) - open_ for both, open_ in zip(counted, left, strict=True)
+    ]
 
 
 def test_proposals_that_are_drawn_say_nothing_alone() -> None:

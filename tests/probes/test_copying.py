@@ -74,6 +74,7 @@ def test_scores_are_those_of_the_patterns(family: str, settings: dict[str, Any])
                 numbers = [1.0, float(best in copies), sum(line[j] for j in copies), chance, mass]
                 wanted[row, layer, head] += torch.tensor(numbers, dtype=torch.float64)
     torch.testing.assert_close(found.sums.double(), wanted, rtol=1e-4, atol=1e-5)
+    assert found.decisions == int(wanted[:, 0, 0, 0].sum()) > 0
 
 
 class Copies(Hook):

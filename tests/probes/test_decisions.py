@@ -68,6 +68,8 @@ def test_a_token_that_is_replaced_after_its_right_neighbour_is_retracted() -> No
     # The last write counts: position 0 at step 3, after 1 and before 2.
     assert found.step.tolist() == [[3, 1, 4]]
     assert float(found.tau) == pytest.approx((2 - 1) / 3)
+    # What is open does not follow: position 1 is decided after position 0 was rewritten.
+    assert not decision_order(run_of([0, 2], edits={1: 0})).retracted.any()
 
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -144,6 +146,7 @@ def test_what_is_written_after_a_row_s_end_is_no_decision() -> None:
     found, wanted = (decision_order(run) for run in (both, alone))
     assert found.pairs.tolist()[0] == wanted.pairs.tolist()[0] == steps[0] * (steps[0] - 1) // 2
     assert found.pairs.tolist()[1] == steps[1] * (steps[1] - 1) // 2
+    assert found.step[0].tolist() == [step if step < steps[0] else -1 for step in both.last_written[0].tolist()]
 
 
 @pytest.mark.parametrize("family", ["llada", "open_dcoder"])

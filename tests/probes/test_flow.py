@@ -132,8 +132,9 @@ def test_with_a_cache_only_queries_computed_at_both_steps_are_compared(cache: An
 
 
 def test_similarity_is_split_by_what_the_sink_did() -> None:
-    main = torch.tensor([3, 3, 5, -1, -1, 2]).reshape(6, 1, 1, 1).expand(6, 2, 1, 1)
-    similar = torch.tensor([torch.nan, 0.9, 0.2, 0.5, 0.8, 0.6]).reshape(6, 1, 1, 1).expand(6, 2, 1, 1)
+    # The first key is a key, and what follows the row's end is in no class.
+    main = torch.tensor([0, 0, 5, -1, -1, 2, 2]).reshape(7, 1, 1, 1).expand(7, 2, 1, 1)
+    similar = torch.tensor([torch.nan, 0.9, 0.2, 0.5, 0.8, 0.6, torch.nan]).reshape(7, 1, 1, 1).expand(7, 2, 1, 1)
     found = PatternStability(similar, similar, similar, similar, main, (0,), 0, 0.3, "planted")
     lines = found.by_change().set_index("sink")
     assert lines.pairs.to_dict() == {"stays": 2, "changes": 2, "comes or goes": 4, "none": 2}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.probes import EarlyAttention, decision_order, logit_lens, sink_writes, value_norms
+from dlm_lens.probes import ChannelRemoval, EarlyAttention, decision_order, logit_lens, sink_writes, value_norms
 from dlm_lens.probes.clock.readings import _r2
 from dlm_lens.probes.early_patterns import MEASURES, PREDICTORS
 from dlm_lens.statistics import POSITIVE_BOUNDS, R2_BOUNDS, estimate, estimate_mean
@@ -33,6 +33,19 @@ def test_shares_and_correlations_of_predictors_have_their_own_bounds() -> None:
     assert found["recall"].low == found["kept"].low == 0
     table = early.heads("recall")
     assert float(table["first_steps_low"].iloc[0]) == 0
+
+
+def test_divergences_exceed_1_and_shares_do_not() -> None:
+    """Sums and numbers of `ChannelRemoval`: of three prompts that differ the interval is wide."""
+    pairs = torch.tensor(
+        [[[9.0, 1], [10, 10], [0, 10]], [[0.1, 1], [10, 10], [3, 10]], [[8.0, 1], [4, 10], [0, 10]]]
+    )
+    sums = torch.stack([pairs, pairs]).double()
+    found = ChannelRemoval((0,), ((1,),), torch.ones(1, 2), torch.ones(1, 2), sums, (0,), dl.AboveMean(3.0))
+    kl, changed, gone = (found.mean(name) for name in ("kl", "changed", "sinks gone"))
+    assert (kl.value, changed.value, gone.value) == pytest.approx((17.1 / 3, 0.8, 0.1))
+    assert kl.low == 0 < 1 < kl.high
+    assert (changed.high, gone.low) == (1, 0)
 
 
 def test_r2_is_at_most_1() -> None:

@@ -1,5 +1,6 @@
 """The lens against float64 loops over independent forward passes, in every family."""
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -98,6 +99,45 @@ def test_every_number_is_that_of_loops(name: str) -> None:
     assert seen > 30
     assert counted >= 4
     assert len(index) == seen
+
+
+def test_the_first_position_is_predicted_too() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, [[63, 5, 9, 63, 7]], gen_length=0, steps=2)
+    lens = logit_lens(model, run, steps=[0])
+    assert lens.position[lens.predicted].tolist() == [0, 3]
+
+
+def test_under_uniform_noise_decided_positions_are_predicted_too() -> None:
+    model = tiny("uniform_qwen")
+    run = dl.denoise(model, PROMPTS, gen_length=8, steps=4, seed=[3, 4])
+    lens = logit_lens(model, run)
+    at = lens.predicts.clamp(min=0)
+    answer = run.answer[lens.batch, at] & (lens.predicts >= 0)
+    assert lens.predicted.equal(answer)
+    assert (answer & ~run.masked[lens.step, lens.batch, at]).any()
+
+
+def test_the_summary_counts_what_was_decided() -> None:
+    """A token that was never decided is found by no layer, and is no miss."""
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, gen_length=8, steps=4, seed=[3, 4])
+    left = run.masked.clone()
+    left[-1, :, -3:] = True
+    run = replace(run, masked=left, canvases=run.canvases.masked_fill(left, model.config.mask_token_id))
+    lens = logit_lens(model, run, positions="masked")
+    known = lens.predicted & (run.tokens[lens.batch, lens.predicts] != model.config.mask_token_id)
+    assert 0 < known.sum() < lens.predicted.sum()
+    lines = lens.summary().set_index("layer")
+    for place, layer in enumerate(lens.layers):
+        found = (lens.rank[known, place] == 0).double().mean()
+        assert lines.found[layer] == pytest.approx(float(found))
+    table = lens.table(layer=1)
+    assert table.masked.tolist() == lens.masked.tolist() == [True] * len(lens.step)
+    assert set(table.group) == {"other"}
+    assert table.top.tolist() == [
+        run.tokenizer.convert_ids_to_tokens(row) for row in lens.top_tokens[:, 1].tolist()
+    ]
 
 
 def test_the_last_layer_is_the_model() -> None:
@@ -301,6 +341,28 @@ def test_writes_of_chosen_steps_and_layers_are_a_part_of_all_and_others_are_refu
             read(model, run, one)
 
 
+@pytest.mark.parametrize("name", ["llada", "sinks behind"])
+def test_controls_of_writes_are_tokens_of_the_same_pattern_that_are_no_sinks(name: str) -> None:
+    model, run = started(name)
+    sinks = dl.find_sinks(rerun(model, run, [dl.ReceivedAttention()]), dl.TopK(2))
+    found, canvas = sink_writes(model, run, sinks), run.tokens.shape[1]
+    pairs = int(found.sink.sum())
+    assert found.sink.tolist() == [True] * pairs + [False] * pairs
+    place = found.step, found.batch, torch.tensor([sinks.layers.index(i) for i in found.layer.tolist()]), found.head
+    assert sinks.is_sink[*place, found.position].equal(found.sink)
+    assert all(each[:pairs].equal(each[pairs:]) for each in place)
+    assert (found.position[pairs:] < canvas).all()
+    assert (name == "llada") == bool((found.position[:pairs] < canvas).all())
+    masked = torch.nn.functional.pad(run.masked, (0, sinks.sinks))
+    assert found.masked.equal(masked[found.step, found.batch, found.position])
+    assert found.masked.any()
+    for line in found.summary().to_dict("records"):
+        group = (found.layer == line["layer"]) & (found.sink == (line["group"] == "sink"))
+        assert line["entries"] == int(group.sum()) > 0
+        assert line["norm"] == pytest.approx(float(found.norm[group].mean()), rel=1e-5)
+    assert len(found.summary()) == 4
+
+
 @pytest.mark.parametrize("rule", ["above-mean:1.2", "low-key-norm:0.98"])
 def test_a_limit_keeps_the_strongest_sinks(rule: str) -> None:
     model, run = started("llada")
@@ -325,6 +387,7 @@ def test_a_tuned_lens_is_trained_saved_and_refused_for_another_model(tmp_path: A
     # A canvas that it has not seen: closer to what the model says, and the last layer is as it was.
     assert float(tuned.kl[:, 0].nanmean()) < 0.8 * float(plain.kl[:, 0].nanmean())
     assert tuned.entropy[:, 1].equal(plain.entropy[:, 1])
+    assert (plain.lens, tuned.lens) == ("logit lens", repr(lens))
     again = TunedLens.load(lens.save(tmp_path / "lens.safetensors"), model)
     assert again.weight.equal(lens.weight)
     assert again.training == lens.training

@@ -85,6 +85,36 @@ def test_a_planted_mechanism_is_found_with_its_size() -> None:
     assert (line.dependent, line.others, line.beyond) == pytest.approx((2.0, -2.0, 4.0))
 
 
+def test_the_order_counts_what_both_kinds_of_runs_decided() -> None:
+    found = planted()
+    generator = torch.Generator().manual_seed(1)
+    shape = found.later.shape
+    later, control = (torch.randint(-3, 4, shape, generator=generator).float() for _ in range(2))
+    lost = torch.rand(2, *shape, generator=generator) < 0.2
+    known = found.predicted[0]
+    later, control = (
+        one.masked_fill(~known | gone, torch.nan) for one, gone in zip((later, control), lost, strict=True)
+    )
+    found = replace(found, later=later, later_control=control)
+    lines = found.table().query("measure == 'steps later'").set_index("masked")
+    values: dict[str, dict[bool, list[float]]] = {one: {True: [], False: []} for one in ("sinks", "random")}
+    rhos: dict[str, list[float]] = {"sinks": [], "random": []}
+    for row in range(3):
+        both = [i for i in known[row].nonzero()[:, 0].tolist() if later[row, i] == later[row, i]]
+        both = [i for i in both if control[row, i] == control[row, i]]
+        mass = [float(found.mean_dependence[row, i]) for i in both]
+        for name, one in (("sinks", later), ("random", control)):
+            for i, each in zip(both, mass, strict=True):
+                values[name][each > np.median(mass)].append(float(one[row, i]))
+            ranks = [pd.Series(each).rank() for each in (mass, one[row, both].tolist())]
+            rhos[name].append(np.corrcoef(*ranks)[0, 1])
+        assert 3 < len(both) < int(known[row].sum())
+    for name, line in lines.iterrows():
+        assert line.dependent == pytest.approx(np.mean(values[str(name)][True]))
+        assert line.others == pytest.approx(np.mean(values[str(name)][False]))
+        assert line.correlation == pytest.approx(np.mean(rhos[str(name)]), rel=1e-6)
+
+
 def test_dependent_is_above_the_median_of_a_canvas() -> None:
     found = planted()
     for step in range(4):

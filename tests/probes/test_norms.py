@@ -126,8 +126,36 @@ def test_planted_short_values_are_found_with_their_size() -> None:
     spread = ((found.sink.double().var(correction=0) + found.other.double().var(correction=0)) / 2).sqrt()
     assert table["effect_size"] == pytest.approx(table["difference"] / float(spread), rel=1e-5)
     bars = found.distribution(bins=10)
+    assert len(bars) == 10
+    assert bars.low.tolist() == pytest.approx([0, *bars.high[:-1]])
+    assert bars.high.iloc[-1] == pytest.approx(float(torch.cat([found.sink, found.other]).max()), rel=1e-5)
     assert bars.sinks.sum() == bars.others.sum() == len(found.sink)
     assert bars[bars.sinks > 0].high.max() < 3 < bars[bars.others > 0].high.max()
+
+
+def test_norms_of_chosen_heads_are_those_of_their_values() -> None:
+    _, rec = recorded()
+    part = rec.select(head=[1, 3])
+    found = value_norms(part, dl.find_sinks(part, dl.TopK(1)))
+    here = dl.find_sinks(rec, dl.TopK(1)).is_sink[:, :, :, [1, 3]]
+    assert sorted(found.sink.tolist()) == sorted(rec.value_norm[here].tolist())  # heads 1 and 3: values 0 and 1
+
+
+def test_open_positions_are_the_masked_ones() -> None:
+    _, rec = recorded()
+    sinks = dl.find_sinks(rec, dl.TopK(1))
+    same, masked = (value_norms(rec, sinks, match=match) for match in ("open", "masked"))
+    assert same.other.equal(masked.other)
+    assert not same.other.equal(value_norms(rec, sinks).other)
+
+
+def test_sinks_without_another_token_have_no_norms_to_compare() -> None:
+    _, rec = recorded()
+    sinks = dl.find_sinks(rec, dl.TopK(1))
+    found = value_norms(rec, replace(sinks, is_sink=sinks.scores.isfinite()))
+    assert len(found.sink) == 0 < found.unmatched == found.found
+    assert found.distribution(bins=2)["high"].tolist() == pytest.approx([0.5, 1.0], rel=1e-5)
+    assert (np.isnan(found.ratio.value), found.ratio.prompts) == (True, 0)
 
 
 def test_the_learned_sink_tokens_are_sinks_too() -> None:
@@ -248,6 +276,13 @@ def test_the_table_of_updates_splits_queries_by_their_attention() -> None:
                 ranks = [pd.Series(t[step, row, head][keep]).rank() for t in (mass, mixed)]
                 rhos.append(np.corrcoef(*ranks)[0, 1])
     assert line.correlation == pytest.approx(np.mean(rhos), rel=1e-6)
+    # A query whose share of attention is not known is in neither group.
+    unknown = mass.isfinite() & (torch.rand(mass.shape, generator=torch.Generator().manual_seed(0)) < 0.3)
+    less = replace(found, mass=found.mass.masked_fill(unknown[:, :, None], torch.nan))
+    line = less.table().query("layer == 1 and measure == 'mixed'").iloc[0]
+    attending, other = mixed[~unknown & (mass > 0.4)], mixed[~unknown & (mass <= 0.4)]
+    assert (line.queries, line.others) == (len(attending), len(other))
+    assert line.ratio == pytest.approx(float(attending.mean() / other.mean()), rel=1e-5)
 
 
 def test_what_cannot_be_measured_is_refused() -> None:

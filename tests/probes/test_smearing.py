@@ -154,6 +154,23 @@ def test_the_summaries_are_means_over_prompts() -> None:
     table = found.table()
     assert [table[f"tokens_{place}"].sum() for place in PLACES] == counts.tolist()
     assert table["predicted"].tolist() == defined.sum((1, 2)).tolist()
+    for name in ("own", "near", "near_by_chance"):
+        values = getattr(found, name)
+        means = [float(values[step][defined[step]].mean()) for step in range(run.steps)]
+        assert table[name].tolist() == pytest.approx(means, rel=1e-5)
+
+
+def test_a_position_that_stays_masked_has_no_token_to_be_smeared() -> None:
+    model = tiny("llada")
+    run = denoise(model, PROMPTS, seed=[3, 4], steps=4, gen_length=8)
+    left = run.masked.clone()
+    left[-1, :, -2:] = True
+    run = replace(run, masked=left, canvases=run.canvases.masked_fill(left, model.config.mask_token_id))
+    found = token_smearing(model, run)
+    for name in ("own", "near", "near_by_chance"):
+        values = getattr(found, name)
+        assert values[..., -2:].isnan().all()
+        assert values[0, :, -8:-2].isfinite().all()
 
 
 def test_a_row_of_one_decided_token_expects_no_token_nearby() -> None:
