@@ -148,6 +148,19 @@ def test_a_class_of_queries() -> None:
         )
 
 
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_the_computed_positions_of_a_step_are_those_of_its_span(cache: Any) -> None:
+    run = dl.denoise(tiny("llada"), PROMPTS, cache=cache, **RUN)
+    assert run.in_span is not None
+    for step, span in enumerate(run.computed):
+        start, stop = (0, run.tokens.shape[1]) if span is None else span
+        assert run.in_span[step, 0].nonzero().flatten().tolist() == list(range(start, stop))
+    assert {None, (run.spans[0][0], run.spans[0][1] if cache == "dual" else run.tokens.shape[1])} <= set(
+        run.computed
+    )
+    assert dl.denoise(tiny("llada"), PROMPTS, **RUN).in_span is None
+
+
 def test_hooks_under_a_cache_are_compared_with_none_under_it() -> None:
     model = tiny("llada")
     pair = dl.compare(model, PROMPTS, [mask_positions(2)], cache="dual", **RUN)

@@ -324,6 +324,14 @@ def test_minus_is_the_paired_difference_with_its_interval_over_prompts(family: s
     assert one.minus(one).rows("confidence_change").tolist() == [0.0] * 5
 
 
+def test_of_infilled_prompts_the_given_tokens_are_compared() -> None:
+    prompts = [[5, 63, 63, 9, 63, 63, 3], [7, 63, 2, 63]]
+    found = compare(tiny("llada"), prompts, [ablate("mlp_out", "visible")], gen_length=0, steps=3)
+    changed = (found.plain.tokens != found.hooked.tokens) & found.plain.masked[0]
+    assert found.tokens_changed.tolist() == changed.sum(-1).tolist()
+    assert found.tokens_changed.sum() > 0
+
+
 def test_minus_shows_what_was_compared() -> None:
     hook = mask_top_sinks(1)
     pair, control = (compare(tiny("llada"), [PROMPTS[0]], [one], **RUN) for one in (hook, mask_random(like=hook)))
@@ -354,6 +362,11 @@ def test_minus_refuses_what_does_not_pair() -> None:
             pair.minus(control)
     # Another network may write the same tokens with another confidence, and a name may be all that is known.
     plain = replace(pair.plain, confidence=pair.plain.confidence * 0.9)
+    with pytest.raises(ValueError, match="differ in their runs without hooks;"):
+        pair.minus(Comparison(plain, pair.hooked, ()))
+    # Or other tokens at the same places, as surely.
+    tokens = torch.where(pair.plain.unmasked.any(0) & ~pair.plain.masked[1:], 0, pair.plain.canvases[1:])
+    plain = replace(pair.plain, canvases=torch.cat([pair.plain.canvases[:1], tokens]))
     with pytest.raises(ValueError, match="differ in their runs without hooks;"):
         pair.minus(Comparison(plain, pair.hooked, ()))
     with pytest.raises(ValueError, match=r"differ in model \('.*' and 'other'\);"):

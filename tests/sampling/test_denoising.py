@@ -115,6 +115,54 @@ def test_evaluating_the_head_everywhere_changes_nothing(run: dict[str, Any]) -> 
     torch.testing.assert_close(needed.confidence, everywhere.confidence, atol=1e-5, rtol=1e-4)
 
 
+BLOCKS = [((2, 5), 0), ((2, 5), 0), ((5, 8), 1), ((5, 8), 1)]
+WHOLE = [((2, 8), 0)] * 4
+INFILLED = [((0, 8), 0)] * 4
+PLANS: list[tuple[str, dict[str, Any], list[tuple[tuple[int, int], int]]]] = [
+    ("llada", {"block_length": 3}, BLOCKS),
+    ("dream", {"block_length": 3}, BLOCKS),
+    ("dream", {"gen_length": 0}, INFILLED),
+    ("llada", {"gen_length": 0}, INFILLED),
+    ("mdlm", {"noise_removal": False}, WHOLE),
+    ("mdlm", {"gen_length": 0, "noise_removal": False}, INFILLED),
+]
+
+
+@pytest.mark.parametrize(("family", "own", "plans"), PLANS)
+def test_every_step_has_the_span_and_the_number_of_its_block(
+    family: str, own: dict[str, Any], plans: list[tuple[tuple[int, int], int]]
+) -> None:
+    prompt = [5, 6] if own.get("gen_length") is None else [5, MASK, MASK, 6, MASK, MASK, MASK, MASK]
+    given = {"gen_length": 6, "steps": 4} | own
+    run = dlm_lens.denoise(tiny(family), [prompt], **given)
+    assert list(zip(run.spans, run.blocks, strict=True)) == plans[: run.steps]
+    assert run.steps >= 3
+
+
+def test_parallel_infilling_has_a_step_for_every_mask() -> None:
+    prompt = [5, MASK, MASK, 6, *[MASK] * 40]
+    run = dlm_lens.denoise(tiny("llada"), [prompt], gen_length=0, threshold=1.0)
+    assert (run.steps, run.masks_left.tolist()) == (42, [0])
+
+
+RANKING: dict[str, dict[str, Any]] = {
+    "llada": {}, "dream": {"remasking": "entropy"}, "smdm": {"remasking": "greedy"}, "rnd1": {}, "mdlm": {},
+    "sedd": {}, "a2d_qwen3": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RANKING)
+def test_only_eligible_positions_have_a_confidence(family: str) -> None:
+    """Of a prompt and of decided positions none is kept, whatever the network evaluates."""
+    given: dict[str, Any] = {"gen_length": 6, "steps": 4, "seed": [3, 4]} | RANKING[family]
+    runs = [dlm_lens.denoise(tiny(family), [[5, 6, 7], [8, 9]], **given, logits=each) for each in ("needed", "all")]
+    for run in runs:
+        masked = run.masked[:-1]
+        assert run.confidence[~masked].eq(-torch.inf).all()
+        assert run.confidence[run.unmasked].isfinite().all()
+    torch.testing.assert_close(runs[0].confidence, runs[1].confidence, atol=1e-5, rtol=1e-4)
+
+
 @pytest.fixture
 def model(tiny_llada: PreTrainedModel) -> PreTrainedModel:
     return tiny_llada

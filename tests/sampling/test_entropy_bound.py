@@ -15,6 +15,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 import dlm_lens as dl
+from dlm_lens.sampling.samplers.entropy_bound import SelectEntropyBound
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 from tests.sampling.interrupted import resumed_as_unbroken
@@ -85,6 +86,15 @@ def test_every_row_is_the_algorithm_by_hand(settings: dict[str, Any]) -> None:
         assert not run.open[steps:, row].any()
         assert not run.unmasked[steps:, row].any()
     assert any(early) == ("confidence_threshold" in settings)
+
+
+def test_the_bound_is_over_eligible_positions_alone() -> None:
+    """Of a row whose other positions have low entropies, as a hook on the proposal may give them."""
+    entropy = torch.tensor([[0.1, 0.4, 0.2, 0.3, 0.0], [0.1, 0.4, 0.2, 0.3, 0.0]])
+    eligible = torch.tensor([[False, True, True, True, False], [True, True, True, True, True]])
+    accepted = SelectEntropyBound(0.3)(-entropy, eligible, torch.zeros(2, dtype=torch.long))
+    # Row 0: 0.2, 0.3 after 0.2, and 0.4 after 0.5 > 0.3. Row 1: 0, 0.1, 0.2, 0.3 after 0.3, and 0.4 after 0.6.
+    assert accepted.tolist() == [[False, False, True, True, False], [True, False, True, True, True]]
 
 
 def test_open_unmasked_and_revised_follow_from_the_canvases() -> None:

@@ -120,6 +120,23 @@ def test_a_row_ends_with_the_block_that_ends_with_the_end_token() -> None:
     assert theirs.tokens[:, 2:].tolist() == [[10, 9, 11, 9, 63, 63], [20, 21, 22, 9, 63, 63]]
 
 
+def test_in_parallel_decoding_a_row_ends_when_its_block_is_whole() -> None:
+    """Its end token is written first here."""
+    words = [[10, 9, 11, 12], [20, 21, 22, 9]]
+
+    def force(step: int, canvas: Tensor, logits: Tensor) -> Tensor:
+        forced = spell(words[: len(logits)], 2)(step, canvas, logits) / 4
+        forced[0, 3, 9] = 6.0
+        return forced
+
+    options: dict[str, Any] = {"gen_length": 4, "block_length": 2, "threshold": 1.0, "eot_token": 9}
+    got = dlm_lens.denoise(tiny("mmada"), [[1, 2]] * 2, on_logits=force, **options)
+    assert got.tokens[:, 2:].tolist() == [[10, 9, 63, 63], words[1]]
+    assert got.step_of[0, 2:].tolist() == [1, 0, -1, -1]
+    alone = dlm_lens.denoise(tiny("mmada"), [[1, 2]], on_logits=force, **options)
+    assert (alone.steps, alone.tokens[0].tolist()) == (2, got.tokens[0].tolist())
+
+
 def test_the_last_canvas_of_a_run_that_ended_early_has_the_number_of_its_steps() -> None:
     seen: list[int] = []
     dlm_lens.denoise(

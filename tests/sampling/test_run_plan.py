@@ -91,8 +91,31 @@ def test_guidance_takes_twice_the_memory_of_a_step(tmp_path: Path) -> None:
     plain, guided = (plan_run(str(tmp_path), gen_length=16, steps=16, cfg_scale=scale) for scale in (0.0, 1.0))
     for name in ("positions", "flops", "cache_bytes", "logit_bytes"):
         assert getattr(guided, name) == 2 * getattr(plain, name)
-    assert guided.memory > plain.memory
     assert guided.weight_bytes == plain.weight_bytes
+    # Two layers of two key heads of 8 channels, in 2 bytes, for 128 + 16 positions; 52 bytes of each logit.
+    assert plain.cache_bytes == 144 * 2 * 2 * (2 * 8) * 2
+    assert plain.logit_bytes == 16 * 64 * 52
+    for plan in (plain, guided):
+        assert plan.memory == pytest.approx(1.1 * (plan.weight_bytes + plan.cache_bytes + plan.logit_bytes))
+
+
+def test_learned_sinks_have_keys_and_values_too(tmp_path: Path) -> None:
+    tiny("sink_llama", num_sinks=16).config.save_pretrained(tmp_path)
+    plan = plan_run(str(tmp_path), prompt_length=8, gen_length=4, steps=4)
+    assert plan.cache_bytes == (8 + 4 + 16) * 2 * 2 * (2 * 8) * 2
+
+
+def test_self_conditioning_is_another_product_but_in_the_first_step_of_a_canvas(tmp_path: Path) -> None:
+    config: Any = tiny("diffusion_gemma").config
+    flops = []
+    for width in (64, 164):
+        config.text_config.vocab_size = width
+        config.save_pretrained(tmp_path)
+        plan = plan_run(str(tmp_path), prompt_length=9, rows=2, gen_length=16, **SETTINGS["diffusion_gemma"])
+        flops.append(plan.flops)
+    assert plan.steps == 10
+    # Two canvases of five steps and eight positions, in two rows.
+    assert flops[1] - flops[0] == 2 * 32 * 100 * 8 * 2 * (10 + 8)
 
 
 def test_the_plan_of_a_large_checkpoint_reads_its_config_alone(tmp_path: Path) -> None:

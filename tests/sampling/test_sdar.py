@@ -259,6 +259,17 @@ def test_rules_by_hand() -> None:
     ]  # fmt: skip
 
 
+def test_the_last_planned_step_of_a_block_writes_what_was_masked_again() -> None:
+    def hide(step: int, canvas: Tensor) -> Tensor:
+        return canvas.index_fill(-1, torch.arange(4, 8), 63) if step == 1 else canvas
+
+    given = RUN | {"gen_length": 8, "block_length": 4, "remasking": "sequential", "steps": 4}
+    run = dl.denoise(tiny("sdar"), [[1, 2, 3, 4]], on_canvas=hide, **given)
+    assert run.steps == 4  # two for each block
+    assert run.counts[:, 0].tolist() == [2, 4, 2, 2]
+    assert run.masks_left.tolist() == [0]
+
+
 @pytest.mark.parametrize(
     ("options", "steps", "planned"),
     [({"steps_per_block": 3}, 3, [3, 3, 2]), ({}, 8, [1] * 8), ({"steps": 6}, 3, [3, 3, 2])],

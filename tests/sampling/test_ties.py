@@ -109,6 +109,7 @@ def test_reference_quirks_rank_rows_as_code_that_pads_on_the_right() -> None:
         confidence = torch.cat([both.confidence[step, 1, 6:], torch.full((6,), -torch.inf)])
         best = confidence.topk(int(chosen.sum())).indices + 6
         assert chosen.nonzero().flatten().tolist() == sorted(best.tolist()), step
+        assert 2 <= len(best) == int(both.unmasked[step, 0].sum())
 
 
 PARALLEL = {"gen_length": 12, "block_length": 6, "threshold": 0.9}
