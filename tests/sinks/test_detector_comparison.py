@@ -1,6 +1,7 @@
 """Agreement of detectors, sweeps over eps and the profile, against plain loops over every key."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,6 +67,15 @@ def test_jaccard_and_kept_equal_loops():
     assert line["same_main"] == pytest.approx(same / compared)
     assert (line["n"], line["sequences"]) == (n, 3)
     assert line["low"] <= line["jaccard"] <= line["high"]
+
+
+def test_sinks_that_do_not_know_their_prompts_are_compared_by_those_that_do():
+    received = received_of(keys=(14, 11, 14))
+    known = replace(find_sinks(received, AboveMean(1.5)), row_prompts=torch.tensor([0, 1, 0]))
+    unknown = replace(find_sinks(received, AboveStd(1.2)), row_prompts=None)
+    tables = [compare_detectors(None, pair) for pair in ([known, unknown], [unknown, known])]
+    assert [table.prompts.item() for table in tables] == [2, 2]
+    assert compare_detectors(None, [unknown, unknown]).prompts.item() == 3
 
 
 def test_sinks_of_hidden_states_take_part():

@@ -42,3 +42,7 @@ def test_a_switch_says_how_far_the_largest_sink_moved():
         [1, 7, 0, -7],
         [2, 0, 7, 7],
     ]
+    # Key 7 as a learned sink token has no position, so that no distance to it is known.
+    table = trajectories(received_of(values[:, :8], sinks=1), RULE).switches()
+    assert table[["from_position", "to_position"]].isna().to_numpy().tolist() == [[True, False], [False, True]]
+    assert table["moved_by"].isna().all()

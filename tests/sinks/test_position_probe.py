@@ -1,11 +1,23 @@
 """position_or_token with models whose sinks are known to follow the token, or to stay at the position."""
 
+from dataclasses import replace
+
+import pandas as pd
 import pytest
 import torch
 
 from dlm_lens.sampling import denoise
-from dlm_lens.sinks import AboveMean, Received, TopK, find_sinks, position_or_token, received_over_steps
+from dlm_lens.sinks import (
+    AboveMean,
+    PositionOrToken,
+    Received,
+    TopK,
+    find_sinks,
+    position_or_token,
+    received_over_steps,
+)
 from dlm_lens.sinks.analysis import position_probe as module
+from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
 from dlm_lens.testing import tiny
 
 PROMPTS = [[5, 9, 11, 3, 17, 20, 8], [6, 2, 40, 9, 13]]
@@ -58,6 +70,21 @@ def test_sinks_of_the_mean_pattern_are_followed_by_layer_or_once(case, monkeypat
     by_change = shares(found)
     assert (by_change["swap"]["token"], by_change["shift"]["token"], by_change["control"]["position"]) == (1, 1, 1)
     assert by_change["swap"]["n"] == patterns * 4 * 2  # patterns x steps x sequences
+
+
+def test_rows_of_one_prompt_are_drawn_together():
+    outcomes = [["token", "token"], ["position", "position"], ["token", "position"]]
+    trials = pd.DataFrame(
+        [{"batch": row, "change": "swap", "outcome": one} for row in range(3) for one in outcomes[row]]
+    )
+    found = PositionOrToken(trials, TopK(1), "head", torch.tensor([0, 0, 1]))
+    (line,) = found.summary().to_dict("records")
+    _, low, high = ratio_by_prompt([[2.0], [1.0]], [[4.0], [2.0]], bounds=SHARE_BOUNDS)
+    assert (line["token"], line["token_low"], line["token_high"]) == (0.5, float(low[0]), float(high[0]))
+    assert (line["n"], line["sequences"], line["prompts"]) == (6, 3, 2)
+    (alone,) = replace(found, row_prompts=None).summary().to_dict("records")
+    assert (alone["token"], alone["prompts"]) == (0.5, 3)
+    assert alone["token_low"] < line["token_low"]
 
 
 def test_a_sink_that_stays_at_its_position(case, monkeypatch):
