@@ -182,6 +182,7 @@ def test_logits_of_a_step_are_nan_where_it_computes_none(model: Any) -> None:
         ("llada", {"factor": 0.0}, "factor is 0.0"),
         ("llada", {"factor": 1.0, "threshold": 0.5}, "give one of them"),
         ("llada", {"threshold": 0.5, "remasking": "random"}, "which remasking='random' does not have"),
+        ("dream", {"threshold": 0.5, "remasking": "entropy"}, "they belong to 'confidence_threshold'"),
         ("llada", {"cache": "dual", "steps": 3, "reference_quirks": True}, "one step per block"),
         ("a2d_qwen3", {"cache": "dual"}, "no setting 'cache' .*are for the samplers of LLaDA and Dream\\)"),
         (

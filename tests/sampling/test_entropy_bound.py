@@ -134,8 +134,10 @@ def test_the_first_canvas_can_be_planted_and_stays_open() -> None:
     assert not run.canvases[1].equal(other.canvases[1])
 
 
-def test_a_recording_is_stored_and_resumed(tmp_path: Path) -> None:
-    resumed_as_unbroken(tiny("uniform_qwen"), PROMPTS, tmp_path / "rec", **EARLY)
+@pytest.mark.parametrize("settings", [EARLY, STABLE])
+def test_a_recording_is_stored_and_resumed(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = copying() if settings is STABLE else tiny("uniform_qwen")
+    resumed_as_unbroken(model, PROMPTS, tmp_path / "rec", **settings)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,19 @@ def test_reference_quirks_reproduce_the_original(family: str, setting: dict[str,
     assert got.proposals[finite].equal(golden["x0"][finite])
 
 
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_every_other_rule_of_dream_is_entropy_with_reference_quirks(cache: Any) -> None:
+    given: dict[str, Any] = {"gen_length": 8, "block_length": 4, "steps": 6, "temperature": 0.7, "seed": 3}
+    one, other = (
+        dlm_lens.denoise(
+            tiny("dream"), [[5, 9, 14]], cache=cache, reference_quirks=True, remasking=remasking, **given
+        )
+        for remasking in ("origin", "entropy")
+    )
+    assert one.canvases.equal(other.canvases)
+    assert one.confidence.equal(other.confidence)
+
+
 @pytest.mark.parametrize("remasking", ["entropy", "confidence_threshold"])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_reference_quirks_draw_for_as_many_positions_as_the_original(

@@ -102,6 +102,15 @@ def test_answer_and_progress_of_a_row_are_those_that_it_has_alone(sampler: str, 
         assert together.progress[-1, row] == alone.progress[-1, 0] == 1
 
 
+def test_blocks_are_counted_from_the_first_that_holds_an_answer() -> None:
+    prompts = [[5, 9, 12, 7, 3, 8, 1, 2, 3, 4], [4, 6]]
+    run = dl.denoise(model_of(), prompts, gen_length=8, block_length=4, steps_per_block=2)
+    # The answer begins within the third block of the canvas, whose other half is the end of the first prompt.
+    assert run.spans == ((8, 12), (12, 16), (12, 16), (16, 20), (16, 20))
+    assert run.blocks == (0, 1, 1, 2, 2)
+    assert run.planned == 6
+
+
 def test_a_resumed_run_has_the_answer_of_the_whole_one(tmp_path: Path) -> None:
     hooks, slow = [at_progress(mask_top_sinks(2), (0.9, 1))], RUN | {"threshold": 1.0}
     resumed_as_unbroken(model_of(), PROMPTS, tmp_path / "rec", passes=9, hooks=hooks, **slow)

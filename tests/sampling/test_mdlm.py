@@ -139,6 +139,21 @@ def test_a_hidden_column_is_hidden() -> None:
         torch.testing.assert_close(seen[step].double(), expected, atol=2e-5, rtol=2e-4)
 
 
+def test_a_pass_is_kept_for_the_same_canvas_alone() -> None:
+    """Most of these steps decide nothing; what changes the prompt between two of them is seen."""
+    model, given = tiny("mdlm"), {"gen_length": 3, "steps": 60, "seed": 2}
+
+    def edited(step: int, canvas: Tensor) -> Tensor:
+        return canvas.index_fill(-1, torch.tensor([0]), 20 + step % 30)
+
+    kept, every = (
+        dl.denoise(model, [[5, 6, 7]], on_canvas=edited, logits=each, **given) for each in ("needed", "all")
+    )
+    assert kept.canvases.equal(every.canvases)
+    assert kept.proposals[:, 0, 3:].equal(every.proposals[:, 0, 3:])
+    assert (kept.counts == 0).sum() > 30
+
+
 def test_the_lens_applies_the_last_modulation() -> None:
     model = tiny("mdlm")
     run = dl.denoise(model, PROMPTS[1:2], **RUN)

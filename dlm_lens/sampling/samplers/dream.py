@@ -314,13 +314,12 @@ class DreamSampler(CachedSampler, TimestepSampler):
             self.each = max(2, width) if self.fast_quirks else width
         self.propose = DreamPropose(settings, noise, ids, reference_quirks)
         self.propose.keeps_dtype = reference_quirks and self.parallel
-        drawn = settings.alg_temp and settings.remasking != "origin" and not self.parallel
-        self.select: nn.Module = SelectDrawn(noise, settings.alg_temp or 0.0) if drawn else Select()
-        if isinstance(self.select, Select):
-            self.select.by_topk = reference_quirks and settings.remasking != "origin"
-        if self.parallel:
-            self.select = SelectConfident(settings.threshold, settings.factor)
-            self.select.by_topk = reference_quirks
+        origin = settings.remasking == "origin"
+        if settings.alg_temp and not origin and not self.parallel:
+            self.select: nn.Module = SelectDrawn(noise, settings.alg_temp)
+        else:
+            self.select = SelectConfident(settings.threshold, settings.factor) if self.parallel else Select()
+            self.select.by_topk = reference_quirks and not origin
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block; the first of a block computes the whole canvas."""

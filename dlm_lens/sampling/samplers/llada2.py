@@ -154,7 +154,7 @@ class BlockwiseSampler(BlockSampler):
         where = torch.arange(content.shape[1], device=content.device)
         answer = (where >= prompt_length).expand(content.shape) if self.reference_quirks else first.masked
         self._answer = self.attention.within_own_blocks(answer)
-        self._begin = prompt_length if self.reference_quirks else int(self._answer.any(0).int().argmax())
+        self._begin = int(self._answer.any(0).int().argmax())
         return network
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
