@@ -371,6 +371,11 @@ def test_minus_refuses_what_does_not_pair() -> None:
         pair.minus(Comparison(plain, pair.hooked, ()))
     with pytest.raises(ValueError, match=r"differ in model \('.*' and 'other'\);"):
         pair.minus(Comparison(replace(pair.plain, model="other"), pair.hooked, ()))
+    shorter = replace(
+        pair.hooked, attention_mask=pair.hooked.attention_mask.clone().index_fill_(1, torch.tensor(0), False)
+    )
+    with pytest.raises(ValueError, match="the runs do not pair: their prompts differ"):
+        Comparison(pair.plain, shorter, ())
     with pytest.raises(ValueError, match="control is 3; it must be a Comparison"):
         pair.minus(3)  # type: ignore[arg-type]
     found = pair.minus(pair)

@@ -134,10 +134,14 @@ def test_the_first_canvas_can_be_planted_and_stays_open() -> None:
     assert not run.canvases[1].equal(other.canvases[1])
 
 
-@pytest.mark.parametrize("settings", [EARLY, STABLE])
-def test_a_recording_is_stored_and_resumed(settings: dict[str, Any], tmp_path: Path) -> None:
-    model = copying() if settings is STABLE else tiny("uniform_qwen")
-    resumed_as_unbroken(model, PROMPTS, tmp_path / "rec", **settings)
+def test_a_recording_is_stored_and_resumed(tmp_path: Path) -> None:
+    resumed_as_unbroken(tiny("uniform_qwen"), PROMPTS, tmp_path / "rec", **EARLY)
+
+
+def test_a_resumed_run_knows_the_most_likely_tokens_of_its_last_steps(tmp_path: Path) -> None:
+    """Stopped before its last step, whose tokens are those of the two steps before."""
+    whole = resumed_as_unbroken(copying(), PROMPTS, tmp_path / "rec", passes=6, **STABLE)
+    assert whole.run.steps == 6 < STABLE["steps"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.hooks import at_progress, mask_positions, mask_top_sinks
+from dlm_lens.sampling.samplers.base import Revise
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 from tests.sampling.interrupted import resumed_as_unbroken
@@ -254,6 +255,12 @@ def test_editing_by_hand() -> None:
             assert run.canvases[step + 1, row].equal(wanted)
             assert run.revised[step, row].equal((wanted != canvas) & ~masked)
             assert run.unmasked[step, row].equal((wanted != canvas) & masked)
+
+
+def test_what_is_as_sure_as_the_threshold_is_not_rewritten() -> None:
+    confidence, editable = torch.tensor([[0.5, 0.75, 0.75, 0.75]]), torch.tensor([[True, True, False, True]])
+    revised = Revise(0.5)(torch.tensor([[1, 1, 1, 2]]), torch.tensor([[2, 2, 2, 2]]), confidence, editable)
+    assert revised.tolist() == [[False, True, False, False]]
 
 
 @pytest.mark.long

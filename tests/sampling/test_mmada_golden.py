@@ -135,6 +135,9 @@ def test_in_parallel_decoding_a_row_ends_when_its_block_is_whole() -> None:
     assert got.step_of[0, 2:].tolist() == [1, 0, -1, -1]
     alone = dlm_lens.denoise(tiny("mmada"), [[1, 2]], on_logits=force, **options)
     assert (alone.steps, alone.tokens[0].tolist()) == (2, got.tokens[0].tolist())
+    # Sure of both, it writes them at the block's first step, and the row ends there.
+    sure = dlm_lens.denoise(tiny("mmada"), [[1, 2]] * 2, on_logits=spell(words, 2), **options | {"threshold": 0.9})
+    assert (sure.steps, sure.tokens.tolist()) == (2, got.tokens.tolist())
 
 
 def test_the_last_canvas_of_a_run_that_ended_early_has_the_number_of_its_steps() -> None:

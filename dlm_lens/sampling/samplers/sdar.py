@@ -262,7 +262,7 @@ class SdarSampler(BlockSampler):
             "low_confidence_dynamic": SelectAbove(settings.threshold),
             "entropy_bounded": SelectBounded(settings.entropy_bound),
         }[settings.remasking]
-        self.select.by_topk = reference_quirks and settings.remasking != "sequential"
+        self.select.by_topk = reference_quirks
         ends = () if reference_quirks else ids.stops
         self.stops = ends if settings.stop_tokens is None else settings.stop_tokens
         self.mask = ids.mask
