@@ -247,6 +247,7 @@ def test_reprs_say_the_settings(model: Any) -> None:
         (lambda: steer(np.ones(32)), r"direction is a ndarray float64 \[32\]; give a tensor .*torch.from_numpy"),
         (lambda: steer(torch.zeros(3), schedule=(1, 2, 3)), r"steer: schedule is \(1, 2, 3\); give \(lo, hi\)"),
         (lambda: steer_along(torch.zeros(2, 3), [0.5, 0.5], 1.0), "2 knots for a curve of 2 points"),
+        (lambda: steer_along(torch.zeros(3, 3), [0.1, 0.5, 0.4], 1.0), "a number, in rising order"),
         (lambda: steer_along(torch.zeros(3), [0.5], 1.0), r"give a finite tensor \[knot, d_model\]"),
         (lambda: steer_along(torch.zeros(2, 3), [0, 1], math.nan), "by is nan; it must be a finite number"),
         (lambda: steer_along(torch.zeros(2, 3), [0, 1], 1.0, over="step"), "over is 'step'"),  # type: ignore[arg-type]

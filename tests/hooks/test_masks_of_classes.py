@@ -278,6 +278,7 @@ def test_they_read_as_written() -> None:
             lambda: mask_random(1, classes=3),
             "classes is 3; it must be one or several of 'mask', 'end of text', 'sp",
         ),
+        (lambda: mask_random(1, classes=("words", "verbs")), r"classes is \('words', 'verbs'\); it must be one"),
         (lambda: mask_random(1, classes="learned sink"), "classes is 'learned sink'; it must be one or several of"),
     ):
         with pytest.raises(ValueError, match=sentence):

@@ -1,6 +1,7 @@
 """`mask_random(like=..., match="mass")` against its rule, written by hand with loops in float64."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from dlm_lens.hooks import (
     parse_hooks,
     sink,
 )
+from dlm_lens.hooks.random_columns import _random_numbers
 from tests.hooks.by_hand import PROMPTS, model_of, scores, settings_of, statistics, top
 from tests.hooks.test_other_columns import check_run, hidden_by, step_of
 
@@ -232,3 +234,32 @@ def test_it_reads_as_written_and_refuses_what_has_no_mass() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             call()
+
+
+def splitmix64(value: int) -> int:
+    """One number of the generator (Steele, Lea and Flood 2014, Figure 16) after the state `value`."""
+    value = (value + 0x9E3779B97F4A7C15) % 2**64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
+
+
+@pytest.mark.parametrize("step", [None, 4])
+def test_the_random_numbers_are_those_of_splitmix64(step: int | None) -> None:
+    """Of the seed, the step, the layer, the head, the prompt and the position: the same on every device."""
+    content = torch.tensor([[False, True, True, True], [True, True, True, True]])
+    tokens, prompt = torch.tensor([[0, 5, 9, 63], [8, 4, 2, 63]]), content & torch.tensor([True, True, True, False])
+    run = None if step is None else SimpleNamespace(step=step, tokens=tokens, valid=content, prompt=prompt)
+    hook: Any = SimpleNamespace(run=run, index=3)
+    found = _random_numbers(7, content, 2, hook)
+    key = splitmix64(splitmix64(7 + (step or 0)) + 3)
+    for row, padding in ((0, 1), (1, 0)):
+        seen = 0
+        for place in range(padding, 3 if run else 0):
+            seen += splitmix64(splitmix64(place - padding) + int(tokens[row, place]))
+        for head in range(2):
+            own = splitmix64(splitmix64(key + head) + seen)
+            for place in range(padding, 4):
+                number = splitmix64(own + splitmix64(place - padding))
+                signed = number - 2**64 * (number >= 2**63)
+                assert float(found[row, head, place]) == float(signed)
