@@ -13,12 +13,14 @@ from dlm_lens.recording import (
     KEY_REGIONS,
     AttentionEntropy,
     AttentionPattern,
+    ChannelActivations,
     KeyNorm,
     MassiveActivations,
     ReceivedAttention,
     Recording,
     RegionMass,
     ResidualNorm,
+    StaleAttention,
     TopKeys,
     UpdateNorm,
     ValueNorm,
@@ -276,3 +278,25 @@ def test_a_recording_of_regions_without_a_detector_is_continued_as_before_min_vi
     text = r"reducer = 'RegionMass\(.*, min_viewers=1\)', and now it is 'RegionMass\(.*, min_viewers=8\)'; give"
     with pytest.raises(ValueError, match=text):
         record(model, PROMPTS, sinks[1:], to=tmp_path / "sinks", **given)
+
+
+def test_names_units_and_formulas_are_those_of_each_statistic() -> None:
+    """The names are keys of stored recordings."""
+    found = {
+        part.name: (part.unit, part.formula)
+        for group in (TopKeys(2), TopKeys(2, queries="masked"), UpdateNorm(), ChannelActivations())
+        for part in group.parts
+    }
+    assert {name: unit for name, (unit, _) in found.items() if name.startswith("top")} == {
+        "top_keys": "key position",
+        "top_scores": "relative to uniform",
+        "top_keys_masked": "key position",
+        "top_scores_masked": "relative to uniform",
+    }
+    assert "masked queries" in found["top_keys_masked"][1]
+    assert found["update_norm"][1].startswith("||z_i||_2 ")
+    assert found["updated_norm"][1].startswith("||h_i + z_i||_2 ")
+    assert (found["channel_max"][1][:5], found["channel_mean"][1][:9]) == ("max_j", "1/n sum_j")
+    assert [StaleAttention(queries).name for queries in ("all", "masked")] == [
+        "stale_attention", "stale_attention_masked",
+    ]  # fmt: skip
