@@ -17,7 +17,7 @@ from dlm_lens.probes import (
     read_clock,
     untrained_twin,
 )
-from dlm_lens.probes.clock.fitting import RIDGES, prompts_of_rows
+from dlm_lens.probes.clock.fitting import RIDGES, permuted, prompts_of_rows
 from dlm_lens.probes.clock.states import POSITIONS, kinds_of, quantities_of
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -139,6 +139,9 @@ def test_the_clock_is_that_of_all_states(name: str) -> None:
         found = clock.reading.r2(kind, 1)
         assert found.value == pytest.approx(wanted, abs=1e-5)
         assert found.low <= found.value <= found.high
+        away = (y[scored] - y[scored].mean()) ** 2
+        spread = [away[rows[scored] == row].sum() for row in test]
+        np.testing.assert_allclose(clock.reading.spread(kind).numpy(), spread, atol=1e-12)
         steps = np.array([ended_after(run, int(row)) for row in rows[scored]])
         assert clock.reading.mae(kind, 1).value == pytest.approx((np.abs(error) * steps).mean(), abs=1e-5)
         bins = np.floor(y[~scored] * 4 + 1e-9)
@@ -152,6 +155,56 @@ def test_the_clock_is_that_of_all_states(name: str) -> None:
             continue
         wanted = np.corrcoef(x[scored] @ clock.weight[POSITIONS.index(kind), 1].numpy(), y[scored])[0, 1]
         assert transfer.correlation[0, 1] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_nulls_are_probes_of_permuted_labels() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=5, gen_length=10)
+    clock = denoising_clock(model, run, ridge=0.05, shuffles=2, seed=3)
+    x, y, rows = all_states(model, run, "open", 1)
+    steps = (y * 5).round().astype(int)
+    scored = np.isin(rows, torch.randperm(8, generator=torch.Generator().manual_seed(3))[:4].numpy())
+    label = torch.arange(5, dtype=torch.float64)[:, None].expand(5, 8) / 5
+    found = []
+    for fitted, other in zip(permuted(label, 2, 3), permuted(label, 2, 3 + 7919), strict=True):
+        assert fitted.sort(0).values.equal(label)
+        assert other.sort(0).values.equal(label)
+        weight, bias = by_numpy(x[~scored], fitted.numpy()[steps, rows][~scored], 0.05)
+        z = other.numpy()[steps, rows][scored]
+        found.append(1 - ((x[scored] @ weight + bias - z) ** 2).sum() / ((z - z.mean()) ** 2).sum())
+    assert clock.reading.null("open", 1) == pytest.approx(found, abs=1e-5)
+    line = clock.table().set_index(["positions", "layer"]).loc[("open", 1)]
+    assert line["null"] == pytest.approx(max(found), abs=1e-5)
+    assert line["r2"] == clock.reading.r2("open", 1).value
+    assert line["steps_off"] == clock.reading.mae("open", 1).value
+
+
+def test_what_a_reading_follows_is_the_nearest_line_of_the_training_labels() -> None:
+    model = tiny("llada")
+    runs = [dl.denoise(model, PROMPTS, steps=5, gen_length=length) for length in (10, 15)]
+    clock = denoising_clock(model, runs[0], shuffles=0, seed=3)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
+    assert sorted(order[4:].tolist()) == sorted(set(range(8)) - set(order[:4].tolist()))
+    found = read_clock(model, runs[1], clock)
+    x, y, rows = all_states(model, runs[1], "open", 1)
+    p = x @ clock.weight[0, 2].numpy() + float(clock.bias[0, 2])
+    steps = (y * 5).round().astype(int)
+    opened = np.array([10, 8, 6, 4, 2])  # of ten in five steps, whose labels are 0, 0.2, ..., 0.8
+    lines = {"open positions": np.polyfit(opened, np.arange(5) / 5, 1), "time": (1.0, 0.0)}
+    off = found.follows("open", 1).set_index("quantity").off
+    for quantity, q in (("open positions", np.array([15, 12, 9, 6, 3])), ("time", np.arange(5) / 5)):
+        slope, start = lines[quantity]
+        errors = [
+            p[(steps == step) & (rows == row)].mean() - start - slope * q[step]
+            for step in range(5)
+            for row in range(8)
+        ]
+        assert off[quantity] == pytest.approx(np.sqrt(np.mean(np.square(errors))), abs=1e-5)
+    binned = found.by_label("open", 1, bins=2)
+    early = y < 0.5
+    assert binned.positions.tolist() == [early.sum(), (~early).sum()]
+    assert binned.label.tolist() == pytest.approx([y[early].mean(), y[~early].mean()])
+    assert binned.read.tolist() == pytest.approx([p[early].mean(), p[~early].mean()], abs=1e-5)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,15 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import Hook
 from dlm_lens.hooks import capture
-from dlm_lens.probes import DenoisingClock, clock_steering, denoising_clock, read_clock, replay, shift_clock
+from dlm_lens.probes import (
+    ClockSteering,
+    DenoisingClock,
+    clock_steering,
+    denoising_clock,
+    read_clock,
+    replay,
+    shift_clock,
+)
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.testing import tiny
 from tests.probes.clock.test_clocks import MANY
@@ -79,10 +87,23 @@ def test_steering_measures_the_changes_of_the_predictions(fitted: tuple[Any, Den
         changes.append(np.stack([steered.max(-1) - plain.max(-1), np.subtract(*entropies), kl], -1))
     for name, value in zip(("confidence", "entropy", "kl"), np.concatenate(changes).mean(0), strict=True):
         assert found.change(0.5, name).value == pytest.approx(float(value), rel=1e-5)
+    kept = [capture(model, run, "resid", layers=[1], hooks=hooks) for hooks in ([shift], [])]
+    moved_by = [(a["resid", 1, step] - b["resid", 1, step])[run.open[step]] for step in range(6) for a, b in [kept]]
+    read = torch.cat(moved_by).double() @ clock.weight[0, -1]  # the probe of the last layer
+    assert found.change(0.5, "read").value == pytest.approx(float(read.mean()), rel=1e-4)
     assert len(found.table()) == 6
     assert found.rank(0.5, "kl", "random")[1] == 2
     beyond = found.beyond(0.5, "kl", "random").value
     assert beyond == pytest.approx(found.change(0.5, "kl").value - found.change(0.5, "kl", "random").value)
+
+
+def test_a_rank_counts_controls_of_as_large_a_change_in_either_direction() -> None:
+    sums = torch.zeros(5, 1, 5, dtype=torch.float64)
+    sums[:, 0, 1] = torch.tensor([-2.0, -3.0, 2.5, 1.0, -0.5])
+    directions = ("clock", "random", "random", "random", "random")
+    count, prompt = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+    found = ClockSteering(0, "means", (0.5,) * 5, directions, sums, count, prompt)
+    assert found.rank(0.5, "entropy", "random") == (2, 4)
 
 
 def test_rows_of_one_prompt_are_one_prompt_of_a_shift_s_intervals(
