@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -39,4 +40,10 @@ def test_hiding_is_exact_where_only_the_softmax_is_not_linear() -> None:
     for head, key in ((0, 0), (2, 3), (3, 7)):
         wanted = under(model, run, 0, at_heads(mask_positions(key), [head])) - found.base[0]
         torch.testing.assert_close(found.hidden[0, :, 0, head, key].double(), wanted.double(), atol=1e-9, rtol=1e-7)
-    assert len(found.table(5)) == 5
+    largest = found.hidden.abs().flatten().sort(descending=True).values[:5]
+    table = found.table(5)
+    torch.testing.assert_close(torch.tensor(table.hidden.tolist()).abs().double(), largest.double())
+    for line in table.to_dict("records"):
+        at = int(line["step"]), line["batch"], line["layer"], line["head"], line["position"]
+        assert line["hidden"] == pytest.approx(float(found.hidden[at]))
+        assert line["log_scale"] == pytest.approx(float(found.log_scale[at]))

@@ -34,6 +34,11 @@ def test_planted_edges_alone_have_scores(integration: int) -> None:
     for source, destination in (("embed", "a0.h1<v>"), ("a0.h1", "a1.h2<v>"), ("a1.h2", "logits")):
         wanted[:, :, names[0].index(source), names[1].index(destination)] = whole
     torch.testing.assert_close(found.scores.double(), wanted, atol=1e-10, rtol=1e-8)
+    table, rows = found.table(3), len(run.tokens)
+    assert set(zip(table.source, table.destination, strict=True)) == {
+        ("embed", "a0.h1<v>"), ("a0.h1", "a1.h2<v>"), ("a1.h2", "logits")
+    }  # fmt: skip
+    assert table.score.tolist() == pytest.approx([float(whole.sum()) / rows] * 3)
     circuit = found.circuit(3)
     assert circuit.nodes == ("embed", "a0.h1", "a1.h2")
     exact = faithfulness(model, run, OTHER, circuit, target=TARGET)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
+from dlm_lens.attention import Hook, PointContext
 from dlm_lens.hooks import ablate, at_heads, at_layers, capture, patch_from
 from dlm_lens.probes import (
     LogitDifference,
@@ -16,6 +17,7 @@ from dlm_lens.probes import (
     attribution_patching,
     missed_effects,
 )
+from dlm_lens.probes.lens_positions import PositionMask
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.testing import tiny
 from tests.probes.attribution.planted import AGAINST, CIRCUIT, OTHER, planted, run_of
@@ -80,6 +82,64 @@ def test_kinds_of_values_directions_and_single_positions() -> None:
     # The last layer's stream of the clean run undoes whatever the hooks did.
     last = denoised.effects[0, :, -1, 0, 0]
     torch.testing.assert_close(last, base - by_hand(model, run, 0, hooks), atol=1e-9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("direction", ["noising", "denoising"])
+def test_the_default_target_is_against_the_likeliest_other_token_of_the_corrupted_run(direction: Any) -> None:
+    model = tiny("llada").double()
+    run = dl.denoise(model, PROMPTS, steps=3, gen_length=6)
+    found = activation_patching(model, run, OTHERS, steps=[1], direction=direction)
+    canvases = run.canvases.clone()
+    canvases[:, 0, :5], canvases[:, 1, 2:5] = torch.tensor(OTHERS[0]), torch.tensor(OTHERS[1])
+    logits = []
+    for one in (run, replace(run, canvases=canvases)):
+        stored = StoredRun(model, one)
+        with torch.no_grad():
+            logits.append(stored.logits(stored.states(1)).double())
+    clean, corrupted = torch.zeros(2, 2, dtype=torch.float64)
+    for entry, (row, place) in enumerate(run.open[1].nonzero().tolist()):
+        if run.unmasked[1, row, place]:
+            token = int(run.tokens[row, place])
+            likely = logits[1][entry].argsort(descending=True).tolist()
+            other = next(one for one in likely if one not in (token, model.config.mask_token_id))
+            clean[row] += logits[0][entry, token] - logits[0][entry, other]
+            corrupted[row] += logits[1][entry, token] - logits[1][entry, other]
+    base, source = (clean, corrupted) if direction == "noising" else (corrupted, clean)
+    torch.testing.assert_close(found.base[0].double(), base)
+    torch.testing.assert_close(found.source[0].double(), source)
+
+
+class MeanAt(Hook):
+    """Replaces an output of layer 0 by the mean over the row's open, or decided, positions."""
+
+    site = "mlp_out"
+    layers = (0,)
+
+    def __init__(self, place: int, others: PositionMask) -> None:
+        self.place, self.others = place, others
+
+    def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
+        edited = tensor.clone()
+        for row, others in enumerate(self.others):
+            edited[row, self.place] = tensor[row][others].mean(0)
+        return edited
+
+
+def test_a_mean_is_over_the_open_or_the_decided_positions_of_the_row() -> None:
+    model = tiny("llada").double()
+    run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
+    found = activation_patching(model, run, "mean", "mlp_out", target=LogProbability(), positions=[4, 6])
+    wanted = torch.zeros(2, 2, dtype=torch.float64)
+    for step in range(2):
+        base = by_hand(model, run, step, [])
+        for index, place in enumerate((4, 6)):
+            opened = run.open[step, :, place][:, None]
+            hook = MeanAt(place, run.attention_mask & (run.open[step] == opened))
+            effect = by_hand(model, run, step, [hook]) - base
+            torch.testing.assert_close(found.effects[step, :, 0, 0, index], effect, atol=1e-9, rtol=1e-6)
+            wanted[:, index] += effect
+    torch.testing.assert_close(found.summed[:, 0, 0], wanted, atol=1e-9, rtol=1e-6)
+    assert bool((wanted.abs() > 1e-6).all())
 
 
 def test_planted_heads_alone_have_effects_and_chunks_change_nothing() -> None:
