@@ -216,6 +216,22 @@ def test_an_ar_row_stops_at_its_stop_sequence(causal: Any) -> None:
     assert len(rows) < 20  # looked for every eight tokens
 
 
+def test_an_ar_row_whose_text_goes_on_is_not_ended_by_another(causal: Any) -> None:
+    prompts, settings = texts(6, 3, 9), {"gen_length": 40}
+    full = [alone(causal, prompt, **settings) for prompt in prompts]
+    pairs = [(one, other) for one in range(6) for other in range(6)]
+    early, late, stop = next(
+        (one, other, stop)
+        for one, other in pairs
+        for stop in map(causal.tokenizer.decode, [[token] for token in full[one][:4]])
+        if stop in until(causal, full[one]) and stop not in until(causal, full[other]) and len(full[other]) > 24
+    )
+    found = HarnessLM(causal, generation=settings, batch_size=2).generate_until(
+        requests([prompts[early], prompts[late]], until=[stop])
+    )
+    assert found == [until(causal, full[early], stop), until(causal, full[late])]
+
+
 def test_the_settings_win_over_the_task_and_the_task_over_the_model(llada: Any) -> None:
     prompt = "w1 w2 w3"
     given = {"max_gen_toks": 8, "do_sample": False, "num_beams": 3}

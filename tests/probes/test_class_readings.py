@@ -108,12 +108,15 @@ def test_the_nulls_and_the_times(run: tuple[Any, DenoisingRun]) -> None:
     for place in range(done.prompt_length, done.tokens.shape[1]):
         counts = [int(((names == name) & decided)[~test, place].sum()) for name in TOKEN_CLASSES]
         assert counts[int(found.place[0, place])] == max(counts)
+    by_step = found.by_step(1).set_index("step")["class"]
     right = total = 0
     for step in range(done.steps):
+        before = right, total
         for row in np.flatnonzero(test):
             for place in np.flatnonzero(done.open[step, row].numpy() & decided[row]):
                 total += 1
                 right += TOKEN_CLASSES[int(found.read[1, step, row, place])] == names[row, place]
+        assert by_step[step] == pytest.approx((right - before[0]) / (total - before[1]))
     assert found.accuracy(1).value == pytest.approx(right / total)
     token = (found.settled.token == done.tokens) & found.settled.predicted & found.held_out[:, None]
     assert found.accuracy(0, "token").value == pytest.approx(int(token.sum()) / total)

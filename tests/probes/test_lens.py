@@ -405,6 +405,34 @@ def test_a_tuned_lens_is_trained_saved_and_refused_for_another_model(tmp_path: A
         TunedLens.load(tmp_path / "none", model)
 
 
+@pytest.mark.parametrize("name", ["llada", "dream", "ar"])
+def test_the_first_loss_of_a_tuned_lens_is_the_divergence_of_the_logit_lens(name: str, tmp_path: Any) -> None:
+    model, _ = started(name)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{(7 * i * i + i) % 50}" for i in range(200)))
+    seen: list[Tensor] = []
+
+    def keep(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["input_ids"])
+
+    handle = model.get_decoder().register_forward_pre_hook(keep, with_kwargs=True)
+    lens = train_tuned_lens(model, tmp_path / "text.txt", steps=1, batch_size=3, length=20)
+    handle.remove()
+    (tokens,) = seen
+    with torch.no_grad():
+        layers = model(input_ids=tokens, output_hidden_states=True).hidden_states[1:]
+        # The last one is after the final norm.
+        weight = model.get_output_embeddings().weight.double()
+        norm = model.get_decoder().norm.weight.double()
+        before = normed(layers[0].double(), norm, model.config.rms_norm_eps)
+        logs = [(each.double() @ weight.T).log_softmax(-1) for each in (before, layers[1])]
+    each = (logs[1].exp() * (logs[1] - logs[0])).sum(-1)
+    masked = tokens == (-1 if name == "ar" else model.config.mask_token_id)
+    learned = {"llada": masked, "dream": masked.roll(-1, 1), "ar": ~masked}[name]
+    learned[:, -1] &= name != "dream"  # the output at the last position predicts none there
+    divergences = each[learned]
+    assert lens.training["last_loss"] == pytest.approx(float(divergences.mean()), rel=1e-3)
+
+
 @pytest.mark.parametrize(("name", "most"), [("dream", 0.9), ("ar", 0.95)])
 def test_a_tuned_lens_learns_where_the_model_predicts(name: str, most: float, tmp_path: Any) -> None:
     model, run = started(name)
