@@ -125,6 +125,25 @@ def test_a_perfect_autoencoder_costs_nothing_and_recovers_everything(family):
     assert float(null.max()) > 1e-3
 
 
+def test_tables_are_means_of_the_sums_over_predictions():
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=4, gen_length=8, block_length=8)
+    found = insertion_loss(model, run, autoencoder(model), nulls=[], places=["all", "open"])
+    count, plain = found.positions.double(), found.plain.double()
+    at = 0, found.insertions.index("zero"), found.places.index("open")
+    loss, kl = found.loss[at].double(), found.kl[at].double()
+    line = found.table().query("insertion == 'zero' and place == 'open'").iloc[0]
+    assert line["predictions"] == int(run.open[:-1].sum()) == int(count.sum())
+    sums = {"plain": plain, "loss": loss, "kl": kl, "added": loss - plain}
+    assert {name: line[name] for name in sums} == pytest.approx(
+        {name: float(each.sum() / count.sum()) for name, each in sums.items()}, rel=1e-5
+    )
+    by_step = found.by_step().query("insertion == 'zero' and place == 'open'").set_index("step").added
+    wanted = (loss - plain).sum(-1) / count.sum(-1)
+    assert by_step.to_dict() == pytest.approx(dict(enumerate(wanted.tolist())), rel=1e-5)
+    assert len(set(by_step.round(6))) == 4
+
+
 @pytest.mark.parametrize("steps", [[1, 2], [1, 3], [0, 2]])
 def test_losses_of_a_part_are_those_of_the_whole_run_at_its_steps(steps):
     model = tiny("llada")

@@ -156,6 +156,7 @@ def test_planted_causes_are_found() -> None:
     assert variance["norms"].tolist() == pytest.approx([1, 1], abs=1e-5)
     assert turned.variance()["angles"].tolist() == pytest.approx([1, 1], abs=1e-5)
     geometry = long.geometry()
+    assert geometry["query_norm"].tolist() == pytest.approx([3, 3], abs=1e-5)
     assert geometry["key_norm_sinks"].tolist() == [6, 6]
     assert geometry["key_norm_others"].tolist() == [1, 1]
     assert geometry["cosine_sinks"].tolist() == pytest.approx([1, 1], abs=1e-6)
@@ -188,6 +189,7 @@ def test_shuffled_parts_move_a_planted_sink_and_chance_is_that_of_a_random_key()
     assert shuffled.nonzero()[:, -1].unique().numel() > 1
     survival = found.survival().set_index("pattern")
     assert survival.loc["shuffled norms", "survive"] == pytest.approx(float(shuffled[..., 7].double().mean()))
+    assert survival["sinks"].tolist() == [found.sinks] * len(survival)
     chance = survival["chance"].drop("no position").to_dict()
     assert chance == pytest.approx({"equal norms": 0, **dict.fromkeys(list(chance)[1:], 1 / 12)})
     assert survival.loc["equal angles", "excess"] == pytest.approx(11 / 12)
