@@ -209,6 +209,19 @@ def test_rows_passes_and_layers_change_nothing() -> None:
         part.causes(0)
 
 
+def test_a_key_that_too_few_queries_see_is_a_sink_in_no_pattern() -> None:
+    model = tiny("causal")
+    run = dl.denoise(model, [[5, 9, 11, 3, 17, 20], [6, 2, 40]], gen_length=6)
+    found = sink_anatomy(model, run, dl.AboveMean(0.2), min_viewers=8)
+    assert found.is_sink[..., 0].equal(dl.find_sinks(found.received, found.detector).is_sink)
+    seen = torch.zeros(6, 2, 1, 1, 12, dtype=torch.bool)
+    for step in range(6):
+        for row, first in enumerate((0, 3)):
+            seen[step, row, ..., first : max(first, 6 + step - 7)] = True  # by this query and seven after it
+    assert found.is_sink.any(-1).sum() > 20
+    assert not (found.is_sink & ~seen[..., None]).any()
+
+
 def test_scores_that_are_not_the_networks_are_refused() -> None:
     model = tiny("causal", model_type="llama")
     run = dl.denoise(model, [[5, 6, 7, 8]], gen_length=6)

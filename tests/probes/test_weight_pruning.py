@@ -48,6 +48,8 @@ def test_norms_are_those_of_the_inputs_with_sinks_discounted() -> None:
         kept = run.attention_mask * (1 - weights if discount == "sinks" else torch.ones_like(weights))
         wanted = sum((x * kept[step][..., None]).flatten(0, 1).norm(dim=0) for step, x in enumerate(seen))
         torch.testing.assert_close(found.values[name].double(), wanted, rtol=1e-4, atol=1e-5)
+        discounted = sum(weights[step, row].sum() for step in range(3) for row in range(2)) / 6
+        assert found.discounted == pytest.approx(float(discounted) if discount == "sinks" else 0.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("discount", ["none", "sinks", "random"])
