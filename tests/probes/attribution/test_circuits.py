@@ -1,5 +1,6 @@
 """Circuits: paths by enumeration, exact runs of none and all edges, and overlaps of known sets."""
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -69,6 +70,22 @@ def test_overlap_of_equal_random_and_other_circuits() -> None:
     same = circuit_overlap(one, one, draws=200)
     assert (same.jaccard, same.weighted) == (1.0, pytest.approx(1.0))
     assert same.null_high < 0.8
+    kinds = GRAPH.kinds
+    named = [{"e": "embed", "a": "head", "m": "mlp"}[name[0]] for name in GRAPH.sources]
+    assert kinds[0] == tuple(named)
+    assert named.count("mlp") == 2
+    for edges in random_edges(one, 5, generator):
+        for source, destination in itertools.product(set(kinds[0]), set(kinds[1])):
+            block = torch.tensor([[a == source and b == destination for b in kinds[1]] for a in kinds[0]])
+            assert int((edges & block).sum()) == int((one.edges & block).sum())
+        assert not (edges & ~GRAPH.exists).any()
+    signed = Circuit.of_scores(GRAPH, 0.5 - scores, 30)
+    sizes = [(each.scores / each.scores.abs().sum()).abs().flatten().tolist() for each in (one, signed)]
+    pairs = list(zip(*sizes, strict=True))
+    weighted = sum(map(min, pairs)) / sum(map(max, pairs))
+    overlap = circuit_overlap(one, signed, draws=200)
+    assert overlap.weighted == pytest.approx(weighted, rel=1e-5)
+    assert overlap.null_low <= overlap.null <= overlap.null_high
     inside = []
     for edges in random_edges(one, 40, generator):
         other = Circuit(GRAPH, edges, scores, 30)

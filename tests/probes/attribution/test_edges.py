@@ -146,3 +146,21 @@ def test_gated_attention_is_refused() -> None:
     for name, attention in (("qwen3_next", "Qwen3NextAttention"), ("hrm_text", "HrmTextAttention")):
         with pytest.raises(ValueError, match=why.format(attention)):
             graph_of(dl.add_hook_points(small_model(name)), "edge_attribution")
+
+
+def test_a_table_has_the_largest_scores_summed_over_steps_and_averaged_over_rows() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, [[1, 2, 3, 4], [8, 9, 10, 4]], steps=3, gen_length=6)
+    found = edge_attribution(model, run, [[1, 20, 3, 4], [8, 19, 10, 4]])
+    assert found.scores.shape[:2] == (3, 2)
+    by_hand = {}
+    for i, source in enumerate(found.graph.sources):
+        for j, destination in enumerate(found.graph.destinations):
+            if found.graph.exists[i, j]:
+                by_hand[source, destination] = sum(found.scores[:, :, i, j].flatten().tolist()) / 2
+    table = found.table(None)
+    assert len(table) == len(by_hand)
+    assert table.score.abs().is_monotonic_decreasing
+    keys = list(zip(table.source, table.destination, strict=True))
+    assert dict(zip(keys, table.score, strict=True)) == pytest.approx(by_hand, rel=1e-4, abs=1e-9)
+    assert found.table(2).equals(table.head(2))

@@ -101,11 +101,23 @@ def test_effects_are_those_of_a_run_that_writes_the_other_token() -> None:
 def test_later_steps_add_up_and_batches_change_nothing() -> None:
     model = tiny("dream").double()
     run = dl.denoise(model, PROMPTS, steps=3, gen_length=6)
-    every = token_effects(model, run, 0, candidates=2, batch=5)
+    every = token_effects(model, run, 0, candidates=2, temperature=0.7, batch=5)
     parts = [token_effects(model, run, 0, [later], candidates=2, batch=1) for later in (1, 2)]
     assert every.later == (1, 2)
     torch.testing.assert_close(every.effects, parts[0].effects + parts[1].effects, atol=1e-9, rtol=1e-7)
     assert float(every.effects.abs().max()) > 1e-4
+    # As a target it is the expected change of the later ones, summed over the positions of a row.
+    stored = StoredRun(model, run)
+    with torch.no_grad():
+        logits = stored.logits(stored.states(0)).double()
+    logits[:, model.config.mask_token_id] = -torch.inf
+    chance, wanted = (logits / 0.7).softmax(-1), torch.zeros(2, dtype=torch.float64)
+    places = stored.predicted(0).nonzero().tolist()
+    for row, position, tokens, effects in zip(every.row, every.position, every.tokens, every.effects, strict=True):
+        own = chance[places.index([int(row), int(position)])]
+        wanted[row] += sum(own[token] * effect for token, effect in zip(tokens, effects, strict=True))
+    base = activation_patching(model, run, OTHERS, target=every, steps=[0]).base[0]
+    torch.testing.assert_close(base.double(), wanted, atol=1e-9, rtol=1e-6)
     table = every.table()
     assert len(table) == every.tokens.numel()
     assert table[table["own"]]["effect"].abs().max() == 0
