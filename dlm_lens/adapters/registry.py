@@ -322,6 +322,6 @@ def family_of(model_type: str) -> Family:
     known = sorted(name for family in families() for name in family.layouts)
     raise ValueError(
         f"no family loads model_type {model_type!r}; known model types: {', '.join(known)} (a checkpoint of one of "
-        "them under another name loads once its config.json says so), and every causal LM of transformers; for an "
-        "encoder, use dlm_lens.add_hook_points"
+        "them under another name loads once its config.json says so), and every causal LM of transformers; load an "
+        "encoder or an encoder-decoder with transformers, and use dlm_lens.add_hook_points"
     )

@@ -14,6 +14,11 @@ PHRASES = (
         r"give find_sinks a KeyStatistic \(key_statistic_over_steps\) instead of received attention",
         "give --detector a rule of received attention, such as above-mean:3",
     ),
+    (r"(has no learned sink tokens); give the Sinks of find_sinks", r"\1; leave out --learned"),
+    (
+        r"so it takes token ids only; or set model\.tokenizer",
+        "which texts and chats need: put its files (tokenizer.json) into the directory of the weights",
+    ),
     (r"pass revision= one of the cached commits \(", "give the directory of a cached commit ("),
 )
 """Advice for Python -> advice for a command line."""

@@ -443,12 +443,11 @@ def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
     padding = padding_before(run.valid) if shifted else run.valid.new_zeros(1)
     if bool(padding.any()):
         logger.warning(
-            "%s: positions count from the beginning of the canvas, and rows of this batch begin at %d to %d, after "
-            "their padding: in each row they are other tokens; count in every row's text with by_row(...), or from "
-            "the end, or run prompts of one length together (record does)",
+            "%s: positions count from the beginning of the canvas, and rows of this batch begin at %s, after "
+            "their padding: in a padded row they are other tokens than in the row alone; count in every row's text "
+            "with by_row(...), or from the end, or run prompts of one length together (record does)",
             ", ".join(shifted),
-            int(padding.min()),
-            int(padding.max()),
+            " to ".join(map(str, sorted({int(padding.min()), int(padding.max())}))),
         )
 
 

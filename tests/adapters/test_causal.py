@@ -169,7 +169,7 @@ def test_compare_and_replay_run_on_any_causal_model(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("bert", {}, "no family loads model_type 'bert'; .* for an encoder, use dlm_lens.add_hook_points"),
+        ("bert", {}, "no family loads model_type 'bert'; .*; load an encoder .*, and use dlm_lens.add_hook_points"),
         ("bloom", {}, "BloomAttention .* computes attention without transformers' attention interface"),
         ("gptj", {}, "GPTJAttention .* computes attention without transformers' attention interface"),
         ("mamba", {}, "MambaForCausalLM has no attention module that calls transformers' attention interface"),

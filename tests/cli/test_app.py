@@ -313,6 +313,15 @@ def test_the_doctor_finds_the_models_well_in_every_host() -> None:
         ("pass mask_token_id= to dlm_lens.load", "put mask_token_id into its config.json"),
         ("a path /data/batch_size/x and my_steps=3", "a path /data/batch_size/x and my_steps=3"),
         ("give another directory, to=x", "give another directory, --out x"),
+        (
+            "toy has no learned sink tokens; give the Sinks of find_sinks",
+            "toy has no learned sink tokens; leave out --learned",
+        ),
+        (
+            "prompt 0: this model has no tokenizer, so it takes token ids only; or set model.tokenizer",
+            "prompt 0: this model has no tokenizer, which texts and chats need: put its files (tokenizer.json) "
+            "into the directory of the weights",
+        ),
     ],
 )  # fmt: skip
 def test_advice_names_the_options_of_the_command(sentence: str, shown: str) -> None:

@@ -73,6 +73,13 @@ def test_another_run_of_padded_rows_warns(name: str, caplog: pytest.LogCaptureFi
     assert "rows of this batch begin at 0 to 3" in message
 
 
+def test_a_padded_row_alone_begins_at_one_position(caplog: pytest.LogCaptureFixture) -> None:
+    ids, mask = [[0, 0, 5, 6, 7, 8]], [[0, 0, 1, 1, 1, 1]]
+    denoise(tiny("llada"), ids, mask, hooks=[mask_positions(0)], **SETTINGS["llada"])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "rows of this batch begin at 2, after their padding" in message
+
+
 SAFE: dict[str, Any] = {
     "from the end": mask_positions(-2),
     "sinks": zero_value(sink(0)),

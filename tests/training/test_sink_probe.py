@@ -177,6 +177,9 @@ def test_layers_from_100_on_follow_the_others() -> None:
 def test_a_history_without_probes_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="train with probe_steps above 0"):
         sink_emergence([{"step": 1, "loss": 2.0}])
+    for history in (object(), [1, 2]):
+        with pytest.raises(ValueError, match=r"it must be trainer\.state\.log_history of a training run"):
+            sink_emergence(history)
     with pytest.raises(FileNotFoundError, match=r"trainer_state\.json does not exist"):
         sink_emergence(tmp_path)
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.placement import plain_defaults
+from dlm_lens.printable import shown
 from dlm_lens.viz.figures.labels import PLAIN, caption
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 
@@ -39,7 +40,7 @@ def sink_emergence(history: Sequence[Mapping[str, Any]] | str | Path, *, title: 
 
     Raises:
         FileNotFoundError: a directory without a training state.
-        ValueError: no probe in the history.
+        ValueError: no history of a training run, or one without a probe.
     """
     entries = _entries(history)
     probes = [entry for entry in entries if MEASURED in entry]
@@ -81,13 +82,18 @@ def sink_emergence(history: Sequence[Mapping[str, Any]] | str | Path, *, title: 
 
 
 def _entries(history: Sequence[Mapping[str, Any]] | str | Path) -> Sequence[Mapping[str, Any]]:
-    if not isinstance(history, str | Path):
+    if isinstance(history, str | Path):
+        file = Path(history) / "trainer_state.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} does not exist; give the directory of a checkpoint of a training run")
+        log: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["log_history"]
+        return log
+    if isinstance(history, list | tuple) and all(isinstance(entry, Mapping) for entry in history):
         return history
-    file = Path(history) / "trainer_state.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; give the directory of a checkpoint of a training run")
-    log: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["log_history"]
-    return log
+    raise ValueError(
+        f"history is {shown(history)}; it must be trainer.state.log_history of a training run, or the directory of "
+        "its checkpoint"
+    )
 
 
 def _line(axis: Axes, entries: Sequence[Mapping[str, Any]], name: str, label: str, **style: Any) -> None:
