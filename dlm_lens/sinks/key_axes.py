@@ -10,6 +10,7 @@ from torch import Tensor
 from dlm_lens.attention import beside_sinks
 from dlm_lens.attention.hook_identity import IN_IDENTITY
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.run_rows import until_ends
 from dlm_lens.shapes import check_shapes, tensor_axes
 
 AXES = ("step", "batch", "layer", "head", "key")
@@ -25,7 +26,8 @@ class KeyAxes:
     Args:
         dims: the axes that exist, a part of ("step", "batch", "layer", "head", "key").
         tokens: ids of the keys at each step; None if unknown.
-        masked: which keys are masked (in an AR baseline: not decoded yet) at each step; None if unknown.
+        masked: which keys are masked (in an AR baseline: not decoded yet) at each step; None if unknown. What
+            follows the end of an AR row, where others of its batch go on, is none of it.
         final_tokens: ids of the keys after the last step; None if unknown.
         layers: index of each layer in the model; empty without a layer axis.
         steps: number of each step in its run, which tables and figures show; empty for 0, 1, ....
@@ -129,7 +131,7 @@ def shared_fields_of(
     """
     return {
         "tokens": beside_sinks(run.canvases[:-1], sinks),
-        "masked": beside_sinks(run.masked[:-1], sinks, value=False),
+        "masked": beside_sinks(run.masked[:-1] & until_ends(run), sinks, value=False),
         "valid": beside_sinks(run.attention_mask, sinks, value=True),
         "final_tokens": beside_sinks(run.tokens, sinks),
         "layers": layers,

@@ -3,10 +3,11 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from dlm_lens import ReceivedAttention, denoise
+from dlm_lens import ReceivedAttention, TopK, denoise, record
 from dlm_lens.recording import rerun
 from dlm_lens.sinks import (
     AboveMean,
@@ -405,6 +406,18 @@ def test_masks_that_an_ended_row_keeps_are_no_frontier():
     assert table.loc["written now", "distance"] == pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)
     assert table.loc["leftmost mask", "distance"] == pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)
     assert table.loc["rightmost mask", "distance"] == 3
+
+
+def test_the_frontier_of_an_ar_row_that_ends_early_is_that_of_the_row_alone():
+    model, prompts = tiny("causal"), [[5, 6, 7, 8], [9, 10, 11, 12]]
+    model.config.eos_token_id = int(denoise(model, prompts, gen_length=24).tokens[1, 20])
+    both, alone = (record(model, each, [ReceivedAttention()], gen_length=24) for each in (prompts, prompts[1:]))
+    assert both.run.row_steps.tolist() == [24, alone.run.steps] == [24, 17]
+    for steps in (slice(None), slice(5, 12)):
+        pair = [whole.select(step=steps, batch=[-1]) for whole in (both, alone)]
+        found, expected = (frontier_alignment(trajectories(r, TopK(1)), unmasked=r.run.unmasked) for r in pair)
+        pd.testing.assert_frame_equal(found, expected)
+        assert expected.set_index("reference").loc["rightmost mask", "n"] > 0
 
 
 def test_of_a_part_of_a_run_written_now_is_what_its_steps_decode():
