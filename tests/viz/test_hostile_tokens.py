@@ -4,8 +4,10 @@ import io
 import json
 import re
 from dataclasses import replace
+from weakref import WeakSet
 
 import pytest
+from tqdm import tqdm
 from typer.testing import CliRunner
 
 import dlm_lens as dl
@@ -77,6 +79,8 @@ def test_tables(hostile):
 def test_terminal(hostile, monkeypatch):
     model, rec, path = hostile
     monkeypatch.setattr("dlm_lens.adapters.load", lambda *_, **__: model)
+    # A bar that another test left unfinished has the first line: tqdm would move the cursor to a second one.
+    monkeypatch.setattr(tqdm, "_instances", WeakSet())
     loaded = Recording.load(path)
     assert isinstance(loaded.run.tokenizer, StoredTokenizer)
     for arguments in (
