@@ -1,6 +1,6 @@
 """circuitsvis views of the patterns of one step: all heads of a layer, one head, one head times value norms."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -130,16 +130,7 @@ def _draw_heads(options: PlotOptions) -> View:
     formats=(".html",),
 )
 def _draw_pattern(options: PlotOptions) -> View:
-    (layer, head), step = options.one_head(), options.step()
-    return attention_pattern(
-        options.run,
-        options.network,
-        step=step,
-        layer=layer,
-        head=head,
-        row=options.row,
-        hooks=options.interventions,
-    )
+    return _draw_one_head(attention_pattern, options)
 
 
 @plot(
@@ -149,8 +140,12 @@ def _draw_pattern(options: PlotOptions) -> View:
     formats=(".html",),
 )
 def _draw_value_weighted(options: PlotOptions) -> View:
+    return _draw_one_head(value_weighted_pattern, options)
+
+
+def _draw_one_head(view: Callable[..., View], options: PlotOptions) -> View:
     (layer, head), step = options.one_head(), options.step()
-    return value_weighted_pattern(
+    return view(
         options.run,
         options.network,
         step=step,
