@@ -81,7 +81,7 @@ def load(
             directory, or a hub name; for weights without a config a safetensors file, local or on
             the hub ("nieshen/SMDM/mdm_safetensors/mdm-....safetensors").
         dtype: "bfloat16", torch.float32, ...; None for the checkpoint's own. In float64 experts are computed one
-            after the other.
+            after the other; a model that is cast later needs `model.set_experts_implementation("eager")` first.
         device_map: as in transformers: "cuda", "auto", a mapping from modules to devices.
         attn_implementation: "sdpa" (patterns are computed only while a hook, a reader or a trace needs them),
             "hooked" (always), or any other of transformers'.
