@@ -261,7 +261,7 @@ def over_networks(
     each = top.sum(1) / bottom.sum(1)
     value, between = float(each.mean()), float(each.var(ddof=1)) / networks
     drawn = _drawn(bottom, seed)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore"):
         within = float(np.nanvar((_drawn(top, seed) / drawn).mean(0)[(drawn > 0).all(0)])) if n > 1 else 0.0
     within *= n / max(1, n - 1)  # a bootstrap has the variance of n draws
     spread = between**2 / (networks - 1) + (within**2 / (n - 1) if n > 1 else 0.0)

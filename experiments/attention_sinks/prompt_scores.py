@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from operator import le
 from typing import Any
 
 from dlm_lens.experiments.intervals import (
@@ -107,7 +108,9 @@ def mean_ratio(one: Answers, other: Answers) -> Interval:
     if len(numbers) < 2:
         top, bottom = (next((side[n] for n in numbers), {}) for side in (one, other))
         both = [prompt for prompt in top if prompt in bottom]
-        return ratio_over_prompts([top[prompt] for prompt in both], [bottom[prompt] for prompt in both])
+        values = [top[prompt] for prompt in both], [bottom[prompt] for prompt in both]
+        share = all(map(le, *values))
+        return ratio_over_prompts(*values, bounds=None if share else (0.0, math.inf))
     prompts = _shared({**one, **{-1 - number: values for number, values in other.items()}})
     terms = [([one[n][p] for p in prompts], [other[n][p] for p in prompts]) for n in numbers]
     # Without bounds so many of so many are a share, which has an interval where none or all are left too.

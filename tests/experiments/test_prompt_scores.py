@@ -5,7 +5,7 @@ import math
 import pytest
 from scipy import stats
 
-from experiments.attention_sinks.prompt_scores import mean_change, mean_ratio
+from experiments.attention_sinks.prompt_scores import Prompt, mean_change, mean_ratio
 
 PLAIN = {network: {(0, prompt): 1.0 for prompt in range(8)} for network in range(3)}
 HIDDEN = {network: {(0, prompt): float(network == 2 and prompt < 4) for prompt in range(8)} for network in range(3)}
@@ -28,7 +28,23 @@ def test_a_change_of_changes_may_be_larger() -> None:
     assert found.low == -2.0
 
 
+def answers(*right: int) -> dict[Prompt, float]:
+    return {("a", place): float(value) for place, value in enumerate(right)}
+
+
 def test_a_ratio_of_answers_is_not_negative() -> None:
     found = mean_ratio(HIDDEN, PLAIN)
     assert found.value == pytest.approx(1 / 6)
+    assert found.low == 0.0
+    alone = mean_ratio({0: answers(1, 0, 0, 1, 0, 0)}, {0: answers(1, 1, 0, 0, 0, 0)})
+    assert (alone.value, alone.low) == (1.0, 0.0)
+    assert alone.high > 1.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_draw_without_a_right_answer_gives_no_warning() -> None:
+    hidden = {network: answers(1, 0, 0, 1, 0, 1) for network in range(2)}
+    plain = {0: answers(1, 1, 0, 0, 0, 0), 1: answers(1, 0, 1, 0, 0, 0)}
+    found = mean_ratio(hidden, plain)
+    assert found.value == 1.5
     assert found.low == 0.0
