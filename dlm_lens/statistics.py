@@ -208,7 +208,7 @@ def summed(values: Any, prompt: Any, prompts: int) -> Floats:
     """Sums of values [entry, summand] over the entries of every prompt: [prompt, summand]."""
     values = np.asarray(values, dtype=np.float64)
     found = np.zeros((prompts, *values.shape[1:]))
-    np.add.at(found, np.asarray(prompt), values)
+    np.add.at(found, np.asarray(prompt, dtype=np.int64), values)
     return found
 
 
@@ -271,6 +271,9 @@ def ratio_by_prompt(
     """
     _, numbers = np.unique(prompts_or_rows(prompt, len(numerator)), return_inverse=True)
     prompts = int(numbers.max(initial=-1)) + 1
+    if not prompts:
+        none = np.full((3, *np.shape(numerator)[1:]), np.nan)
+        return none[0], none[1], none[2]
     numerator, denominator = (summed(each, numbers, prompts) for each in (numerator, denominator))
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.asarray(numerator.sum(0) / denominator.sum(0))

@@ -152,6 +152,13 @@ def test_a_ratio_by_prompt_is_the_estimate_of_a_mean_whose_cases_are_rows() -> N
     assert wanted.low < wanted.value < wanted.high
 
 
+def test_of_no_rows_there_is_neither_a_ratio_nor_a_mean() -> None:
+    for each in ratio_by_prompt(np.zeros((0, 2, 3)), np.zeros((0, 2, 3)), bounds=SHARE_BOUNDS):
+        assert each.shape == (2, 3)
+        assert np.isnan(each).all()
+    assert str(estimate_mean([], [], 0)) == "nan [no interval: 0 prompts]"
+
+
 def test_a_share_at_a_bound_has_wilson_s_interval_only_where_every_prompt_has_one_case() -> None:
     assert estimate([[0.0, 1.0], [0.0, 3.0], [0.0, 1.0]], mean_of, bounds=SHARE_BOUNDS).high == 0.0
 
