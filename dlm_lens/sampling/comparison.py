@@ -312,7 +312,8 @@ NOISE = 0.01
 def _differs(one: DenoisingRun, two: DenoisingRun) -> str:
     """What two runs without hooks were made with that is not the same; empty if nothing is known to differ."""
     named: dict[str, tuple[Any, Any]] = {"model": (one.model, two.model)}
-    for name in dict.fromkeys((*one.settings, *two.settings)):
+    # Not `use_cache`: the cache of finished blocks is exact, runs under hooks have none, and the runs are compared.
+    for name in dict.fromkeys(name for name in (*one.settings, *two.settings) if name != "use_cache"):
         named[name] = (one.settings.get(name), two.settings.get(name))
     found = [f"{name} ({shown(a)} and {shown(b)})" for name, (a, b) in named.items() if repr(a) != repr(b)]
     if not _same_prompts(one, two):

@@ -332,6 +332,16 @@ def test_of_infilled_prompts_the_given_tokens_are_compared() -> None:
     assert found.tokens_changed.sum() > 0
 
 
+def test_minus_takes_runs_with_and_without_the_exact_cache_of_blocks() -> None:
+    cached, uncached = (
+        compare(tiny("bd3lm"), [[5, 6, 7, 8]], [mask_top_sinks(1)], gen_length=32, **settings)
+        for settings in ({}, {"use_cache": False})
+    )
+    assert [pair.plain.settings["use_cache"] for pair in (cached, uncached)] == [True, False]
+    assert cached.minus(uncached).rows("tokens_changed").tolist() == [0.0]
+    assert int(cached.tokens_changed.sum()) > 0
+
+
 def test_minus_shows_what_was_compared() -> None:
     hook = mask_top_sinks(1)
     pair, control = (compare(tiny("llada"), [PROMPTS[0]], [one], **RUN) for one in (hook, mask_random(like=hook)))
