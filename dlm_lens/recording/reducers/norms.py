@@ -280,7 +280,7 @@ class _ChannelActivation(Reducer):
 class UpdateNorm(ReducerGroup):
     """The norm of the update that attention makes at every canvas position: three statistics.
 
-    `mixed_norm` is ||o_i^m||, o_i^m = sum_j A_ij^m v_j (2601.19657, Eq. 20; at most sum_j A_ij ||v_j||).
+    `mixed_norm` is ||o_i^m||, o_i^m = sum_j A_ij^m v_j (2601.19657, Eq. 17), at most sum_j A_ij ||v_j|| (Eq. 20).
     `update_norm` is ||z_i||, the update of all heads together (Eq. 21). `updated_norm` is ||h_i + z_i||, the
     residual stream after attention (Eq. 22). With gated attention o_i is taken before the gate. Hooks at "z" and
     "attn_out" are applied first.
