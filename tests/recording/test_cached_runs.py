@@ -12,7 +12,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.bridging import BridgeRecorder
 from dlm_lens.hooks import ablate, mask_positions, mask_top_sinks
-from dlm_lens.recording import AttentionEntropy, UpdateNorm
+from dlm_lens.recording import AttentionEntropy, UpdateNorm, rerun
 from dlm_lens.testing import tiny
 from dlm_lens.viz.attention_snapshot import snapshot
 from tests.sampling.stale import span_of, stale64, whole_step
@@ -146,6 +146,17 @@ def test_a_hidden_column_is_hidden_from_the_computed_queries(name: str, cache: s
         assert here[slice(*run.spans[step])].all()
         torch.testing.assert_close(seen[step][0][here].double(), logits[here], atol=2e-5, rtol=2e-4)
     assert not run.tokens.equal(dl.denoise(model, PROMPTS[:1], cache=cache, **RUN).tokens)
+
+
+@pytest.mark.parametrize(("name", "cache"), CASES)
+def test_rows_that_were_recorded_apart_are_rerun_on_their_own_canvases(name: str, cache: str) -> None:
+    """Such a hook counts from the beginning of a row's own canvas, and so do the spans that its steps compute."""
+    model, hooks, reducers = tiny(name), [mask_positions(0)], [dl.ReceivedAttention()]
+    one_by_one = {key: value for key, value in RUN.items() if key != "threshold"}
+    recorded = dl.record(model, PROMPTS, reducers, hooks=hooks, cache=cache, **one_by_one)
+    assert recorded.run.joined_at == (0, 4)
+    again = rerun(model, recorded.run, reducers, hooks=hooks)
+    torch.testing.assert_close(again.received, recorded.received, atol=1e-6, rtol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize(("name", "cache"), CASES)
