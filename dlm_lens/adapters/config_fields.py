@@ -235,7 +235,7 @@ def built_config(config_class: type[Any], values: Mapping[str, Any], what: str) 
         # As transformers reads its own files, in which infinity is {"__float__": "Infinity"}.
         config = config_class.from_dict(config_class._decode_special_floats(kept))
     except REFUSALS as error:
-        raise ValueError(f"{what} does not fit {config_class.__name__}: {one_line(error)}") from error
+        raise ValueError(f"{what} does not fit {config_class.__name__}: {one_line(error)[:400]}") from error
     check_agreement(config, values, what)
     return config
 
@@ -290,6 +290,11 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
             raise ValueError(
                 f"{what} lists {len(factors)} numbers as {name}; heads of width {width} need {width // 2}"
             )
+    if values.get("num_sinks") and "num_sinks" not in {field.name for field in fields(config)}:
+        raise ValueError(
+            f"{what} says num_sinks = {values['num_sinks']}, and {type(config).__name__} has no learned sink "
+            "tokens: take the file that came with the weights"
+        )
     types = getattr(config, "layer_types", None)
     own = not type(config).__module__.startswith("transformers.")
     if types is not None and own and not set(types) <= set(_LAYER_TYPES):

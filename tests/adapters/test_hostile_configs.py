@@ -181,6 +181,8 @@ def test_every_field_that_cannot_be_is_one_sentence(family: str, hostile: Checkp
         ("sink_qwen", {"num_sinks": 2**31 - 1}, "missing keys model.embed_tokens.sinks"),
         ("sink_qwen", {"num_sinks": -1}, "num_sinks = -1; it must be"),
         ("sink_qwen", {"num_sinks": 1.0}, "num_sinks = 1.0; it must be"),
+        ("dream", {"num_sinks": 3}, "num_sinks = 3, and DreamConfig has no learned sink tokens"),
+        ("causal", {"num_sinks": 1}, "num_sinks = 1, and LlamaConfig has no learned sink tokens"),
         ("sink_qwen", {"sink_placement": "middle"}, "sink tokens at 'middle': give 0 or more"),
         ("sink_qwen", {"sink_placement": 3}, "sink_placement = 3; it must be a name"),
         ("sink_qwen", {"softmax": "no_such"}, "softmax is 'no_such'; it must be one of"),
