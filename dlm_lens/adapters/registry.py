@@ -136,7 +136,9 @@ class Family:
         """
         name = getattr(config, "sampler", None) or next(iter(self.samplers))
         if name not in self.samplers:
-            raise ValueError(f"config.json names the sampler {name!r}; {self.name} has {', '.join(self.samplers)}")
+            raise ValueError(
+                f"config.json names the sampler {shown(name)}; {self.name} has {', '.join(self.samplers)}"
+            )
         return str(name)
 
     def settings_of(self, config: Any) -> dict[str, Any]:
@@ -321,7 +323,7 @@ def family_of(model_type: str) -> Family:
         return replace(causal, layouts={model_type: layout}, hub_names=())
     known = sorted(name for family in families() for name in family.layouts)
     raise ValueError(
-        f"no family loads model_type {model_type!r}; known model types: {', '.join(known)} (a checkpoint of one of "
-        "them under another name loads once its config.json says so), and every causal LM of transformers; load an "
-        "encoder or an encoder-decoder with transformers, and use dlm_lens.add_hook_points"
+        f"no family loads model_type {shown(model_type)}; known model types: {', '.join(known)} (a checkpoint of "
+        "one of them under another name loads once its config.json says so), and every causal LM of transformers; "
+        "load an encoder or an encoder-decoder with transformers, and use dlm_lens.add_hook_points"
     )
