@@ -123,8 +123,9 @@ class MaskedDiffusionFields(OriginalFields):
     sampler_defaults: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Switch off the cache, which the sampler's network handles, and windows, which the authors' code drops."""
+        """Take the authors' names; switch off the sampler's cache, and windows, which the authors' code drops."""
         host: Any = self
+        self.take_original_names(kwargs)
         host.use_sliding_window = False
         if hasattr(host, "layer_types"):
             host.layer_types = None

@@ -1,12 +1,15 @@
 """A config is written with the fields that the authors' code reads: `OriginalFields`."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from transformers import Qwen3Config
 
 import dlm_lens
+from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields
 from dlm_lens.adapters.original_fields import rotary_fields
 from dlm_lens.testing import tiny
 from tests.adapters.golden import GOLDEN
@@ -104,3 +107,15 @@ def test_rotations_that_differ_between_layers_have_no_single_theta() -> None:
     each = {"rope_type": "default", "rope_theta": 1e4}
     assert rotary_fields({"full_attention": each, "sliding_attention": each}) == {}
     assert rotary_fields(each) == {"rope_theta": 1e4}
+
+
+class Named(MaskedDiffusionFields, Qwen3Config):
+    """The config of a family whose authors have another name for the width."""
+
+    model_type = "named"
+    original_names: ClassVar[Mapping[str, str]] = {"d_model": "hidden_size"}
+
+
+def test_a_masked_family_reads_the_names_that_it_writes() -> None:
+    assert Named(d_model=96).hidden_size == 96
+    assert Named(hidden_size=96).to_dict()["d_model"] == 96
