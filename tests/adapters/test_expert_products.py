@@ -45,3 +45,11 @@ def test_grouped_products_without_shapes_are_refused(family: str) -> None:
     with pytest.raises(ValueError, match=r"no grouped products of torch\.float32 on the meta device.*batched_mm"):
         serial_depth(model)
     assert serial_depth(model.to(torch.bfloat16), 16).logits > 0
+
+
+@pytest.mark.parametrize("family", ["llada2", "llada_moe", "rnd1"])
+def test_a_mixture_that_is_cast_to_float64_computes_its_experts_one_by_one(family: str) -> None:
+    ids, model = torch.tensor([[3, 4, 5]]), tiny(family)
+    single = model(ids).logits
+    model.set_experts_implementation("eager")
+    torch.testing.assert_close(model.double()(ids).logits, single.double(), atol=1e-5, rtol=1e-5)

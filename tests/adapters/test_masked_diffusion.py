@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 import dlm_lens as dl
+from dlm_lens.adapters.masked_diffusion import MaskedDiffusionMixin
 from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.testing import tiny
 from dlm_lens.training.losses import masked_loss
@@ -197,3 +198,27 @@ def test_a_cast_leaves_rotary_tables_in_float32(family: str, tmp_path: Path) -> 
         assert torch.equal(cast(input_ids=ids).logits, loaded(input_ids=ids).logits)
     moved: Any = dl.load(tmp_path).to("meta", torch.bfloat16)
     assert moved.model.rotary_emb.inv_freq.is_meta
+
+
+class MaskedGemma(MaskedDiffusionMixin, Gemma2ForCausalLM):
+    """A masked DLM on a host whose layers have sliding windows in turn."""
+
+
+@pytest.mark.parametrize(("windows", "seen"), [(True, [9, 16]), (False, [16, 16])])
+@torch.no_grad()
+def test_a_host_s_sliding_windows_stay_in_both_directions(windows: bool, seen: list[int]) -> None:
+    """A query in the middle of 16 positions sees the 4 on either side and itself, or all of them."""
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=4, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        layer_types=None,
+    )  # fmt: skip
+    config.is_causal = False
+    if not windows:
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+    model: Any = MaskedGemma(config).eval()
+    patterns: list[Tensor] = []
+    for attention in dl.attention.hooked_attentions(model):
+        attention.hook_pattern.register_forward_hook(lambda _module, _inputs, out: patterns.append(out))
+    model(torch.arange(16)[None] + 3)
+    assert [int((pattern[0, 0, 8] > 0).sum()) for pattern in patterns] == seen
