@@ -1,8 +1,12 @@
 """Values of command line options, read from text without torch: a wrong one is reported before it is imported."""
 
+import ast
 import difflib
+import json
 import os
 from collections.abc import Iterable
+from functools import partial
+from typing import Any, Never
 
 
 def one_of(option: str, value: str, allowed: Iterable[str]) -> str:
@@ -67,6 +71,34 @@ def index_or_mean(option: str, text: str) -> int | str:
         return int(text)
     except ValueError:
         raise ValueError(f"{option} is {text!r}; give an index, or mean") from None
+
+
+def read_setting(text: str, example: str = "prompts=64") -> tuple[str, Any]:
+    """A setting written as name=value; the value is JSON, a Python literal or plain text.
+
+    Args:
+        text: the setting.
+        example: of one, for the error.
+
+    Raises:
+        ValueError: there is no "=", or the value is nested too deeply.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"{text!r} is not a setting; write name=value, such as {example}")
+    for read in (partial(json.loads, parse_constant=_no_number), ast.literal_eval):
+        try:
+            return name.strip(), read(value)
+        except (ValueError, SyntaxError, TypeError):  # TypeError: a dictionary as a key
+            continue
+        except (RecursionError, MemoryError):
+            raise ValueError(f"{text[:60]!r}... is nested too deeply for a setting; write a plain value") from None
+    return name.strip(), value.strip()
+
+
+def _no_number(name: str) -> Never:
+    """NaN and Infinity, which Python's reader of JSON takes for numbers, are plain text."""
+    raise ValueError(name)
 
 
 def process_of_run() -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """`dlm-lens eval`: tasks of lm-evaluation-harness, with interventions."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +21,7 @@ from dlm_lens.cli.options import (
 )
 from dlm_lens.cli.output import show_json
 from dlm_lens.files.paths import check_directory
-from dlm_lens.option_values import whole_numbers, words
+from dlm_lens.option_values import read_setting, whole_numbers, words
 from dlm_lens.printable import echo
 from dlm_lens.recording.reducer_registry import parse_reducers
 
@@ -153,29 +152,20 @@ def _score(score: Any) -> dict[str, Any]:
 
 
 def read_pairs(text: str) -> dict[str, Any]:
-    """Settings written as name=value, separated by commas; values are JSON, or else plain text.
+    """Settings written as name=value, separated by commas; values are JSON, Python literals or plain text.
 
     Commas within braces and brackets belong to a value: options={"threshold": 0.9, "cache": "dual"}.
 
     Raises:
         ValueError: a part without "=".
     """
-    found: dict[str, Any] = {}
     parts: list[str] = []
     for piece in text.split(","):
         if parts and sum(map(parts[-1].count, "{[")) > sum(map(parts[-1].count, "}]")):
             parts[-1] += f",{piece}"
         else:
             parts.append(piece)
-    for part in filter(None, parts):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"{part!r} is not a setting; write name=value, separated by commas")
-        try:
-            found[name.strip()] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name.strip()] = {"True": True, "False": False, "None": None}.get(value.strip(), value.strip())
-    return found
+    return dict(read_setting(part, "samples=128") for part in parts if part)
 
 
 def _recorded(names: str, to: Path | None, layers: str | None, storage: str) -> dict[str, Any]:

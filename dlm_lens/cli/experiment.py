@@ -9,7 +9,7 @@ from dlm_lens.cli.options import DTYPE, check_device, check_dtype, device_or_gpu
 from dlm_lens.cli.output import show_json
 from dlm_lens.cli.stopped_training import one_sentence_of_a_stop
 from dlm_lens.files.paths import check_directory
-from dlm_lens.option_values import words
+from dlm_lens.option_values import read_setting, words
 from dlm_lens.printable import echo
 
 
@@ -45,7 +45,7 @@ def experiment_command(
     if as_json:
         raise ValueError("--json goes with `dlm-lens experiment list`; the results of a run are files in --out")
     from dlm_lens.adapters.model_names import check_model_name
-    from dlm_lens.experiments.experiment import check_experiment, read_setting
+    from dlm_lens.experiments.experiment import check_experiment
 
     check_experiment(name)
     if render and (models or settings):

@@ -2,11 +2,15 @@
 
 import os
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from dlm_lens.option_values import one_of
+from dlm_lens.arguments import near_name
+from dlm_lens.option_values import one_of, read_setting
 from dlm_lens.recording.query_classes import OTHER_NAMES, QUERY_CLASSES
 from dlm_lens.sinks.detector_registry import DETECTORS, parse_detector
 
@@ -32,6 +36,9 @@ HOOKS = typer.Option(help='Interventions, such as "mask_sinks(above_mean(3), top
 SEED = typer.Option(help="Seed of all random numbers.")
 DEVICE = typer.Option(help="Where the model runs: cpu, cuda, cuda:1 or auto; a free GPU by default.")
 DTYPE = typer.Option(help="Dtype of the weights: bfloat16, float32, ...; the checkpoint's own by default.")
+SETTINGS = typer.Option(
+    "--set", help="Another setting of the model's sampler, such as cfg_scale=1.5 or top_p=0.9; repeatable."
+)
 JSON = typer.Option("--json", help="Print JSON.")
 RECORDED_LAYERS = typer.Option(help="Layers to record, such as 0,5,-1; all by default.")
 STORAGE = typer.Option(help="Dtype of the recorded statistics: float32, or float16 in half the space.")
@@ -61,6 +68,35 @@ def check_parallel(cache: str | None, threshold: float | None, factor: float | N
         raise ValueError(f"threshold is {threshold:g}; it is a probability, at most 1")
     if threshold is not None and factor is not None:
         raise ValueError("--threshold and --factor both say how many positions a step unmasks; give one of them")
+
+
+def sampler_settings(own: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
+    """The settings of a run: those that have an option and were given, and those of `--set`.
+
+    Args:
+        own: settings that have an option; None for one that was not given.
+        others: name=value.
+
+    Raises:
+        ValueError: no setting of any sampler, or one that has an option.
+    """
+    given = {name: value for name, value in own.items() if value is not None}
+    read = [read_setting(text, "top_p=0.9") for text in others]
+    for name, value in read:
+        if name in own:
+            raise ValueError(f"--set {name}={value}: give it as --{name.replace('_', '-')} {value}")
+    if read:
+        from dlm_lens.sampling.algorithm_registry import algorithms
+        from dlm_lens.sampling.settings import ELSEWHERE
+
+        known = {field.name for algorithm in algorithms().values() for field in fields(algorithm.settings)}
+        for name, _ in read:
+            if name not in known | {"reference_quirks"}:
+                raise ValueError(
+                    f"--set {name}: no sampler has such a setting{near_name(name, sorted(known), ELSEWHERE)}; "
+                    "docs/families.md says which ones the family of the model has"
+                )
+    return given | dict(read)
 
 
 def check_storage(option: str, value: str) -> None:

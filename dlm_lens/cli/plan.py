@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from dlm_lens.cli.options import check_least
+from dlm_lens.cli.options import SETTINGS, check_least, sampler_settings
 from dlm_lens.option_values import one_of
 from dlm_lens.printable import echo
 from dlm_lens.training.gpus import DEVICES, UTILISATION
@@ -18,6 +18,7 @@ def plan_command(
     prompt_length: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 128,
     gen_length: Annotated[int | None, typer.Option(help="Tokens of the answer.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    settings: Annotated[list[str] | None, SETTINGS] = None,
     rows: Annotated[int, typer.Option(help="Prompts in one run.")] = 1,
     bits: Annotated[int, typer.Option(help="Per weight: 16, or 8 or 4 after quantisation.")] = 16,
 ) -> None:
@@ -30,9 +31,8 @@ def plan_command(
     check_model_name(model)
     from dlm_lens.sampling.run_plan import plan_run
 
-    given = {"gen_length": gen_length, "steps": steps}
-    settings = {name: value for name, value in given.items() if value is not None}
-    plan = plan_run(model, prompt_length=prompt_length, rows=rows, bits=bits, **settings)
+    given = sampler_settings({"gen_length": gen_length, "steps": steps}, settings or ())
+    plan = plan_run(model, prompt_length=prompt_length, rows=rows, bits=bits, **given)
     chosen = DEVICES[device]
     fits = "fits" if plan.memory <= chosen.memory else "does not fit: fewer bits, fewer rows, or several devices"
     echo(

@@ -11,12 +11,14 @@ from dlm_lens.cli.options import (
     HOOKS,
     MODEL,
     RECORDED_LAYERS,
+    SETTINGS,
     STORAGE,
     check_least,
     check_network,
     check_parallel,
     check_storage,
     device_or_gpu,
+    sampler_settings,
 )
 from dlm_lens.cli.prompts import prompt_places, read_prompts
 from dlm_lens.files.paths import check_directory
@@ -53,6 +55,7 @@ def record_command(
     factor: Annotated[
         float | None, typer.Option(help="Unmask as many as the confidence allows (Fast-dLLM); or --threshold.")
     ] = None,
+    settings: Annotated[list[str] | None, SETTINGS] = None,
     seed: Annotated[int, typer.Option(help="Seed of every prompt.")] = 0,
     layers: Annotated[str | None, RECORDED_LAYERS] = None,
     device: Annotated[str | None, DEVICE] = None,
@@ -77,14 +80,17 @@ def record_command(
     if hooks:
         check_expression(hooks)
     lines = read_prompts(prompts)
+    given = sampler_settings(
+        {
+            "steps": steps, "gen_length": gen_length, "block_length": block_length, "temperature": temperature,
+            "remasking": remasking, "cache": cache, "threshold": threshold, "factor": factor,
+        },
+        settings or (),
+    )  # fmt: skip
 
     from dlm_lens.adapters import load
     from dlm_lens.recording.record_runs import BatchError, Batches, record_batches
 
-    given: dict[str, Any] = {
-        "steps": steps, "gen_length": gen_length, "block_length": block_length, "temperature": temperature,
-        "remasking": remasking, "cache": cache, "threshold": threshold, "factor": factor,
-    }  # fmt: skip
     network = load(model, dtype=dtype, device_map=device_or_gpu(device))
     batches = Batches(_ids(network, lines, prompts), (seed,) * len(lines), batch_size)
     made = record_batches(
@@ -98,7 +104,7 @@ def record_command(
         progress=rank == 0,
         rank=rank,
         world=world,
-        **{name: value for name, value in given.items() if value is not None},
+        **given,
     )
     try:
         count = sum(len(recording.rows) for recording in made)

@@ -1,6 +1,5 @@
 """`Experiment`: one figure or table of a paper as data, and the list of all of them."""
 
-import ast
 import json
 import pkgutil
 import sys
@@ -247,23 +246,6 @@ def _kind(value: Any) -> str:
     kinds = {bool: "truth value", int: "whole number", float: "number", str: "text"}
     kinds |= {list: "list", tuple: "list", dict: "mapping"}
     return next((name for kind, name in kinds.items() if isinstance(value, kind)), "None")
-
-
-def read_setting(text: str) -> tuple[str, Any]:
-    """A setting written as name=value; the value is a Python literal or plain text.
-
-    Raises:
-        ValueError: there is no "=", or the value is nested too deeply.
-    """
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise ValueError(f"{text!r} is not a setting; write name=value, such as prompts=64")
-    try:
-        return name.strip(), ast.literal_eval(value)
-    except (ValueError, SyntaxError, TypeError):  # TypeError: a dictionary as a key
-        return name.strip(), value
-    except (RecursionError, MemoryError):
-        raise ValueError(f"{text[:60]!r}... is nested too deeply for a setting; write a plain value") from None
 
 
 PAPERS = ("attention_sinks", "one_token", "denoising_axis")

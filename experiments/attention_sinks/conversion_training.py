@@ -18,6 +18,7 @@ import typer
 
 from dlm_lens.experiments.results import Settings
 from dlm_lens.files.locks import alone
+from dlm_lens.option_values import read_setting
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"sinks": 0},
@@ -401,7 +402,6 @@ def main(
 ) -> None:
     """Train one conversion up to the last of its steps, keep the weights after each, and measure nothing."""
     from dlm_lens.experiments import find_experiment
-    from dlm_lens.experiments.experiment import read_setting
     from dlm_lens.experiments.model_settings import settings_of
 
     given = dict(read_setting(text) for text in settings or ())

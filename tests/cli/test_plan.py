@@ -22,6 +22,16 @@ def test_the_plan_of_a_config(tmp_path: Path) -> None:
     assert "rtx4090 (24 GB): fits" in result.output
 
 
+def test_the_plan_of_a_run_with_guidance(tmp_path: Path) -> None:
+    tiny("llada").config.save_pretrained(tmp_path)
+    given = ["plan", str(tmp_path), "--gen-length", "16", "--set", "cfg_scale=1.5", "--set", "block_length=8"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    plan, plain = (plan_run(str(tmp_path), gen_length=16, block_length=8, cfg_scale=scale) for scale in (1.5, 0.0))
+    assert " ".join(str(plan).split()) in " ".join(result.output.split())
+    assert plan.flops == 2 * plain.flops
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

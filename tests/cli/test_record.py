@@ -63,6 +63,33 @@ def test_a_file_of_prompts(files):
     assert {p for p in before if before[p] != after[p]} == {p for p in before if p.parent == gone}
 
 
+def test_every_setting_of_a_sampler_can_be_given(files):
+    """Dream's alg_temp and top_p, and LLaDA's guidance, have no options of their own."""
+    tiny("dream").save_pretrained(files / "dream")
+    tiny("dream").tokenizer.save_pretrained(files / "dream")
+    (files / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in TEXTS))
+    runs = {
+        "model": {"cfg_scale": 1.5, "confidence_eos_eot_inf": True},
+        "dream": {"remasking": "maskgit_plus", "alg_temp": 0.4, "top_p": 0.9},
+    }
+    for directory, settings in runs.items():
+        command = arguments(files, f"of-{directory}")
+        command[1] = str(files / directory)
+        for name, value in settings.items():
+            command += ["--remasking", value] if name == "remasking" else ["--set", f"{name}={json.dumps(value)}"]
+        result = CliRunner().invoke(cli.app, command)
+        assert result.exit_code == 0, result.output
+        found = Recording.load(files / f"of-{directory}")
+        model = tiny("llada" if directory == "model" else directory)
+        wanted = record(
+            model, TEXTS, [ReceivedAttention()], steps=4, gen_length=8, temperature=0.5, seed=3, **settings
+        )
+        assert settings.items() <= found.run.settings.items()
+        assert torch.equal(
+            found.run.tokens[wanted.run.attention_mask], wanted.run.tokens[wanted.run.attention_mask]
+        )
+
+
 def test_a_cache_and_parallel_decoding(files):
     options = ["--cache", "dual", "--threshold", "0.2", "--block-length", "4", "--gen-length", "8"]
     result = CliRunner().invoke(cli.app, arguments(files, "cached", *options))

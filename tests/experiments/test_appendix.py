@@ -9,8 +9,9 @@ import pytest
 from scipy import stats
 
 from dlm_lens.experiments.appendix import Entry, command, corrected, entries, glance, on_correction, section
-from dlm_lens.experiments.experiment import Bench, Experiment, Finding, Rendering, Table, read_setting
+from dlm_lens.experiments.experiment import Bench, Experiment, Finding, Rendering, Table
 from dlm_lens.experiments.results import Item, Record, Results
+from dlm_lens.option_values import read_setting
 
 PS = (0.001, 0.01, 0.04, 0.049, 0.5)
 

@@ -32,11 +32,12 @@ from dlm_lens.experiments import (
     render_experiment,
     run_experiment,
 )
-from dlm_lens.experiments.experiment import Cost, read_setting
+from dlm_lens.experiments.experiment import Cost
 from dlm_lens.experiments.intervals import paired_difference, ratio_over_prompts, wilson
 from dlm_lens.experiments.network_cost import NetworkCost
 from dlm_lens.experiments.results import Record, ResultsFile
 from dlm_lens.files.atomic_writes import DiskFullError
+from dlm_lens.option_values import read_setting
 from dlm_lens.testing import tiny
 from dlm_lens.training import ModelSettings, NextToken, TrainingSettings, plan
 from tests.files.damage import damage
