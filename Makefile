@@ -4,12 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint types rooms quantised unit long docs docs-serve docs-links notebooks release-check format clean
+.PHONY: demo test test-all lint types rooms wrapped unit long docs docs-serve docs-links notebooks release-check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/dlm-lens demo
 
-test: lint types rooms quantised unit
+test: lint types rooms wrapped unit
 
 # The tests marked `long` too: kills, races, fuzzing, everything on a pretended GPU. And the site.
 test-all: test long docs
@@ -24,12 +24,14 @@ types: $(INSTALLED)
 rooms: $(INSTALLED)
 	$(BIN)/lint-imports
 
-# torchao in a folder of its own: installed beside the rest, it greets every command with warnings.
-$(VENV)/.torchao: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchao -c constraints.txt
+# In a folder of their own: installed beside the rest, torchao greets every command with warnings.
+$(VENV)/.wrapping: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
+		torchao optimum-quanto peft -c constraints.txt
 
-quantised: $(VENV)/.torchao
-	PYTHONPATH=$(VENV)/.torchao $(BIN)/python -m pytest -q tests/adapters/test_quantisation.py
+wrapped: $(VENV)/.wrapping
+	PYTHONPATH=$(VENV)/.wrapping $(BIN)/python -m pytest -q tests/adapters/test_quantisation.py \
+		tests/attention/test_wrapped_models.py
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist loadfile
