@@ -17,7 +17,8 @@ PHRASES = (
     (r"(has no learned sink tokens); give the Sinks of find_sinks", r"\1; leave out --learned"),
     (
         r"so it takes token ids only; or set model\.tokenizer",
-        "which texts and chats need: put its files (tokenizer.json) into the directory of the weights",
+        "which texts and chats need: put its files (tokenizer.json) into the directory of the weights, or give "
+        'ids, {"input_ids": [...]}',
     ),
     (r"pass revision= one of the cached commits \(", "give the directory of a cached commit ("),
 )

@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.arguments import is_whole
 from dlm_lens.files.json_objects import read_json_lines
 from dlm_lens.printable import shown
 
-FORM = '{"prompt": "..."} or {"messages": [...]}'
+FORM = '{"prompt": "..."}, {"messages": [...]} or {"input_ids": [...]}'
 """Of a line."""
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """The prompts of a file: texts and chats.
+    """The prompts of a file: texts, chats and token ids.
 
     Raises:
         FileNotFoundError: the file does not exist, or is a directory.
@@ -36,4 +37,6 @@ def _prompt(line: Any, text: str, where: str) -> Any:
         return line["prompt"]
     if isinstance(line, dict) and isinstance(line.get("messages"), list) and line["messages"]:
         return line["messages"]
+    if isinstance(line, dict) and isinstance(ids := line.get("input_ids"), list) and all(map(is_whole, ids)):
+        return ids
     raise ValueError(f"{where} is {shown(text)}; a line is {FORM}")

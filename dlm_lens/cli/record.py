@@ -31,7 +31,10 @@ def record_command(
     model: Annotated[str, MODEL],
     prompts: Annotated[
         Path,
-        typer.Option(help='JSON lines, each {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}]}.'),
+        typer.Option(
+            help='JSON lines, each {"prompt": "..."}, {"messages": [{"role": ..., "content": ...}]} or '
+            '{"input_ids": [...]}.'
+        ),
     ],
     out: Annotated[
         Path, typer.Option(help="Directory of the recordings; the same command continues an interrupted run.")
@@ -118,7 +121,7 @@ def record_command(
 
 
 def _ids(model: Any, lines: list[Any], path: Path) -> tuple[tuple[int, ...], ...]:
-    """Token ids of every prompt, one by one, since one file may hold both texts and chats.
+    """Token ids of every prompt, one by one, since one file may hold texts, chats and ids.
 
     Raises:
         ValueError: a prompt that the model cannot read.

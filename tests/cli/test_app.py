@@ -320,7 +320,7 @@ def test_the_doctor_finds_the_models_well_in_every_host() -> None:
         (
             "prompt 0: this model has no tokenizer, so it takes token ids only; or set model.tokenizer",
             "prompt 0: this model has no tokenizer, which texts and chats need: put its files (tokenizer.json) "
-            "into the directory of the weights",
+            'into the directory of the weights, or give ids, {"input_ids": [...]}',
         ),
     ],
 )  # fmt: skip

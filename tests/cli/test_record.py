@@ -90,6 +90,23 @@ def test_every_setting_of_a_sampler_can_be_given(files):
         )
 
 
+def test_token_ids_of_a_checkpoint_without_a_tokenizer(files):
+    ids = [[5, 9, 13], [7], [2, 40, 3, 11]]
+    tiny("llada").save_pretrained(files / "bare")
+    (files / "prompts.jsonl").write_text("\n".join(json.dumps({"input_ids": row}) for row in ids))
+    command = arguments(files, "out")
+    command[1] = str(files / "bare")
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 0, result.output
+    wanted = record(tiny("llada"), ids, [ReceivedAttention()], steps=4, gen_length=8, temperature=0.5, seed=3)
+    for row, found in enumerate(RecordingSet(files / "out")):
+        length = len(ids[row]) + 8
+        assert torch.equal(found.run.tokens[0], wanted.run.tokens[row, -length:])
+        torch.testing.assert_close(
+            found.received[:, 0, ..., -length:], wanted.received[:, row, ..., -length:], rtol=1e-4, atol=1e-5
+        )
+
+
 def test_a_cache_and_parallel_decoding(files):
     options = ["--cache", "dual", "--threshold", "0.2", "--block-length", "4", "--gen-length", "8"]
     result = CliRunner().invoke(cli.app, arguments(files, "cached", *options))
@@ -207,6 +224,8 @@ def test_a_wrong_option_is_one_sentence(files, change, sentence):
         ('{"prompt": "w1"}\nw2\n', 'prompts.jsonl line 2 is not JSON .*; a line is \\{"prompt"'),
         ('{"text": "w1"}\n', r"line 1 is .*text.*; a line is"),
         ('{"prompt": "w1"}\n{"prompt": " "}\n', "prompts.jsonl, prompt 1: "),
+        ('{"prompt": "w1"}\n{"input_ids": []}\n', "prompts.jsonl, prompt 1: "),
+        ('{"input_ids": [5, 64000]}\n', "prompts.jsonl, prompt 0: .*64000"),
     ],
 )
 def test_a_wrong_line_is_named(files, content, sentence):
@@ -249,6 +268,8 @@ def test_a_line_ends_with_a_newline_alone(tmp_path):
         (b"9" * 10_000, "line 1 is not JSON"),
         (b'{"prompt": "w1\xff"}', r"prompts.jsonl is not UTF-8 \(byte 14\)"),
         (b'{"prompt": 7}', "line 1 is '{\"prompt\": 7}'; a line is"),
+        (b'{"input_ids": [1, true]}', r"true\]\}'; a line is .* or \{\"input_ids\": "),
+        (b'{"input_ids": [1, 2.5]}', "a line is"),
         (b"\n\r\n \n", "holds no prompts"),
     ],
 )
