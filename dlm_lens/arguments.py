@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import wraps
 from numbers import Integral, Real
@@ -93,6 +93,14 @@ def _indices(value: Any) -> bool:
     return all(is_whole(one) and abs(one) < 2**63 for one in value)
 
 
+def _token_ids(value: Any) -> bool:
+    if isinstance(value, str | bytes | Mapping | Set):
+        return False
+    one = plain_number(value)
+    return all(is_whole(plain_number(each)) and each >= 0 for each in ((one,) if is_whole(one) else one))
+
+
+TOKEN_IDS = Rule("a token id, or a list of them", _token_ids)
 INDICES = Rule("a list of whole numbers, or None for all", _indices)
 
 
@@ -197,25 +205,44 @@ ONE_SEED = Rule("a whole number from 0 to 2^63 - 1", lambda value: is_whole(valu
 SEED = Rule("a whole number from -2^63 to 2^64 - 1", is_seed)
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("steps", "gen_length", "block_length"), whole(most=LARGEST_COUNT)),
-    **dict.fromkeys(("top_k", "eot_token", "strata", "batch_size", "top"), whole()),
+    **dict.fromkeys(
+        ("steps", "gen_length", "block_length", "steps_per_block", "sub_block_length", "window_length"),
+        whole(most=LARGEST_COUNT),
+    ),
+    **dict.fromkeys(
+        (
+            "top_k", "eot_token", "strata", "batch_size", "top", "minimal_topk", "max_post_steps",
+            "num_to_transfer", "stability_threshold",
+        ),
+        whole(),
+    ),
     "samples": whole(most=16 * LARGEST_COUNT),
     **dict.fromkeys(("rows_per_pass", "min_viewers"), whole(least=1)),
     **dict.fromkeys(
-        ("temperature", "cfg_scale", "eps", "top_p", "alg_temp", "hysteresis", "threshold", "factor"), real()
+        (
+            "temperature", "cfg_scale", "eps", "top_p", "alg_temp", "hysteresis", "threshold", "factor",
+            "confidence_threshold", "editing_threshold", "entropy_bound", "entropy_threshold", "position_penalty",
+            "nucleus_p", "high_frac", "middle_frac", "t_min", "t_max",
+        ),
+        real(),
     ),
     **dict.fromkeys(
         (
             "progress", "reference_quirks", "logits_eos_inf", "confidence_eos_eot_inf", "float64_confidence",
             "unpadded_guidance", "use_cache", "protect_ends", "attention", "controls", "relative", "causal",
+            "eos_early_stop", "first_hitting", "greedy", "parallel", "stochastic_transfer", "use_block_cache",
         ),
         flag(),
     ),
     **dict.fromkeys(
-        ("remasking", "scope", "rounding", "order", "method", "queries", "quantity", "match"),
+        (
+            "remasking", "scope", "rounding", "order", "method", "queries", "quantity", "match", "predictor",
+            "schedule", "self_conditioning", "high_mode", "middle_mode", "low_mode", "time_profile",
+        ),
         instance(str, "a name, as a text"),
     ),
     **dict.fromkeys(("on_logits", "on_canvas"), function()),
+    **dict.fromkeys(("stop_tokens", "suppress_tokens", "begin_suppress_tokens", "cfg_keep_tokens"), TOKEN_IDS),
     "layers": INDICES,
     "cache": one_of("prefix", "dual"),
 }  # fmt: skip

@@ -84,7 +84,7 @@ def sampler_settings(own: Mapping[str, Any], others: Iterable[str]) -> dict[str,
     read = [read_setting(text, "top_p=0.9") for text in others]
     for name, value in read:
         if name in own:
-            raise ValueError(f"--set {name}={value}: give it as --{name.replace('_', '-')} {value}")
+            raise ValueError(f"give --{name.replace('_', '-')} {value} in place of --set")
     if read:
         from dlm_lens.sampling.algorithm_registry import algorithms
         from dlm_lens.sampling.settings import ELSEWHERE

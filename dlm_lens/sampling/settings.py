@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from dlm_lens.arguments import Rule, is_seed, near_name
+from dlm_lens.arguments import Rule, is_seed, listed_indices, near_name
 from dlm_lens.printable import shown
 
 LIKELIHOOD_METHODS = ("mc", "chain_rule", "greedy_completion")
@@ -78,11 +78,10 @@ def block_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks:
     return values
 
 
-def with_plain_stops(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings with `stop_tokens`, where there are some, as a tuple of Python's numbers."""
-    if values.get("stop_tokens") is not None:
-        values["stop_tokens"] = tuple(int(one) for one in values["stop_tokens"])
-    return values
+def with_token_ids(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The settings with these, where they are given, as tuples of Python's numbers; one id is a list of it."""
+    given = {name: values[name] for name in names if values.get(name) is not None}
+    return values | {name: listed_indices(name.removesuffix("s"), ids) for name, ids in given.items()}
 
 
 def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:

@@ -124,7 +124,10 @@ WRONG = [
     ),
     (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--cache", "all"], "--cache is 'all'"),
     (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "top_p"], "'top_p' is not a setting; write"),
-    (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "steps=4"], "give it as --steps 4"),
+    (
+        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "steps=4"],
+        "give --steps 4 in place of",
+    ),
     (
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "seed=4"],
         "--set seed: no sampler has such a",

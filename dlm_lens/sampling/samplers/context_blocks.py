@@ -13,7 +13,7 @@ from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.cached_blocks import SelectConfident, SpanNoise
 from dlm_lens.sampling.samplers.llada import GumbelPropose, GumbelSettings
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import with_plain_stops
+from dlm_lens.sampling.settings import with_token_ids
 from dlm_lens.sampling.special_ids import SpecialIds
 
 
@@ -171,4 +171,4 @@ def answer_to_write(values: dict[str, Any]) -> dict[str, Any]:
             f"gen_length is {values['gen_length']}; block diffusion writes an answer after the prompt: give "
             "gen_length of at least 1"
         )
-    return with_plain_stops(values)
+    return with_token_ids(values, "stop_tokens")

@@ -19,7 +19,7 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
 from dlm_lens.sampling.samplers.llada import REMASKING, GumbelPropose, without
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative
+from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative, with_token_ids
 from dlm_lens.sampling.special_ids import SpecialIds
 
 SCHEDULES = ("linear", "cosine")
@@ -306,10 +306,9 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     values = answer_settings(defaults, given, masks)
     if "block_length" not in given and values["gen_length"] and values["block_length"] is not None:
         values["block_length"] = min(values["block_length"], values["gen_length"])
-    for name in ("suppress_tokens", "begin_suppress_tokens", "cfg_keep_tokens"):
-        if name in values:
-            values[name] = tuple(int(one) for one in values[name] or ())
-    return values
+    names = ("suppress_tokens", "begin_suppress_tokens", "cfg_keep_tokens")
+    values |= {name: () for name in names if name in values and values[name] is None}
+    return with_token_ids(values, *names)
 
 
 ALGORITHM = Algorithm("dllm", DllmSettings, DllmSampler, resolve, corruption=CountCorruption())

@@ -190,10 +190,20 @@ class LLaDAPropose(GumbelPropose):
 
 
 def without(logits: Float[Tensor, "n d_vocab"], ids: Sequence[int | None]) -> Float[Tensor, "n d_vocab"]:
-    """The logits with -inf for these tokens."""
+    """The logits with -inf for these tokens.
+
+    Raises:
+        ValueError: one that is not in the vocabulary.
+    """
     if not ids:
         return logits
-    columns = torch.tensor([i for i in ids if i is not None], dtype=torch.long, device=logits.device)
+    known = [i for i in ids if i is not None]
+    if max(known, default=0) >= logits.shape[-1]:
+        raise ValueError(
+            f"token {max(known)} is to be suppressed, and the model has {logits.shape[-1]} tokens, 0 to "
+            f"{logits.shape[-1] - 1}; give ids of its vocabulary"
+        )
+    columns = torch.tensor(known, dtype=torch.long, device=logits.device)
     return logits.index_fill(-1, columns, -torch.inf)
 
 

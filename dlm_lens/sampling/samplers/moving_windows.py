@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, one_block
-from dlm_lens.sampling.settings import with_plain_stops
+from dlm_lens.sampling.settings import with_token_ids
 
 
 class WindowLogits(CanvasLogits):
@@ -119,4 +119,4 @@ class MovingWindowSampler(Sampler):
 
 def resolve_window(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
     """The caller's settings, then the checkpoint's; lists of ids become tuples."""
-    return with_plain_stops({**defaults, **given})
+    return with_token_ids({**defaults, **given}, "stop_tokens")

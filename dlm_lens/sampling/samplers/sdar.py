@@ -24,7 +24,7 @@ from dlm_lens.sampling.settings import (
     known_remasking,
     not_negative,
     nucleus,
-    with_plain_stops,
+    with_token_ids,
 )
 from dlm_lens.sampling.special_ids import SpecialIds
 
@@ -322,7 +322,7 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     values = answer_settings(defaults, given, masks)
     if "steps" not in given:
         values["steps"] = defaults.get("steps")
-    return with_plain_stops(values)
+    return with_token_ids(values, "stop_tokens")
 
 
 ALGORITHM = Algorithm("sdar", SdarSettings, SdarSampler, resolve, corruption=CountCorruption())
