@@ -111,7 +111,7 @@ def mask_positions(
     1, unless `renormalise`. A row that would end empty keeps its own position; with `keep_self` every row does.
     Where a step sees a prefix of the canvas (AR decoding, block diffusion), a position after it is hidden from the
     first step on that sees it. Where blocks are counted from the text, a canvas ends with the longest row's last
-    block, and positions from the end are none of a shorter row's.
+    block, and positions from the end are none of a shorter row's; `by_row` counts from each row's own.
 
     Raises:
         ValueError: no position, or an unknown stage.

@@ -58,7 +58,9 @@ class RowPositions:
         def compute() -> Tensor:
             self._check_rows(run, who)
             whole = length if run.whole is None else run.whole
-            return self._placed(padding_before(run.valid).tolist(), length, whole, who)
+            starts = padding_before(run.valid).tolist()
+            ends = [length] * len(starts) if run.ends is None else run.ends.tolist()
+            return self._placed(starts, ends, length, whole, who)
 
         found: Tensor = run.once(("by row", self, rows, length), compute)
         return found
@@ -70,7 +72,8 @@ class RowPositions:
             ValueError: naming the row.
         """
         self._check_rows(run, who)
-        self._placed(padding_before(run.valid).tolist(), canvas, canvas, who)
+        starts = padding_before(run.valid).tolist()
+        self._placed(starts, [canvas] * len(starts), canvas, canvas, who)
 
     def _check_rows(self, run: RunStep, who: Any) -> None:
         """Raise unless there is a list for every row of the run, or one for all."""
@@ -78,11 +81,13 @@ class RowPositions:
         if count not in (1, rows):
             raise ValueError(f"{who}: positions for {count} rows, and the run has {rows}; give a list for each row")
 
-    def _placed(self, starts: list[int], length: int, whole: int, who: Any) -> Bool[Tensor, "row position"]:
+    def _placed(
+        self, starts: list[int], ends: list[int], length: int, whole: int, who: Any
+    ) -> Bool[Tensor, "row position"]:
         chosen = torch.zeros(len(starts), length, dtype=torch.bool)
-        for row, start in enumerate(starts):
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
             for position in self.rows[row % len(self.rows)]:
-                place = position + (start if position >= 0 else length)
+                place = position + (start if position >= 0 else end)
                 if not start <= place < whole:
                     there = f"row {row} has {whole - start} positions after its padding"
                     raise ValueError(f"{who}: position {position} is not there; {there}")
@@ -95,9 +100,10 @@ def by_row(*rows: int | Iterable[int]) -> RowPositions:
     """Positions that are counted from the first token of every row, wherever its padding ends.
 
     `by_row([3, 4], [7])` is positions 3 and 4 of the first row and 7 of the second, in a run of two prompts;
-    `by_row([3])` is position 3 of every row. Negative ones count from the end of the canvas. Hooks take it where
-    they take positions: `mask_positions(by_row([3], [5]))`, `ablate("resid", by_row([3], [5]))`; they act in runs
-    only, and with lists for several rows in one batch only.
+    `by_row([3])` is position 3 of every row. Negative ones count from the end of the canvas that the network sees;
+    where blocks are counted from the text, from the end of each row's own block. Hooks take it where they take
+    positions: `mask_positions(by_row([3], [5]))`, `ablate("resid", by_row([3], [5]))`; they act in runs only, and
+    with lists for several rows in one batch only.
 
     Args:
         *rows: a list of positions for each row, which may be empty; or one list for all rows.

@@ -17,6 +17,7 @@ HookKey = tuple[Any, int]
 """What distinguishes a hook of a run from the others: `Hook.key`, and the number of equal hooks before it."""
 
 _PER_POSITION = ("tokens", "masked", "valid", "answer")
+_PER_ROW = ("share", "ends")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,8 @@ class RunStep:
             keys and values of the others are those of an earlier step. None: every position.
         share: `progress`, where the positions are a part of the canvas, and in an AR run.
         whole: positions of the run's canvas, where the step sees a prefix of it; None where it sees all.
+        ends: after how many positions of what the step sees the canvas of each row ends, where blocks are counted
+            from its text, so that rows end at different ones; None: with the last one.
         halves: how often the rows of the run are here one after the other: twice with guidance.
         alike: whether all queries of a row see the same keys, as the sampler lays attention out; False where that
             is not known.
@@ -69,6 +72,7 @@ class RunStep:
     queries: tuple[int, int] | None = None
     share: Float[Tensor, "row"] | None = field(default=None, repr=False)
     whole: int | None = None
+    ends: Int[Tensor, "row"] | None = field(default=None, repr=False)
     alike: bool = False
     halves: int = 1
 
@@ -111,12 +115,13 @@ class RunStep:
 
         With `blocks`, positions after the end of a row's own block are neither content nor masked nor answer.
         """
-        cut = {name: getattr(self, name)[:, :stop] for name in _PER_POSITION}
+        cut, ends = {name: getattr(self, name)[:, :stop] for name in _PER_POSITION}, self.ends
         if blocks is not None:
             seen = blocks.until(self.span, stop)
             cut |= {name: cut[name] & seen.to(cut[name].device) for name in ("masked", "valid", "answer")}
+            ends = cut["valid"].shape[1] - cut["valid"].flip(-1).int().argmax(-1)
         # Progress stays that of the whole answer.
-        return replace(self, **cut, share=self.progress, whole=self.whole or self.tokens.shape[1])
+        return replace(self, **cut, share=self.progress, whole=self.whole or self.tokens.shape[1], ends=ends)
 
     def first_of(self, queries: int) -> int | None:
         """The canvas position of the first of the step's `queries`, if they are the span that the step computes."""
@@ -142,8 +147,9 @@ class RunStep:
     def of_rows(self, rows: Int[Tensor, "row"]) -> "RunStep":
         """The same step of some rows of its batch."""
         parts = {name: getattr(self, name)[rows.to(getattr(self, name).device)] for name in _PER_POSITION}
-        share = None if self.share is None else self.share[rows.to(self.share.device)]
-        return replace(self, **parts, share=share, computed={})
+        per_row = {name: getattr(self, name) for name in _PER_ROW}
+        parts |= {name: None if each is None else each[rows.to(each.device)] for name, each in per_row.items()}
+        return replace(self, **parts, computed={})
 
     def for_rows(self, rows: int) -> "RunStep":
         """The same step for a batch of `rows` rows, which repeats this one's (guidance).
@@ -157,8 +163,9 @@ class RunStep:
         if rows % have:
             raise ValueError(f"{rows} rows of activations do not fit a run of {have} rows")
         parts = {name: getattr(self, name).repeat(rows // have, 1) for name in _PER_POSITION}
-        share = None if self.share is None else self.share.repeat(rows // have)
-        return replace(self, **parts, share=share, halves=self.halves * (rows // have))
+        per_row = {name: getattr(self, name) for name in _PER_ROW}
+        parts |= {name: None if each is None else each.repeat(rows // have) for name, each in per_row.items()}
+        return replace(self, **parts, halves=self.halves * (rows // have))
 
 
 class HookContext(Protocol):

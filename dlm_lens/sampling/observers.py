@@ -444,8 +444,8 @@ def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
     if bool(padding.any()):
         logger.warning(
             "%s: positions count from the beginning of the canvas, and rows of this batch begin at %s, after "
-            "their padding: in a padded row they are other tokens than in the row alone; count in every row's text "
-            "with by_row(...), or from the end, or run prompts of one length together (record does)",
+            "their padding: in a padded row they are other tokens than in the row alone; count in every row "
+            "with by_row(...), or run prompts of one length together (record does)",
             ", ".join(shifted),
             " to ".join(map(str, sorted({int(padding.min()), int(padding.max())}))),
         )

@@ -80,16 +80,25 @@ def test_every_row_is_as_alone(name: str) -> None:
     assert not plain.confidence.equal(run.confidence)
 
 
-@pytest.mark.parametrize(
-    "family", ["mmada", "dream", "diffugpt", "smdm", "sink front", "sink end", "llama", "sdar"]
-)
+@pytest.mark.parametrize("family", ["mmada", "dream", "diffugpt", "smdm", "sink front", "sink end", "llama"])
 @pytest.mark.parametrize("name", ["mask_positions", "ablate"])
 def test_in_other_families(family: str, name: str) -> None:
     model, hook = build(tiny, family), HOOKS[name]
     settings: dict[str, Any] = SETTINGS if family != "llama" else {"gen_length": 8}
-    own = OWN if family != "sdar" else ([0, 5], [2], [1, 6])
-    run = dl.denoise(model, PROMPTS, hooks=[hook(by_row(*own))], seed=[0, 1, 2], **settings)
+    run = dl.denoise(model, PROMPTS, hooks=[hook(by_row(*OWN))], seed=[0, 1, 2], **settings)
+    same_rows(run, model, hook, OWN, **settings)
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada2", "stable_diffcoder", "bd3lm"])
+@pytest.mark.parametrize("name", ["mask_positions", "ablate"])
+def test_where_blocks_are_counted_from_the_text_rows_end_with_their_own_block(family: str, name: str) -> None:
+    model, hook = tiny(family), HOOKS[name]
+    own, settings = ([-1], [2, -1], [1, -3]), {"gen_length": 8}
+    hooks = [hook(by_row(*own))]
+    run = dl.denoise(model, PROMPTS, hooks=hooks, seed=[0, 1, 2], **settings)
     same_rows(run, model, hook, own, **settings)
+    traced = dl.DiffusionLM(model).generate(PROMPTS, hooks=hooks, seed=[0, 1, 2], **settings)
+    assert traced.tokens.equal(run.tokens)
 
 
 @pytest.mark.parametrize("settings", [{"cfg_scale": 1.5}, {"cache": "prefix", "block_length": 4}], ids=str)
