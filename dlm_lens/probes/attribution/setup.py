@@ -98,10 +98,14 @@ class Setup:
         there = wanted.any(-1).any(-1).nonzero().flatten().tolist()
         chosen = tuple(there) if steps is None else chosen_indices("step", steps, run.steps, f"{who}: ")
         missing = [step for step in chosen if step not in there]
-        if missing or not chosen:
+        if not there:
             raise ValueError(
-                f"{who}: step {missing[0] if missing else 'none'} has nothing to explain; these steps have: "
-                f"{there}. Give explain=, canvas positions that are open, for others"
+                f"{who}: no step has anything to explain; give explain=, canvas positions that are open"
+            )
+        if missing:
+            raise ValueError(
+                f"{who}: step {missing[0]} has nothing to explain; these steps have: {there}. Give explain=, "
+                "canvas positions that are open, for others"
             )
         # A sampler that revises may write another token later, also at a step that a part of a run leaves out.
         tokens = torch.where(run.unmasked, run.proposals, run.canvases[1:])

@@ -49,6 +49,16 @@ def test_of_two_runs_the_positions_count_that_are_open_in_both(direction: Any) -
     assert "both" not in activation_patching(model, clean, clean, steps=[0], layers=[0]).contract.output
 
 
+def test_a_run_whose_steps_decide_nothing_has_nothing_to_explain() -> None:
+    model = tiny("llada")
+    rec = dl.record(model, [[1, 2, 3]], steps=5, gen_length=2)
+    idle = rec.select(step=[3, 4]).run
+    assert not idle.unmasked.any()
+    for steps in (None, [1]):
+        with pytest.raises(ValueError, match="activation_patching: no step has anything to explain; give "):
+            activation_patching(model, idle, [[1, 9, 3]], steps=steps)
+
+
 def test_a_corrupted_prompt_leaves_what_the_run_filled_in() -> None:
     model = tiny("llada").double()
     mask = model.config.mask_token_id
