@@ -269,10 +269,12 @@ def _fitted(
 
 
 def _solution(halves: tuple[NormalEquations, NormalEquations]) -> tuple[Tensor, Tensor]:
-    """Weights and intercepts of all classes; classes that no fitted position has are never read."""
-    one = halves[0] + halves[1]
-    weight, bias = one.solve(best_ridge(halves, RIDGES, slice(None)))
-    return weight, bias.masked_fill(one.y == 0, -torch.inf)
+    """Weights and intercepts of all classes.
+
+    The values of a position's classes sum to 1, and that of a class that no fitted position has is 0: it is never
+    the largest.
+    """
+    return (halves[0] + halves[1]).solve(best_ridge(halves, RIDGES, slice(None)))
 
 
 def _by_place(wanted: Int[Tensor, "batch position"], train: Bool[Tensor, "batch"]) -> Int[Tensor, "batch position"]:

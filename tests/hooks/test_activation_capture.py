@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
+from dlm_lens.attention import SITES
 from dlm_lens.hooks import (
     MeanActivations,
     ablate,
@@ -115,6 +116,20 @@ def test_too_large_a_capture_is_refused_with_the_number_before_the_first_pass(mo
                 capture(model, IDS, max_bytes=limit, **RUN)
     handle.remove()
     assert calls == []
+
+
+@pytest.mark.parametrize("family", ["sink_qwen", "modernbert", "diffusion_gemma"])
+def test_the_limit_is_what_the_activations_of_every_site_take(family: str) -> None:
+    """With two queries for each key; with one; with layers whose keys have other numbers of heads."""
+    model = tiny(family, **({"num_sinks": 2} if family == "sink_qwen" else {}))
+    # DiffusionGemma's decoder computes one canvas at a step, and sees keys and values of all before it.
+    sites = [site for site in SITES if family != "diffusion_gemma" or site in ("rot_k", "v")]
+    settings: dict[str, Any] = {"gen_length": 8, "steps_per_block": 4} if family == "diffusion_gemma" else RUN
+    for site in sites:
+        size = capture(model, [IDS, IDS[:2]], site, **settings).nbytes
+        assert capture(model, [IDS, IDS[:2]], site, max_bytes=size, **settings).nbytes == size
+        with pytest.raises(MemoryError):
+            capture(model, [IDS, IDS[:2]], site, max_bytes=size - 1, **settings)
 
 
 def by_hand(model: Any, runs: list[list[int]], site: str, bins: int) -> tuple[dict[Any, Tensor], dict[Any, int]]:

@@ -23,6 +23,7 @@ from dlm_lens.hooks import (
     patch_from,
     steer,
 )
+from dlm_lens.sampling import StepObserver, StepPlan
 from dlm_lens.testing import tiny
 from tests.adapters.test_diffusion_gemma import pair
 from tests.recording.test_diffusion_gemma import PROMPTS, RUN, steps64
@@ -175,6 +176,36 @@ def test_capture_keeps_what_the_encoder_computed(models: tuple[Any, Any], plain:
     torch.testing.assert_close(late[site, 1, 4], seen[1], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"the encoder ran at none of the steps \[2\]"):
         capture(model, plain, site, cache_steps=[2], encoder=True)
+
+
+def test_what_the_encoder_reads_again_after_an_edit_is_kept_before_the_canvas(models: tuple[Any, Any]) -> None:
+    """An edit of the prompt at the second canvas empties the cache: the encoder reads prompt and first canvas."""
+    model, theirs = models
+
+    class Edit(StepObserver):
+        def step(self, plan: StepPlan, canvas: Tensor, masked: Tensor) -> Tensor:
+            return canvas if plan.index < 4 else canvas.index_fill(1, torch.tensor(3), 11)
+
+    run = dl.denoise(model, PROMPTS, observers=Edit(model), **RUN)
+    assert run.spans[4] == (15, 23)
+    kept = capture(model, run, ["k", "scores", "pattern"], layers=[2], cache_steps=[4], encoder=True)
+    attention = theirs.model.encoder.language_model.layers[2].self_attn
+    seen: list[Any] = []
+    handles = [
+        attention.k_proj.register_forward_hook(lambda _m, _i, out: seen.append(attention.k_norm(out))),
+        attention.register_forward_hook(lambda _m, _i, out: seen.append(out[1])),
+    ]
+    for row, padding in enumerate(run.padding.tolist()):
+        ids = run.canvases[4, row, padding:][None]
+        seen.clear()
+        with torch.no_grad():
+            theirs(input_ids=ids[:, : 15 - padding], decoder_input_ids=ids[:, 15 - padding : 23 - padding])
+        found, scores = (kept[name, 2, 4][row, :, padding:, padding:] for name in ("pattern", "scores"))
+        torch.testing.assert_close(found, seen[1][0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(scores.softmax(-1), found, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(kept["k", 2, 4][row, padding:, 0], seen[0][0], rtol=1e-5, atol=1e-6)
+    for handle in handles:
+        handle.remove()
 
 
 @pytest.mark.long

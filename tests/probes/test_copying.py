@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.attention import Hook, PointContext, attach_hooks
+from dlm_lens.attention import Hook, PointContext, attach_hooks, tiled
 from dlm_lens.probes import retrieval_heads
 from dlm_lens.probes.copying import Decision, _measured, find_decisions
 from dlm_lens.recording import AttentionPattern, rerun
@@ -55,12 +55,15 @@ MORE = [("llada", {"steps": 4}), ("sdar", {"block_length": 4, "steps": 8})]
 @pytest.mark.parametrize(
     ("family", "settings"), [*CASES, *(pytest.param(*m, marks=pytest.mark.long) for m in MORE)]
 )
-def test_scores_are_those_of_the_patterns(family: str, settings: dict[str, Any]) -> None:
+def test_scores_are_those_of_the_patterns(
+    family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny(family)
     run = dl.denoise(model, PROMPTS, gen_length=8, seed=[1, 2], temperature=1.0, **settings)
+    pattern = rerun(model, run, [AttentionPattern()]).pattern
+    monkeypatch.setattr(tiled, "TILE_ENTRIES", 2 * 4 * 17 * 5)  # tiles of 5 queries
     # Enough copies for a test: the random model's answers hold tokens of the prompts.
     found = retrieval_heads(model, run)
-    pattern = rerun(model, run, [AttentionPattern()]).pattern
     ids = [model.config.mask_token_id if hasattr(model.config, "mask_token_id") else None, 61, 62]
     special = {one for one in [*ids, *run.eos_token_ids] if one is not None}
     wanted = torch.zeros(2, 2, 4, 5, dtype=torch.float64)

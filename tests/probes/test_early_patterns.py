@@ -91,14 +91,8 @@ def test_rows_of_equal_prompts_are_no_other_prompts() -> None:
     assert alone.mean("recall", "other prompt").value != alone.mean("recall", "other prompt").value  # NaN
 
 
-def test_an_excess_is_over_the_blocks_that_have_both_predictors() -> None:
-    # Blocks follow the text: the first blocks of the short prompts have no context, that of the long one has four.
-    model = tiny("sdar")
-    prompts = [[5, 9, 11, 3, 17, 20], [6, 2], [7, 8]]
-    rec = dl.record(
-        model, prompts, [dl.ReceivedAttention("block", min_viewers=1)], steps=12, gen_length=12, block_length=4
-    )
-    found = early_attention(rec, share=0.4)
+def common_by_loops(rec: Any) -> tuple[Tensor, int]:
+    """`EarlyAttention.common` of the other prompts, `[measure, prompt, layer, head, 3]`; blocks without these."""
     sums, run = rec.received_sums("block").double(), rec.run
     steps = {number: [t for t in range(run.steps) if run.blocks[t] == number] for number in set(run.blocks)}
     usable: dict[tuple[int, int], list[int]] = {}
@@ -111,13 +105,13 @@ def test_an_excess_is_over_the_blocks_that_have_both_predictors() -> None:
         ] if those else []  # fmt: skip
         if len(those) > 1 and len(there) > 1:
             usable[row, number] = there
-    kept, place = 0, PREDICTORS.index("other prompt")
+    without = 0
     wanted = torch.zeros(len(MEASURES), 3, 2, 4, 3, dtype=torch.float64)
     for (row, number), there in usable.items():
         top, those = max(1, round(0.4 * len(there))), steps[number]
         others = [(row + shift) % 3 for shift in (1, 2)]
         others = [one for one in others if (one, number) in usable]
-        kept += not others
+        without += not others
         for step, layer, head in product(those[1:], range(2), range(4)):
             line = sums[:, :, layer, head][..., there].nan_to_num()
             early = numbers(line[those[0], row], line[step, row], top)
@@ -127,13 +121,41 @@ def test_an_excess_is_over_the_blocks_that_have_both_predictors() -> None:
                 if defined and early[measure] == early[measure]:
                     sum_of = [early[measure], sum(defined) / len(defined), 1.0]
                     wanted[measure, row, layer, head] += torch.tensor(sum_of, dtype=torch.float64)
-    assert kept  # some blocks have no other prompt
+    return wanted, without
+
+
+def test_an_excess_is_over_the_blocks_that_have_both_predictors() -> None:
+    # Blocks follow the text: the first blocks of the short prompts have no context, that of the long one has four.
+    prompts = [[5, 9, 11, 3, 17, 20], [6, 2], [7, 8]]
+    reducers = [dl.ReceivedAttention("block", min_viewers=1)]
+    rec = dl.record(tiny("sdar"), prompts, reducers, steps=12, gen_length=12, block_length=4)
+    place, start = PREDICTORS.index("other prompt"), rec.run.blocks.index
+    values = rec.received_block.clone()
+    values[start(3) - 1, 2, :, 0, 7] = torch.nan  # a key that one head does not see at one later step
+    found = early_attention(replace(rec, arrays={**rec.arrays, "received_block": values}), share=0.4)
+    wanted, without = common_by_loops(replace(rec, arrays={**rec.arrays, "received_block": values}))
+    assert without  # some blocks have no other prompt
     torch.testing.assert_close(found.common[place], wanted, rtol=1e-6, atol=1e-6)
     first, other, count = wanted[1].sum((1, 2)).sum(0).tolist()
     assert found.excess("recall").value == pytest.approx((first - other) / count)
     line = found.heads().query("layer == 1 and head == 2").iloc[0]
     first, other, count = wanted[1, :, 1, 2].sum(0).tolist()
     assert line["excess"] == pytest.approx((first - other) / count)
+
+
+@pytest.mark.filterwarnings("ignore:An input array is constant")
+def test_a_correlation_counts_only_where_both_predictors_have_ranks() -> None:
+    rec = recorded()
+    values = rec.received_block.clone()
+    values[3, 0, :, 1], values[6, 0, :, 2], values[6, 2, :, 2] = 0.5, 0.25, 0.25
+    rec = replace(rec, arrays={**rec.arrays, "received_block": values})
+    found, (wanted, _) = early_attention(rec, share=0.4), common_by_loops(rec)
+    place = PREDICTORS.index("other prompt")
+    torch.testing.assert_close(found.common[place, 0], wanted[0], rtol=1e-6, atol=1e-6)
+    # Row 0 has no ranks of its own at two of three first steps, row 1 none of the other prompts at one.
+    assert wanted[0, :2, 0, :, 2].tolist() == [[6, 4, 4, 6], [6, 6, 4, 6]]
+    first, other, count = wanted[0].sum((0, 1, 2)).tolist()
+    assert found.excess("correlation").value == pytest.approx((first - other) / count)
 
 
 def planted(kind: str) -> Any:

@@ -171,6 +171,7 @@ def test_a_run_of_canvases_unmasks_nothing() -> None:
     assert run.steps == 2
     assert run.tokens.equal(canvases[-1])
     assert run.spans == ((4, 6),) * 2
+    assert run.blocks == (0, 0)
     assert not run.unmasked.any()
     assert not run.autoregressive
     assert run.proposals.equal(canvases)
