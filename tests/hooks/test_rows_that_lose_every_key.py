@@ -82,3 +82,20 @@ def test_a_decoder_that_is_causal_by_its_own_flag_keeps_the_first_row() -> None:
 
     found = kept(attention, ("v", "z"), run)
     torch.testing.assert_close(found["z"][0, 0], found["v"][0, 0])
+
+
+@pytest.mark.parametrize(
+    ("hooks", "place"),
+    [
+        ([mask_positions(4, stage="after")], 4),
+        ([mask_positions(4), mask_positions(5, stage="after")], 5),
+    ],
+)
+def test_a_row_after_padding_keeps_its_own_value(hooks: list[Any], place: int) -> None:
+    """The second prompt begins at position 4: hiding that key, or it and the next one, leaves its queries none."""
+    model = tiny("causal")
+    attention = hooked_attentions(model)[0]
+    prompts, settings = [PROMPT, [30, 31]], {"gen_length": 1, "seed": 0}
+    found = kept(attention, ("v", "z"), lambda: dl.denoise(model, prompts, hooks=hooks, **settings))
+    values = found["v"][1, place].repeat_interleave(2, 0)
+    torch.testing.assert_close(found["z"][1, place], values)
