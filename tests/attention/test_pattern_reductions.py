@@ -38,6 +38,10 @@ def check(inputs: AttentionInputs, canvas: int, counted: Tensor | None = None, c
         assert (got * (1 - counts.double()) == 0).all()
         got = got * counts
         torch.testing.assert_close(got, values * counts, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        alone = pattern_stats(inputs, None, [name], counted=counted, canvas=canvas).per_query
+        torch.testing.assert_close(
+            alone[name].double(), got, **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("mask", list(masks()))
