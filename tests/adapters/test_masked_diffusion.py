@@ -125,6 +125,8 @@ def test_the_loss_is_that_of_the_outputs_that_predict_the_labels(model: PreTrain
             kept = model(input_ids=shown, labels=labels, logits_to_keep=2, **inputs)
             assert kept.logits.equal(got.logits[:, -2:])
             assert float(kept.loss) == float(got.loss)
+            last = model(input_ids=shown, logits_to_keep=2, **inputs).logits
+            torch.testing.assert_close(last, got.logits[:, -2:])
 
 
 def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> None:

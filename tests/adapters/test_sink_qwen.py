@@ -213,6 +213,21 @@ def test_four_dimensional_masks_are_the_canvas_s_boolean_or_additive(place: str)
         torch.testing.assert_close(got[padding.bool()], expected, **CLOSE)
 
 
+def test_positions_that_are_given_beside_a_padding_mask_are_used() -> None:
+    model = tiny("sink_qwen", num_sinks=2)
+    ids, padding = canvas()
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    boolean = padding.bool()[:, None, None, :].expand(2, 1, 9, 9)
+    with torch.no_grad():
+        found, wanted = (
+            model(input_ids=ids, attention_mask=mask, position_ids=2 * positions).logits
+            for mask in (padding, boolean)
+        )
+        usual = model(input_ids=ids, attention_mask=padding).logits
+    torch.testing.assert_close(found[padding.bool()], wanted[padding.bool()], **CLOSE)
+    assert float((found - usual)[padding.bool()].abs().max()) > 1e-2
+
+
 def test_labels_and_logits_to_keep_mean_the_canvas() -> None:
     model = tiny("sink_qwen", num_sinks=2, sink_placement="end")
     ids, _ = canvas()

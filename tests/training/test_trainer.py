@@ -426,6 +426,9 @@ def test_the_evaluation_loss_is_the_mean_over_its_set_whatever_the_seed(tmp_path
             logits = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
         total -= float(logits[torch.arange(5), ids[0, 1:]].sum())
     assert found == pytest.approx([total / 35] * 2, rel=1e-5)
+    trainer.model.train()
+    assert evaluation_loss(trainer.model, trainer.examples, NextToken(), length=6) == pytest.approx(total / 35)
+    assert trainer.model.training  # as it was before
     most = [job(tmp_path, seed=seed, eval_dataset=ROWS, eval_rows=5).examples for seed in (0, 1)]
     for one, other in zip(*most, strict=True):
         assert torch.equal(one.tokens, other.tokens)
