@@ -126,8 +126,10 @@ def snapshot(
     for name, index, numbers in (("step", step, run.step_numbers), ("row", row, range(len(run.tokens)))):
         if index not in numbers:
             raise ValueError(f"{name} {index} of {len(numbers)}: {name}s {numbers_in_words(numbers)}")
-    if (place := run.step_numbers.index(step)) >= (ended := int(run.row_steps[row])):
-        raise ValueError(f"step {step}: row {row} ended after {ended} steps; its steps go from 0 to {ended - 1}")
+    place, ran = run.step_numbers.index(step), run.step_numbers[: int(run.row_steps[row])]
+    if step not in ran:
+        own = f"its steps {numbers_in_words(ran)}" if ran else "this part of the run has none of its steps"
+        raise ValueError(f"step {step}: row {row} had ended before it; {own}")
     reducers = [AttentionPattern(), ValueNorm()]
     recording = rerun(model, run, reducers, hooks=hooks, steps=[place], layers=[layer], rows=[row])
     # Without padding and positions that are not written; learned sinks after the canvas, as queries too.

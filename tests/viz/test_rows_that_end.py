@@ -123,8 +123,12 @@ def test_a_map_of_a_step_behind_the_end_is_refused(ended):
         lambda: dl.viz.attention_maps(model, rec.run, steps=[3], layer=0, head=0),
         lambda: dl.viz.attention_pattern(rec.run, model, step=5, layer=0, head=0),
     ):
-        with pytest.raises(ValueError, match="row 0 ended after 3 steps; its steps go from 0 to 2"):
+        with pytest.raises(ValueError, match="row 0 had ended before it; its steps go from 0 to 2"):
             call()
+    for steps, own in (([1, 2, 3], "its steps are 1, 2"), ([3, 4], "this part of the run has none of its steps")):
+        part = rec.select(step=steps).run
+        with pytest.raises(ValueError, match=f"step 3: row 0 had ended before it; {own}"):
+            dl.viz.attention_pattern(part, model, step=3, layer=0, head=0)
     figure = dl.viz.attention_maps(model, rec.run, steps=[2, 3], layer=0, head=0, row=1)
     assert [axes.get_title().split(":")[0] for axes in figure.axes[:2]] == ["step 2", "step 3"]
 
