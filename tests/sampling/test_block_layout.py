@@ -10,6 +10,7 @@ from dlm_lens.attention import BlockLayout
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import LogitsRequest
+from dlm_lens.sampling.two_copies import predicting_output
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -57,17 +58,41 @@ def test_a_row_whose_blocks_are_finished_has_none() -> None:
     assert layout.inside((11, 12), 12).tolist() == [[False] * 11 + [True], [False] * 12]
 
 
+def number_of(context: str, begin: int, place: int) -> int:
+    """The number of a position's block of 3, counted from `begin`, on a canvas of `POSITIONS`."""
+    if context == "causal":  # the block that is decoded holds the last position
+        return min(place, begin + (POSITIONS - 1 - begin) // 3 * 3)
+    number = (place - begin) // 3
+    return max(number, -1) if context == "whole" else number
+
+
+@pytest.mark.parametrize("context", ["blocks", "whole", "causal"])
 @pytest.mark.parametrize("first", [4, [4, 1, 6, 0]])
-def test_visibility_entry_by_entry(first: Any) -> None:
+def test_visibility_and_bounds_entry_by_entry(first: Any, context: Any) -> None:
     _, content = rows()
     begins = [first] * 4 if isinstance(first, int) else first
-    found = BlockLayout(3, torch.tensor(begins)).visible(content)
-    for row in range(4):
+    layout = BlockLayout(3, torch.tensor(begins), context)
+    found = layout.visible(content)
+    numbers = [[number_of(context, begin, place) for place in range(POSITIONS)] for begin in begins]
+    last = torch.tensor([[number == row[-1] for number in row] for row in numbers])
+    starts, stops = layout.bounds(last)
+    for row, own in enumerate(numbers):
         for query in range(POSITIONS):
+            block = [place for place in range(POSITIONS) if own[place] == own[query]]
+            assert (int(starts[row, query]), int(stops[row, query])) == (block[0], block[-1])
             for key in range(POSITIONS):
-                earlier = (key - begins[row]) // 3 <= (query - begins[row]) // 3
-                seen = earlier and bool(content[row, query]) and bool(content[row, key])
+                seen = own[key] <= own[query] and bool(content[row, query]) and bool(content[row, key])
                 assert bool(found[row, 0, query, key]) == seen
+
+
+def test_the_first_position_of_a_text_is_predicted_by_its_own_output() -> None:
+    blocks = torch.tensor([[-1, -1, 0, 0, 1, 1], [0, 0, 1, 1, 2, 2]])
+    begins = torch.tensor([[False, False, True, False, False, False], [True] + [False] * 5])
+    found = predicting_output(blocks, begins, shift=True)
+    # Of the six noisy outputs that before a position, of the clean ones after them that before its block.
+    assert found[0, 2:].tolist() == [2, 2, 6 + 3, 4]
+    assert found[1].tolist() == [0, 0, 6 + 1, 2, 6 + 3, 4]
+    assert predicting_output(blocks, begins, shift=False).tolist() == [list(range(6))] * 2
 
 
 def alone64(model: Any, ids: Tensor, content: Tensor, row: int, stop: int) -> Tensor:
