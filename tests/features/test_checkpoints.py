@@ -91,6 +91,28 @@ def test_a_saved_autoencoder_has_the_foreign_names(tmp_path):
     assert load_sae(tmp_path / "out").digest == sae.digest
 
 
+def test_topk_in_norms_of_the_decoder_is_read_and_written(tmp_path):
+    """SAELens's `rescale_acts_by_decoder_norm`: a times the norms before the k largest, f divided by them after."""
+    settings = {"architecture": "topk", "k": K, "rescale_acts_by_decoder_norm": True, **META}
+    sae = load_sae(write_saelens(tmp_path / "theirs", BASE, settings))
+    weights = {name: value.astype(np.float64) for name, value in draw().items()}
+    norms = np.linalg.norm(weights["W_dec"], axis=1)
+    features = kept(((vectors() - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]) * norms, K)
+    expected = (features / norms) @ weights["W_dec"] + weights["b_dec"]
+    for found in (sae, load_sae(save_sae(sae, tmp_path / "ours"))):
+        np.testing.assert_allclose(found.encode(torch.from_numpy(vectors())).numpy(), features, atol=1e-4)
+        np.testing.assert_allclose(found(torch.from_numpy(vectors())).numpy(), expected, atol=1e-4)
+    assert np.abs(expected - _topk()).max() > 0.1
+
+
+def test_sparsify_counts_features_by_the_width_and_names_no_layer(tmp_path):
+    path = write_sparsify(tmp_path / "coder", {"num_latents": 0, "expansion_factor": 2})
+    with pytest.raises(ValueError, match=r"encoder.weight has shape \[20, 12\]; cfg.json calls for \[24, 12\]"):
+        load_sae(path)
+    sae = load_sae(write_sparsify(path, {"num_latents": COUNT}))
+    assert (sae.site, sae.layer) == ("resid", None)
+
+
 def test_the_scaling_factor_of_older_files_multiplies_features(tmp_path):
     factor = np.linspace(0.5, 2, COUNT).astype(np.float32)
     settings = {"architecture": "standard", "finetuning_scaling_factor": True, **META}
@@ -154,7 +176,11 @@ def test_the_model_is_compared_before_weights_are_read(tmp_path):
     model.config.hidden_size = WIDTH
     with pytest.raises(ValueError, match=r"is of layer 3; the model has the layers 0 to"):
         load_sae(path, model)
-    assert load_sae(path, model, layer=1).layer == 1
+    depth = len(model.model.layers)
+    for layer in (0, depth - 1):
+        assert load_sae(path, model, layer=layer).layer == layer
+    with pytest.raises(ValueError, match=f"is of layer {depth}; the model has the layers 0 to {depth - 1}"):
+        load_sae(path, model, layer=depth)
 
 
 def test_the_weights_are_where_an_offloaded_model_takes_its_ids(tmp_path):
