@@ -134,8 +134,7 @@ class NativeAttention:
         points = _PatternPoints(
             self.hook_attn_scores, self.hook_pattern, causal=self.is_causal, training=self.training
         )
-        dropout = self._dropout() if self.training else 0.0
-        options = {"scaling": native.scaling, "dropout": dropout, "spare_logits": spare_logits(native)}
+        options = {"scaling": native.scaling, "dropout": self._dropout(), "spare_logits": spare_logits(native)}
         return hooked_attention(points, q, k, v, mask, **options)  # type: ignore[arg-type]
 
     def _dropout(self) -> float:

@@ -53,6 +53,23 @@ def test_an_edit_of_resid_mid_is_an_edit_of_the_stream(tl: Any) -> None:
     assert tl.blocks[0].ln2.on_input is None
 
 
+@pytest.mark.filterwarnings("ignore:the model is in training mode with dropout")
+@pytest.mark.parametrize(
+    ("family", "rate"),
+    [("llada", "attention_dropout"), ("causal", "attention_dropout"), ("diffugpt", "attn_pdrop")],
+)
+def test_attention_drops_out_in_training_mode_alone(family: str, rate: str) -> None:
+    model = tiny(family, **{rate: 0.5})
+    tl = dl.bridge(model)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        torch.testing.assert_close(tl(IDS), expected)
+        tl.train()
+        assert float((tl(IDS) - expected).abs().max()) > 1e-2
+        tl.eval()
+        torch.testing.assert_close(tl(IDS), expected)
+
+
 def test_the_gradient_at_resid_mid_is_that_of_the_stream(tl: Any) -> None:
     seen: dict[str, torch.Tensor] = {}
     name = "blocks.0.hook_resid_mid"
