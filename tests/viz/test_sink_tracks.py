@@ -1,6 +1,7 @@
 """The track of one pattern's largest key: the same from received attention, sinks and trajectories."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.sinks import AboveMean, find_sinks, received_of, trajectories
 from dlm_lens.testing import tiny
+from dlm_lens.viz.selection import strongest
 from dlm_lens.viz.sink_tracks import track_of
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 20, 7], [9, 9]]
@@ -16,7 +18,7 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 20, 7], [9, 9]]
 
 @pytest.fixture(scope="module")
 def recorded() -> Any:
-    """Heads 1 and 3 of rows that end at unequal steps, with scores up to 1 and one key of 4.5 at every other step."""
+    """Heads 1 and 3 of rows that end at unequal steps; scores up to 1, and one of 4.5 at every other step."""
     reducers = [dl.ReceivedAttention(min_viewers=1)]
     rec = dl.record(tiny("llada2"), PROMPTS, reducers, gen_length=12, batch_size=1).select(head=[1, 3])
     drawn = torch.rand(rec.received.shape, generator=torch.Generator().manual_seed(0))
@@ -55,3 +57,16 @@ def test_a_track_is_the_same_from_every_result(recorded: Any, row: int) -> None:
 
 def test_rows_end_at_unequal_steps(recorded: Any) -> None:
     assert len(set(recorded.run.row_steps.tolist())) > 1
+
+
+def test_the_strongest_head_has_the_highest_mean_of_largest_scores(recorded: Any) -> None:
+    for layer, head in product(range(2), range(2)):
+        values = recorded.received.clone()
+        values[1::2, :, layer, head, 8] += 1  # where there is one, at the steps without 4.5
+        received = received_of(replace(recorded, arrays={**recorded.arrays, "received": values}))
+        means = {}
+        for place, of in product(range(2), range(2)):
+            peaks = [scores[~scores.isnan()].max() for scores in values[:, :, place, of].flatten(0, 1)
+                     if not bool(scores.isnan().all())]  # fmt: skip
+            means[place, (1, 3)[of]] = float(torch.stack(peaks).mean())
+        assert strongest(received) == max(means, key=lambda key: means[key]) == (layer, (1, 3)[head])
