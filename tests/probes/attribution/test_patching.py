@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"direction": "up"}, "direction is 'up'"),
         ({"corrupted": "zero", "direction": "denoising"}, "no run that clean values"),
         ({"steps": [5]}, "step 5"),
-        ({"explain": [0]}, "nothing to explain|has nothing"),
+        ({"explain": [0]}, "no step has anything to explain; give explain="),
         ({"target": 3}, "target is 3"),
         ({"batch": 0}, "batch is 0"),
         ({"target": lambda decisions: decisions.logits}, "one number for each"),
