@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Never, ParamSpec, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Never, ParamSpec, TypeVar, get_args, get_type_hints
 
 from dlm_lens.printable import is_array, is_numpy_scalar, shown
 
@@ -205,48 +206,46 @@ ONE_SEED = Rule("a whole number from 0 to 2^63 - 1", lambda value: is_whole(valu
 SEED = Rule("a whole number from -2^63 to 2^64 - 1", is_seed)
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(
-        ("steps", "gen_length", "block_length", "steps_per_block", "sub_block_length", "window_length"),
-        whole(most=LARGEST_COUNT),
-    ),
-    **dict.fromkeys(
-        (
-            "top_k", "eot_token", "strata", "batch_size", "top", "minimal_topk", "max_post_steps",
-            "num_to_transfer", "stability_threshold",
-        ),
-        whole(),
-    ),
+    **dict.fromkeys(("steps", "gen_length", "block_length"), whole(most=LARGEST_COUNT)),
+    **dict.fromkeys(("top_k", "eot_token", "strata", "batch_size", "top"), whole()),
     "samples": whole(most=16 * LARGEST_COUNT),
     **dict.fromkeys(("rows_per_pass", "min_viewers"), whole(least=1)),
     **dict.fromkeys(
-        (
-            "temperature", "cfg_scale", "eps", "top_p", "alg_temp", "hysteresis", "threshold", "factor",
-            "confidence_threshold", "editing_threshold", "entropy_bound", "entropy_threshold", "position_penalty",
-            "nucleus_p", "high_frac", "middle_frac", "t_min", "t_max",
-        ),
-        real(),
+        ("temperature", "cfg_scale", "eps", "top_p", "alg_temp", "hysteresis", "threshold", "factor"), real()
     ),
     **dict.fromkeys(
         (
             "progress", "reference_quirks", "logits_eos_inf", "confidence_eos_eot_inf", "float64_confidence",
             "unpadded_guidance", "use_cache", "protect_ends", "attention", "controls", "relative", "causal",
-            "eos_early_stop", "first_hitting", "greedy", "parallel", "stochastic_transfer", "use_block_cache",
         ),
         flag(),
     ),
     **dict.fromkeys(
-        (
-            "remasking", "scope", "rounding", "order", "method", "queries", "quantity", "match", "predictor",
-            "schedule", "self_conditioning", "high_mode", "middle_mode", "low_mode", "time_profile",
-        ),
+        ("remasking", "scope", "rounding", "order", "method", "queries", "quantity", "match"),
         instance(str, "a name, as a text"),
     ),
     **dict.fromkeys(("on_logits", "on_canvas"), function()),
-    **dict.fromkeys(("stop_tokens", "suppress_tokens", "begin_suppress_tokens", "cfg_keep_tokens"), TOKEN_IDS),
     "layers": INDICES,
     "cache": one_of("prefix", "dual"),
 }  # fmt: skip
 """Argument -> its requirement in every function without a rule of its own; a name means one thing everywhere."""
+
+
+BY_TYPE: Mapping[Any, Rule] = {
+    int: whole(most=LARGEST_COUNT), float: real(), bool: flag(), str: instance(str, "a name, as a text"),
+    tuple[int, ...]: TOKEN_IDS,
+}  # fmt: skip
+"""Type of a setting of a sampler -> its requirement, where `RULES` has none for its name."""
+
+
+def rules_of(settings: type[Any]) -> dict[str, Rule]:
+    """The requirements on the fields of a dataclass of settings; None is possible beside a type."""
+    found: dict[str, Rule] = {}
+    for name, kind in get_type_hints(settings).items():
+        types = [one for one in (get_args(kind) if isinstance(kind, UnionType) else (kind,)) if one is not NoneType]
+        rule = RULES.get(name) or (BY_TYPE.get(types[0]) if len(types) == 1 else None)
+        found |= {} if rule is None else {name: rule}
+    return found
 
 
 def check_values(values: Mapping[str, Any], rules: Mapping[str, Rule] = RULES) -> None:

@@ -98,7 +98,7 @@ def read_setting(text: str, example: str = "prompts=64") -> tuple[str, Any]:
 
 def _no_number(name: str) -> Never:
     """NaN and Infinity, which Python's reader of JSON takes for numbers, are plain text."""
-    raise ValueError(name)
+    raise ValueError(f"{name} is no number in JSON")
 
 
 def process_of_run() -> tuple[int, int]:

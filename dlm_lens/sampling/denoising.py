@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from dlm_lens.arguments import check_values, checked_arguments, one_of
+from dlm_lens.arguments import check_values, checked_arguments, one_of, rules_of
 from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of
 from dlm_lens.sampling.denoising_run import DenoisingRun
@@ -120,7 +120,6 @@ def denoise(
     given |= {"temperature": temperature, "cfg_scale": cfg_scale, "remasking": remasking, **settings}
     given = {name: value for name, value in given.items() if value is not None}
     check_model(model)
-    check_values(model.sampler_defaults)
     hooks = checked(hooks)
     prompts = read_prompts(model, prompt, attention_mask)
     seeds = row_seeds(seed, len(prompts.ids))
@@ -248,6 +247,7 @@ def prepared_run(
     ids, width = SpecialIds.of(model.config), prompts.ids.shape[1]
     in_prompt = (prompts.ids == ids.mask) & prompts.attention_mask if ids.mask is not None else None
     holes = 0 if in_prompt is None else int(in_prompt.sum(-1).amax())
+    check_values({**model.sampler_defaults, **given}, rules_of(algorithm.settings))
     values = algorithm.resolve(model.sampler_defaults, given, holes)
     settings = only_known(algorithm.settings, values, algorithm.name)
     if reference_quirks and len(set(seeds)) > 1:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from dlm_lens.adapters.forward_cost import ForwardCost, network_without_weights
-from dlm_lens.arguments import check_values
 from dlm_lens.attention import SinkLayout, decoder_of
 from dlm_lens.printable import counted
 from dlm_lens.sampling.algorithm_registry import algorithm_of
@@ -99,7 +98,6 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
     if rows > MOST_ROWS:
         raise ValueError(f"rows is {rows}; a plan is for at most {MOST_ROWS} prompts in one run")
     model: Any = network_without_weights(source)
-    check_values(model.sampler_defaults)
     algorithm = algorithm_of(model.config)
     trained = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
     if prompt_length > MOST_CONTEXTS * trained:

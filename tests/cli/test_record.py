@@ -287,3 +287,25 @@ def test_a_lone_surrogate_in_a_file_names_the_prompt(files):
     assert isinstance(result.exception, ValueError)
     assert "prompt 1: prompt 0 holds a lone surrogate, '\\ud800' at character 3" in str(result.exception)
     assert not (files / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("seed=4", "--set seed: no sampler has such a setting"),
+        ("topp=1", "--set topp: no sampler has such a setting (did you mean 'top_p'?); "),
+        ("alg=entropy", "--set alg: no sampler has such a setting (alg is remasking here); "),
+    ],
+)
+def test_an_unknown_setting_is_named_before_the_model_is_loaded(files, setting, sentence, monkeypatch):
+    monkeypatch.setattr("dlm_lens.adapters.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    result = CliRunner().invoke(cli.app, arguments(files, "out", "--set", setting))
+    assert isinstance(result.exception, ValueError)
+    assert str(result.exception).startswith(sentence)
+
+
+def test_a_setting_of_other_samplers_is_refused_by_a_plan_and_a_recording(files):
+    sentence = "the llada sampler has no setting 'top_p'"
+    for command in (["plan", str(files / "model")], arguments(files, "out")):
+        result = CliRunner().invoke(cli.app, [*command, "--set", "top_p=0.9"])
+        assert str(result.exception).startswith(sentence)

@@ -128,16 +128,6 @@ WRONG = [
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "steps=4"],
         "give --steps 4 in place of",
     ),
-    (
-        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "seed=4"],
-        "--set seed: no sampler has such a",
-    ),
-    (
-        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "topp=1"],
-        "such a setting (did you mean 'top_p'?)",
-    ),
-    (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "alg=x"], "(alg is remasking here)"),
-    (["plan", "toy", "--set", "top_p=0.9"], "the llada sampler has no setting 'top_p'"),
     (["record", "toy", "--prompts", "p.jsonl", "--out", "p.jsonl"], "p.jsonl is a file; give a directory"),
     (
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducers", "x"],
