@@ -345,10 +345,22 @@ def test_one_prompt_serves_several_answers() -> None:
     assert got.tokens.tolist() == [2, 1, 3]
 
 
+@pytest.mark.parametrize("family", ["llada", "smdm", "sdar"])
+def test_a_masked_model_takes_no_prompt_beside_others(family: str) -> None:
+    model = tiny(family)
+    prompts, answers = [[], "w5 w6", [5, 6], ()], [[7, 8], [9], [9], [3, 4, 5]]
+    got = dlm_lens.log_likelihood(model, prompts, answers, samples=8, seed=1).value
+    pairs = zip(prompts, answers, strict=True)
+    alone = [dlm_lens.log_likelihood(model, one, given, samples=8, seed=1).value[0] for one, given in pairs]
+    torch.testing.assert_close(got, torch.stack(alone), rtol=1e-6, atol=1e-6)  # other batches of float32 passes
+
+
 REFUSALS: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("llada", [1], [], {}, "answer 0 is empty"),
     ("llada", "w1", ["w2", ""], {}, "answer 1 is empty"),
     ("causal", [], [1], {}, "the prompt is empty"),
+    ("causal", [[], [2]], [[1], [1]], {}, "empty"),
+    ("llada", [5, []], [[1], [1]], {}, "prompt"),
     ("llada", [[1], [2]], [[3]], {}, "2 prompts, but 1 answers"),
     ("llada", [[1]], [[3], [4]], {}, "1 prompts, but 2 answers"),
     ("llada", [1], [64], {}, "answer 0 holds token id 64, but the model's logits have 64 columns"),

@@ -42,11 +42,7 @@ def read_pairs(model: Any, prompt: Any, answer: Any) -> list[Pair]:
         ValueError: what `read_prompts` refuses, no prompt for an AR model, an empty answer, one with the mask token
             or with ids that have no logit, or another number of answers than of prompts.
     """
-    if isinstance(prompt, list | tuple) and not prompt and getattr(model.config, "mask_token_id", None) is not None:
-        prompts = [torch.zeros(0, dtype=torch.long)]
-    else:
-        read = read_prompts(model, prompt)
-        prompts = [ids[keep].cpu() for ids, keep in zip(read.ids, read.attention_mask, strict=True)]
+    prompts = _read_prompts(model, prompt)
     answers = _read_answers(model, answer)
     if len(prompts) == 1 and (not len(prompts[0]) or _is_single(prompt)):
         prompts *= len(answers)
@@ -59,6 +55,19 @@ def read_pairs(model: Any, prompt: Any, answer: Any) -> list[Pair]:
     for item, pair in enumerate(pairs):
         _check(model, item, pair.answer)
     return pairs
+
+
+def _read_prompts(model: Any, prompt: Any) -> list[Tensor]:
+    """Ids of every prompt, without padding; of a masked DLM an empty list is no prompt, also beside others."""
+    if isinstance(prompt, list | tuple) and getattr(model.config, "mask_token_id", None) is not None:
+        if not prompt:
+            return [torch.zeros(0, dtype=torch.long)]
+        nothing = [isinstance(one, list | tuple) and not one for one in prompt]
+        if any(nothing) and not any(map(is_id, prompt)):
+            rows = zip(prompt, nothing, strict=True)
+            return [ids for one, empty in rows for ids in _read_prompts(model, [] if empty else [one])]
+    read = read_prompts(model, prompt)
+    return [ids[keep].cpu() for ids, keep in zip(read.ids, read.attention_mask, strict=True)]
 
 
 def _is_single(value: Any) -> bool:
