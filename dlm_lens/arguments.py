@@ -232,10 +232,9 @@ RULES: Mapping[str, Rule] = {
 
 
 BY_TYPE: Mapping[Any, Rule] = {
-    int: whole(most=LARGEST_COUNT), float: real(), bool: flag(), str: instance(str, "a name, as a text"),
-    tuple[int, ...]: TOKEN_IDS,
+    int: whole(most=LARGEST_COUNT), float: real(), bool: flag(), tuple[int, ...]: TOKEN_IDS,
 }  # fmt: skip
-"""Type of a setting of a sampler -> its requirement, where `RULES` has none for its name."""
+"""Type of a setting of a sampler -> its requirement, where `RULES` has none; names of rules are told by samplers."""
 
 
 def rules_of(settings: type[Any]) -> dict[str, Rule]:
