@@ -234,7 +234,7 @@ RULES: Mapping[str, Rule] = {
 BY_TYPE: Mapping[Any, Rule] = {
     int: whole(most=LARGEST_COUNT), float: real(), bool: flag(), tuple[int, ...]: TOKEN_IDS,
 }  # fmt: skip
-"""Type of a setting of a sampler -> its requirement, where `RULES` has none; names of rules are told by samplers."""
+"""Type of a setting of a sampler -> its requirement, where `RULES` has none; samplers tell the names of rules."""
 
 
 def rules_of(settings: type[Any]) -> dict[str, Rule]:

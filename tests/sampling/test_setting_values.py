@@ -48,6 +48,14 @@ def test_a_setting_of_another_kind_is_named(family: str, setting: str, value: An
         dl.denoise(tiny(family), PROMPT, gen_length=4, **{setting: value})
 
 
+@pytest.mark.parametrize("setting", ["high_mode", "middle_mode", "low_mode", "time_profile", "noise_removal"])
+@pytest.mark.parametrize("value", [1, ["pure-pc"], b"pure-pc"])
+def test_a_name_of_another_kind_is_answered_with_the_names(setting: str, value: Any) -> None:
+    model = tiny("duo", sampler="duo_psi")
+    with pytest.raises(ValueError, match=rf"^{setting} is .*; it must be one of \w+"):
+        dl.denoise(model, PROMPT, gen_length=4, **{setting: value})
+
+
 def test_a_token_of_another_vocabulary_cannot_be_suppressed() -> None:
     with pytest.raises(ValueError, match="token 64 is to be suppressed, and the model has 64 tokens, 0 to 63"):
         dl.denoise(tiny("a2d_qwen3", vocab_size=64), PROMPT, gen_length=4, suppress_tokens=[3, 64])

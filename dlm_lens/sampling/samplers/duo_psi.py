@@ -60,7 +60,7 @@ class PsiSettings(DuoSettings):
     @property
     def _constant(self) -> float | None:
         """The time of the second part, if it has one."""
-        found = re.fullmatch(r"linear-constant-linear-(\d*\.?\d+)(-inv)?", self.time_profile)
+        found = re.fullmatch(r"linear-constant-linear-(\d*\.?\d+)(-inv)?", str(self.time_profile))
         if found is None or not 0 < float(found[1]) < 1:
             return None
         return 1 - float(found[1]) if found[2] else float(found[1])
@@ -95,7 +95,7 @@ def _mode(mode: str) -> tuple[str, float] | None:
     """A rule and its eta."""
     if mode in ("pure-posterior", "pure-pc"):
         return "constant", float(mode == "pure-posterior")
-    found = re.fullmatch(r"(constant|constant-remdm|max-capped|max-rescale)-(\d*\.?\d+)", mode)
+    found = re.fullmatch(r"(constant|constant-remdm|max-capped|max-rescale)-(\d*\.?\d+)", str(mode))
     return None if found is None or float(found[2]) > 1 else (found[1], float(found[2]))
 
 
