@@ -3,7 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,41 +150,35 @@ class _Activations:
 def _kept_activations(modules: list[Any]) -> Iterator[list[_Activations]]:
     """Keep q, rot_q, pattern and z of every module in the forward passes of the block."""
     kept = [_Activations() for _ in modules]
-    handles = [
-        attention._modules[f"hook_{name}"].register_forward_hook(each.hook(name))
-        for attention, each in zip(modules, kept, strict=True)
-        for name in ("q", "rot_q", "pattern", "z")
-        if f"hook_{name}" in attention._modules
-    ]
-    try:
+    with ExitStack() as handles:
+        for attention, each in zip(modules, kept, strict=True):
+            for name in ("q", "rot_q", "pattern", "z"):
+                if f"hook_{name}" in attention._modules:
+                    point = attention._modules[f"hook_{name}"]
+                    handles.enter_context(point.register_forward_hook(each.hook(name)))
         yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def _summed_parts(model: Any) -> Iterator[None]:
     """Find out in a forward pass whether attention's and the MLP's outputs sum to what each layer adds."""
-    handles = []
     layers = {id(layer) for each in model.modules() if isinstance(each, nn.ModuleList) for layer in each}
-    for block in [block for stack in attention_stacks(model) for block in attention_blocks(model, stack)]:
-        attention = attention_of(block)
-        # In Zamba attention is in a part of a layer.
-        attention.adds_up, attention.passes_stream = True, id(block) in layers
-        try:
-            parts = [adding_module(block, site) for site in ("attn_out", "mlp_out")]
-        except ValueError:
-            attention.adds_up = False
-            continue
-        outputs: list[Tensor] = []
-        handles += [part.register_forward_hook(_collect(outputs)) for part in parts]
-        handles.append(block.register_forward_hook(_compare_sum(attention, outputs), with_kwargs=True))
-    try:
+    with ExitStack() as handles:
+        for block in [block for stack in attention_stacks(model) for block in attention_blocks(model, stack)]:
+            attention = attention_of(block)
+            # In Zamba attention is in a part of a layer.
+            attention.adds_up, attention.passes_stream = True, id(block) in layers
+            try:
+                parts = [adding_module(block, site) for site in ("attn_out", "mlp_out")]
+            except ValueError:
+                attention.adds_up = False
+                continue
+            outputs: list[Tensor] = []
+            for part in parts:
+                handles.enter_context(part.register_forward_hook(_collect(outputs)))
+            compare = _compare_sum(attention, outputs)
+            handles.enter_context(block.register_forward_hook(compare, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _collect(outputs: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
@@ -225,11 +219,8 @@ def _second_row_edited(attention: Any) -> Iterator[None]:
         edited[1:, :, :, ::2] = 0
         return edited
 
-    handle = attention.hook_pattern.register_forward_hook(hide)
-    try:
+    with attention.hook_pattern.register_forward_hook(hide):
         yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
@@ -240,15 +231,14 @@ def _idle_inputs(model: Any, modules: list[Any]) -> Iterator[None]:
     rounding does not grow from layer to layer. An output that does not agree with the other in the first row stays.
     """
     outputs: list[Tensor] = []
-    handles = [attention.register_forward_hook(_collect(outputs)) for attention in modules]
-    try:
+    with ExitStack() as handles:
+        for attention in modules:
+            handles.enter_context(attention.register_forward_hook(_collect(outputs)))
         _logits(model)
-    finally:
-        for handle in handles:
-            handle.remove()
     in_order = iter(outputs)
 
     def give(attention: nn.Module, inputs: Any, output: Any) -> Any:
+        """The output of the pass with idle hook points, in place of one that agrees with it."""
         found, given = output if isinstance(output, Tensor) else output[0], next(in_order)
         if not _agree(model, found[:1], given[:1]):
             return output
@@ -256,12 +246,10 @@ def _idle_inputs(model: Any, modules: list[Any]) -> Iterator[None]:
             given = torch.cat([given[:1], found[1:]])
         return given if isinstance(output, Tensor) else (given, *output[1:])
 
-    handles = [attention.register_forward_hook(give) for attention in modules]
-    try:
+    with ExitStack() as handles:
+        for attention in modules:
+            handles.enter_context(attention.register_forward_hook(give))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _agree(model: Any, got: Tensor, expected: Tensor) -> bool:
