@@ -95,10 +95,7 @@ def _indices(value: Any) -> bool:
 
 
 def _token_ids(value: Any) -> bool:
-    if isinstance(value, str | bytes | Mapping | Set):
-        return False
-    one = plain_number(value)
-    return all(is_whole(plain_number(each)) and each >= 0 for each in ((one,) if is_whole(one) else one))
+    return not isinstance(value, Set) and min(listed_indices("token", value), default=0) >= 0
 
 
 TOKEN_IDS = Rule("a token id, or a list of them", _token_ids)
