@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def build_source(
     encode = _encoder(settings, tokenizer, bos)
     first = _bos(tokenizer) if bos else None
     return PackedSource(
-        _documents(dataset, settings, seed),
+        partial(_documents, dataset, settings, seed),
         encode,
         settings.length,
         settings.packing,
@@ -235,44 +236,42 @@ def _fine_tuning(dataset: Any, settings: DataSettings, tokenizer: Any, bos: bool
     if not hasattr(dataset, "__len__"):
         raise ValueError("fine-tuning needs a dataset of known size; set data.streaming to false")
     begin, end = ([_bos(tokenizer)] if bos else []), _eos(tokenizer)
-
-    def build(row: Mapping[str, Any]) -> Example:
-        """The sequence of a row."""
-        prompt = begin + _ids(tokenizer, _value(row, str(settings.prompt_column)))
-        answer = _ids(tokenizer, _value(row, str(settings.answer_column)))
-        if len(prompt) >= settings.length:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens leaves no room for its answer in {settings.length} positions; "
-                "raise data.length or leave such rows out"
-            )
-        ids = (prompt + answer)[: settings.length]
-        ids += [end] * (settings.length - len(ids))
-        unmasked = torch.zeros(settings.length, dtype=torch.bool)
-        unmasked[: len(begin)] = True
-        return Example(torch.tensor(ids), len(prompt), unmasked=unmasked)
-
+    build = partial(_fine_tuning_row, settings, tokenizer, begin, end)
     return RowSource(dataset, build, settings.length, _padding(tokenizer))
 
 
-def _documents(dataset: Any, settings: DataSettings, seed: int) -> Callable[[int, int], Iterator[Any]]:
-    stream = not hasattr(dataset, "__len__")
+def _fine_tuning_row(
+    settings: DataSettings, tokenizer: Any, begin: list[int], end: int, row: Mapping[str, Any]
+) -> Example:
+    """The sequence of a row."""
+    prompt = begin + _ids(tokenizer, _value(row, str(settings.prompt_column)))
+    answer = _ids(tokenizer, _value(row, str(settings.answer_column)))
+    if len(prompt) >= settings.length:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens leaves no room for its answer in {settings.length} positions; "
+            "raise data.length or leave such rows out"
+        )
+    ids = (prompt + answer)[: settings.length]
+    ids += [end] * (settings.length - len(ids))
+    unmasked = torch.zeros(settings.length, dtype=torch.bool)
+    unmasked[: len(begin)] = True
+    return Example(torch.tensor(ids), len(prompt), unmasked=unmasked)
 
-    def documents(epoch: int, skipped: int) -> Iterator[Any]:
-        """The documents of an epoch in their order, without the first `skipped`."""
-        if stream:
-            # Skip after the shuffle, so that a resumed stream continues with the same documents.
-            ordered = dataset
-            if settings.shuffle_buffer:
-                ordered = ordered.shuffle(seed=seed + epoch, buffer_size=settings.shuffle_buffer)
-            rows = ordered.skip(skipped) if hasattr(ordered, "skip") else _skipped(iter(ordered), skipped)
-            rows = _read(_rows_of(rows), settings)
-            numbered: Iterator[tuple[int, Any]] = enumerate(rows, skipped)
-        else:
-            order = epoch_order(len(dataset), seed, epoch)[skipped:]
-            numbered = ((int(row), dataset[int(row)]) for row in order)
-        return (_document(row, settings.column, number) for number, row in numbered)
 
-    return documents
+def _documents(dataset: Any, settings: DataSettings, seed: int, epoch: int, skipped: int) -> Iterator[Any]:
+    """The documents of an epoch in their order, without the first `skipped`."""
+    if not hasattr(dataset, "__len__"):
+        # Skip after the shuffle, so that a resumed stream continues with the same documents.
+        ordered = dataset
+        if settings.shuffle_buffer:
+            ordered = ordered.shuffle(seed=seed + epoch, buffer_size=settings.shuffle_buffer)
+        rows = ordered.skip(skipped) if hasattr(ordered, "skip") else _skipped(iter(ordered), skipped)
+        rows = _read(_rows_of(rows), settings)
+        numbered: Iterator[tuple[int, Any]] = enumerate(rows, skipped)
+    else:
+        order = epoch_order(len(dataset), seed, epoch)[skipped:]
+        numbered = ((int(row), dataset[int(row)]) for row in order)
+    return (_document(row, settings.column, number) for number, row in numbered)
 
 
 def _rows_of(stream: Any) -> Iterator[Mapping[str, Any]]:
@@ -330,7 +329,12 @@ def _encoder(settings: DataSettings, tokenizer: Any, bos: bool) -> Callable[[Any
             "give a dataset with a column input_ids"
         )
     begin, end = ([_bos(tokenizer)] if bos else []), [_eos(tokenizer)]
-    return lambda text: begin + _ids(tokenizer, text) + end
+    return partial(_encoded, tokenizer, begin, end)
+
+
+def _encoded(tokenizer: Any, begin: list[int], end: list[int], text: str) -> list[int]:
+    """The ids of a document, between those that begin and end it."""
+    return begin + _ids(tokenizer, text) + end
 
 
 def _whole_numbers(ids: Any) -> list[int]:
@@ -420,7 +424,7 @@ class Batching:
 
 
 class BatchStream(IterableDataset[dict[str, Any]]):
-    """An endless stream of this process's micro-batches, from a given step on.
+    """An endless stream of this process's micro-batches, from a given step on; it can be pickled for a worker.
 
     Sample s of the run is the s-th sequence of the source, and its noise depends on the seed and s. Every process
     takes its slice of consecutive sequences, so any division of a batch has the same samples. The last micro-batch

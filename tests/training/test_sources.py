@@ -180,6 +180,26 @@ def test_a_worker_reads_a_shuffled_stream_in_the_same_order(step: int, tmp_path:
     assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        DataSettings(length=6),
+        DataSettings(length=6, column="input_ids"),
+        DataSettings(length=6, prompt_column="text", answer_column="answer"),
+    ],
+)
+def test_a_worker_that_is_no_copy_of_its_parent_reads_the_same(settings: DataSettings) -> None:
+    """Where processes are spawned, as on macOS and Windows, a worker gets the stream pickled."""
+    rows = [{"text": f"w{i} w{i + 1}", "answer": f"w{i + 2}", "input_ids": [i, i + 1, i + 2]} for i in range(30)]
+    objective = MaskedDiffusionLoss(mask_token_id=63, logit_shift=False)
+    stream = BatchStream(build_source(rows, settings, TOKENIZER, seed=1), objective, Batching(4, 2), 0)
+    loader = DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    here, there = (list(islice(one, 14)) for one in (stream, loader))
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert one.get("cursor") == other.get("cursor")
+
+
 def test_files_are_read_as_datasets(tmp_path) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text('{"text": "w1 w2"}\n{"text": "w3"}\n')
