@@ -184,8 +184,8 @@ def test_a_worker_reads_a_shuffled_stream_in_the_same_order(step: int, tmp_path:
     "settings",
     [
         DataSettings(length=6),
-        DataSettings(length=6, column="input_ids"),
-        DataSettings(length=6, prompt_column="text", answer_column="answer"),
+        pytest.param(DataSettings(length=6, column="input_ids"), marks=pytest.mark.long),
+        pytest.param(DataSettings(length=6, prompt_column="text", answer_column="answer"), marks=pytest.mark.long),
     ],
 )
 def test_a_worker_that_is_no_copy_of_its_parent_reads_the_same(settings: DataSettings) -> None:
