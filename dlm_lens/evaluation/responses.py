@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import ItemsView, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -108,8 +109,12 @@ class Responses:
         if self.path is None or self.path not in self._made or not self.path.exists():
             return
         with self._locked(self.path):
-            if self.path.read_bytes() != self._head.encode():
-                return
+            empty = self.path.read_bytes() == self._head.encode()
+            if empty and sys.platform != "win32":  # which deletes no open file, and has no lock
+                self.path.unlink()
+        if not empty:
+            return
+        if sys.platform == "win32":
             self.path.unlink()
         for folder in self._made[1:]:
             with suppress(OSError):  # not empty

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,6 +42,9 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+                if sys.platform != "win32":  # before its lock ends
+                    temporary.replace(path)
+            if sys.platform == "win32":  # has no locks, and does not rename an open file
                 temporary.replace(path)
         except BaseException:
             with suppress(OSError):
@@ -108,6 +112,9 @@ def remove_stale(directory: Path) -> None:
         return
     for path in left:
         with suppress(OSError):
+            if sys.platform == "win32":  # refuses to delete what a process has open
+                path.unlink()
+                continue
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS)
             with os.fdopen(handle, "rb") as file:
                 if stat.S_ISREG(os.fstat(handle).st_mode) and lock(file, wait=False):
@@ -116,7 +123,7 @@ def remove_stale(directory: Path) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Flush a directory to the disk: a new file's name has to be there too."""
-    if os.name != "posix":
+    if sys.platform == "win32":  # which opens no directory
         return
     handle = os.open(directory, os.O_RDONLY)
     try:

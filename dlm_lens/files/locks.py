@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,15 +17,17 @@ class DirectoryHeldError(ValueError):
 
 
 def lock(file: IO[Any] | int, *, wait: bool, shared: bool = False) -> bool:
-    """Lock an open file until it is closed; returns whether it is locked, False where its file system has no locks.
+    """Lock an open file until it is closed; returns whether it is locked.
+
+    False on Windows, and where its file system has no locks.
 
     Raises:
         BlockingIOError: another process holds it, and `wait` is False.
     """
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
+    if sys.platform == "win32":
         return False
+    import fcntl
+
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(file, kind | (0 if wait else fcntl.LOCK_NB))
@@ -40,7 +43,8 @@ def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> 
     """Lock a directory against other processes and threads; it is created where it does not exist.
 
     The lock is on the directory itself, so that no lock file remains; it ends with the process. Directories that
-    are created here, parents too, and still empty at the end are removed, unless the lock is shared.
+    are created here, parents too, and still empty at the end are removed, unless the lock is shared. On Windows
+    nothing is locked.
 
     Args:
         directory: to lock.
@@ -52,18 +56,19 @@ def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> 
     """
     directory = Path(directory)
     created = [one for one in (directory, *directory.parents) if not one.exists()]
-    if os.name != "posix":
+    if sys.platform == "win32":
         directory.mkdir(parents=True, exist_ok=True)
-        yield
-        return
-    handle = _locked(directory, shared=shared, wait=wait)
+        handle = None
+    else:
+        handle = _locked(directory, shared=shared, wait=wait)
     try:
         yield
     finally:
         for one in () if shared else created:
             with suppress(OSError):  # not empty
                 one.rmdir()
-        _release(handle)
+        if handle is not None:
+            _release(handle)
 
 
 def _locked(directory: Path, *, shared: bool, wait: bool) -> int:

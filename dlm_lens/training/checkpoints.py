@@ -137,7 +137,7 @@ def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
     files = sorted(path for path in written.rglob("*") if path.is_file())
     with ThreadPoolExecutor(THREADS) as pool:
         digests = dict(
-            zip((str(path.relative_to(written)) for path in files), pool.map(file_digest, files), strict=True)
+            zip((path.relative_to(written).as_posix() for path in files), pool.map(file_digest, files), strict=True)
         )
     write_file(written / RUN_FILE, json.dumps(sealed({**record, "files": digests}), indent=1) + "\n")
     mode = stat.S_IMODE((written / RUN_FILE).stat().st_mode)
@@ -159,8 +159,5 @@ def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
 
 
 def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with path.open("rb+") as file:  # Windows flushes only what is open for writing
+        os.fsync(file.fileno())

@@ -182,8 +182,8 @@ class TrainingSettings:
         probe_steps: between sink statistics; 0 for none.
         probe_rows: sequences of the probe batch.
         report_to: "tensorboard", "wandb", or both.
-        workers: processes that prepare batches; at most one per training process is used. Where processes are spawned
-            (macOS, Windows), a `Source` of one's own must be picklable.
+        workers: processes that prepare batches; at most one per training process is used. Where processes are
+            spawned (macOS, Windows), a `Source` of one's own must be picklable.
 
     Raises:
         ValueError: not exactly one budget, a count out of its range, or data.eval_split without eval_steps.

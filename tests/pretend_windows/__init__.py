@@ -1,0 +1,1 @@
+"""Windows' rules for files, pretended on Linux."""
