@@ -23,6 +23,7 @@ from dlm_lens.cli.families import families_command
 from dlm_lens.cli.insertion import insertion_command
 from dlm_lens.cli.lens import lens_command
 from dlm_lens.cli.norms import norms_command
+from dlm_lens.cli.options import options_of
 from dlm_lens.cli.paths import paths_command
 from dlm_lens.cli.plan import plan_command
 from dlm_lens.cli.plot import PlotCommand, plot_command
@@ -83,7 +84,7 @@ def _options(arguments: Sequence[str], commands: typer.Typer = app) -> dict[str,
     name = next((one for one in arguments if one in group.commands), None)
     if name is None:
         return {}
-    found = {one.name: max(one.opts, key=len) for one in group.commands[name].params if one.opts[0][0] == "-"}
+    found = options_of(group.commands[name])
     return found | {name: found[own] for name, own in ALIASES.items() if own in found and name not in found}
 
 

@@ -1,5 +1,6 @@
 """`dlm-lens eval`: tasks of lm-evaluation-harness, with interventions."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from dlm_lens.cli.options import (
     SEED,
     STORAGE,
     check_network,
+    check_not_options,
     check_storage,
     device_or_gpu,
 )
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 
 def eval_command(
+    context: typer.Context,
     model: Annotated[str, MODEL] = "toy",
     tasks: Annotated[str | None, typer.Option(help="Tasks of the harness, separated by commas.")] = None,
     preset: Annotated[str | None, typer.Option(help="A cell of the papers' tables; --presets lists them.")] = None,
@@ -79,7 +82,10 @@ def eval_command(
         "tasks": words("--tasks", tasks) if tasks else None, "chat": chat or None, "add_bos": add_bos or None,
         "max_length": max_length, "num_fewshot": num_fewshot,
     }  # fmt: skip
-    settings = _settings(preset, given, likelihood=likelihood, generation=generation)
+    pairs = {"likelihood": read_pairs(likelihood), "generation": read_pairs(generation)}
+    for group, names in pairs.items():
+        check_not_options(context.command, f"--{group}", names)
+    settings = _settings(preset, given, pairs)
     if record or record_to is not None or record_layers is not None:
         settings |= _recorded(record or "received", record_to, record_layers, record_storage)
     from dlm_lens.evaluation import evaluate
@@ -126,16 +132,16 @@ def _show(result: Any, as_json: bool) -> None:
         echo(result.markdown())
 
 
-def _settings(preset: str | None, given: dict[str, Any], **pairs: str) -> dict[str, Any]:
+def _settings(preset: str | None, given: dict[str, Any], pairs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The settings of a preset, with those of the command in their place.
 
     Args:
         preset: its name.
         given: settings; None for those that were not given.
-        pairs: groups of settings as text, "" for none.
+        pairs: groups of settings.
 
     Raises:
-        ValueError: an unknown preset, no task, or a text that is no settings.
+        ValueError: an unknown preset, or no task.
     """
     from dlm_lens.evaluation import find_preset
 
@@ -143,7 +149,7 @@ def _settings(preset: str | None, given: dict[str, Any], **pairs: str) -> dict[s
     settings |= {name: value for name, value in given.items() if value is not None}
     if "tasks" not in settings:
         raise ValueError("no task given; pass --tasks, such as --tasks toy_problems, or --preset")
-    return settings | {name: _with(settings.get(name), read_pairs(text)) for name, text in pairs.items() if text}
+    return settings | {name: _with(settings.get(name), own) for name, own in pairs.items() if own}
 
 
 def _score(score: Any) -> dict[str, Any]:

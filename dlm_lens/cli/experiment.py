@@ -5,7 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_lens.cli.options import DTYPE, check_device, check_dtype, device_or_gpu, quiet_transformers
+from dlm_lens.cli.options import (
+    DTYPE,
+    check_device,
+    check_dtype,
+    check_not_options,
+    device_or_gpu,
+    quiet_transformers,
+)
 from dlm_lens.cli.output import show_json
 from dlm_lens.cli.stopped_training import one_sentence_of_a_stop
 from dlm_lens.files.paths import check_directory
@@ -14,6 +21,7 @@ from dlm_lens.printable import echo
 
 
 def experiment_command(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="Name of an experiment, or list.")],
     small: Annotated[bool, typer.Option("--small", help="Minutes on two cores, with the embedded models.")] = False,
     models: Annotated[
@@ -65,6 +73,7 @@ def experiment_command(
 
     quiet_transformers()
     experiment = find_experiment(name)
+    check_not_options(context.command, "--set", (one for one in given if one not in experiment.small))
     chosen: dict[str, Any] = {"small": small, "models": chosen_models, "settings": given}
     if plan:
         echo(plan_experiment(experiment, device=device or "cpu", **chosen))

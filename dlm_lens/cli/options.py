@@ -70,10 +70,28 @@ def check_parallel(cache: str | None, threshold: float | None, factor: float | N
         raise ValueError("--threshold and --factor both say how many positions a step unmasks; give one of them")
 
 
-def sampler_settings(own: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
+def options_of(command: Any) -> dict[str, str]:
+    """Names of a command's parameters -> options."""
+    return {one.name: max(one.opts, key=len) for one in command.params if one.opts[0][0] == "-"}
+
+
+def check_not_options(command: Any, group: str, names: Iterable[str]) -> None:
+    """Raise where a setting of a group such as `--set` is an option of the command itself.
+
+    Raises:
+        ValueError: one is.
+    """
+    options = options_of(command)
+    for name in names:
+        if name in options:
+            raise ValueError(f"give {options[name]} in place of {group}")
+
+
+def sampler_settings(command: Any, own: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
     """The settings of a run: those that have an option and were given, and those of `--set`.
 
     Args:
+        command: that was called.
         own: settings that have an option; None for one that was not given.
         others: name=value.
 
@@ -81,22 +99,20 @@ def sampler_settings(own: Mapping[str, Any], others: Iterable[str]) -> dict[str,
         ValueError: no setting of any sampler, or one that has an option.
     """
     given = {name: value for name, value in own.items() if value is not None}
-    read = [read_setting(text, "top_p=0.9") for text in others]
-    for name, value in read:
-        if name in own:
-            raise ValueError(f"give --{name.replace('_', '-')} {value} in place of --set")
+    read = dict(read_setting(text, "top_p=0.9") for text in others)
+    check_not_options(command, "--set", read)
     if read:
         from dlm_lens.sampling.algorithm_registry import algorithms
         from dlm_lens.sampling.settings import ELSEWHERE
 
         known = {field.name for algorithm in algorithms().values() for field in fields(algorithm.settings)}
-        for name, _ in read:
+        for name in read:
             if name not in known | {"reference_quirks"}:
                 raise ValueError(
                     f"--set {name}: no sampler has such a setting{near_name(name, sorted(known), ELSEWHERE)}; "
                     "docs/families.md says which ones the family of the model has"
                 )
-    return given | dict(read)
+    return given | read
 
 
 def check_storage(option: str, value: str) -> None:

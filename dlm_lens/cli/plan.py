@@ -11,6 +11,7 @@ from dlm_lens.training.gpus import DEVICES, UTILISATION
 
 
 def plan_command(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A directory with a config.json, or a hub name; no weights are read.")
     ],
@@ -29,9 +30,9 @@ def plan_command(
     from dlm_lens.adapters.model_names import check_model_name
 
     check_model_name(model)
+    given = sampler_settings(context.command, {"gen_length": gen_length, "steps": steps}, settings or ())
     from dlm_lens.sampling.run_plan import plan_run
 
-    given = sampler_settings({"gen_length": gen_length, "steps": steps}, settings or ())
     plan = plan_run(model, prompt_length=prompt_length, rows=rows, bits=bits, **given)
     chosen = DEVICES[device]
     fits = "fits" if plan.memory <= chosen.memory else "does not fit: fewer bits, fewer rows, or several devices"

@@ -28,6 +28,7 @@ from dlm_lens.recording.reducer_registry import REDUCERS_HELP, parse_reducers
 
 
 def record_command(
+    context: typer.Context,
     model: Annotated[str, MODEL],
     prompts: Annotated[
         Path,
@@ -84,6 +85,7 @@ def record_command(
         check_expression(hooks)
     lines = read_prompts(prompts)
     given = sampler_settings(
+        context.command,
         {
             "steps": steps, "gen_length": gen_length, "block_length": block_length, "temperature": temperature,
             "remasking": remasking, "cache": cache, "threshold": threshold, "factor": factor,

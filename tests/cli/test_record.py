@@ -292,7 +292,7 @@ def test_a_lone_surrogate_in_a_file_names_the_prompt(files):
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("seed=4", "--set seed: no sampler has such a setting"),
+        ("seed=4", "give --seed in place of --set"),
         ("topp=1", "--set topp: no sampler has such a setting (did you mean 'top_p'?); "),
         ("alg=entropy", "--set alg: no sampler has such a setting (alg is remasking here); "),
     ],

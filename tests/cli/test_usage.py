@@ -126,8 +126,13 @@ WRONG = [
     (["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "top_p"], "'top_p' is not a setting; write"),
     (
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "steps=4"],
-        "give --steps 4 in place of",
+        "give --steps in place of --set",
     ),
+    (
+        ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--set", "seed=4"],
+        "give --seed in place of --set",
+    ),
+    (["plan", "toy", "--set", "prompt_length=4"], "give --prompt-length in place of --set"),
     (["record", "toy", "--prompts", "p.jsonl", "--out", "p.jsonl"], "p.jsonl is a file; give a directory"),
     (
         ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--reducers", "x"],
@@ -166,6 +171,11 @@ WRONG = [
     (["experiment", "none"], "no experiment is named 'none'"),
     (["experiment", "fig7-paths", "--models", "toy,./none"], "none is no directory"),
     (["experiment", "fig7-paths", "--set", "prompts"], "'prompts' is not a setting"),
+    (["eval", "--tasks", "toy_problems", "--generation", "seed=4"], "give --seed in place of --generation"),
+    (
+        ["eval", "--tasks", "toy_problems", "--likelihood", "batch_size=4"],
+        "give --batch-size in place of --likelihood",
+    ),
 ]
 USAGE = [
     ["report", "x", "--row", "-1"], ["paths", "x", "--hysteresis", "2"], ["train", "laptop",

@@ -64,6 +64,17 @@ def test_rendering_takes_no_settings(tmp_path: Path) -> None:
     assert "--render reads the settings that are stored in --out; leave out --models and --set" in said
 
 
+def test_a_setting_that_is_an_option_of_the_command_names_it(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    command = ["experiment", "fig7-paths", "--small", "--plan", "--out", str(tmp_path), "--set"]
+    result = CliRunner().invoke(app, [*command, "device=cpu"])
+    assert str(result.exception) == "give --device in place of --set"
+    own = CliRunner().invoke(app, [*command, 'models=["toy"]'])  # published commands give it so
+    assert "toy-ar" not in own.output
+    assert "  toy: " in own.output
+
+
 def test_no_parts_and_no_numbers() -> None:
     with pytest.raises(ValueError, match="a claim needs at least one part, got none"):
         all_of()
