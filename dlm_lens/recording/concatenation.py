@@ -1,7 +1,8 @@
 """Join several recordings: the rows of all of them in one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.attention.hook_identity import ADDRESS
 from dlm_lens.recording.arrays import ArraySpec, widened
+from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import merged
@@ -20,7 +22,7 @@ OF_BATCHES = ("seeds", "steps", "hooks", "columns_hidden", "mass_hidden")
 masks), and what hooks (compared apart) did in one."""
 
 
-def joined(recordings: Sequence[Fields]) -> Fields:
+def joined(recordings: Iterable[Fields], stored: Path | None = None) -> Fields:
     """One recording with the rows of several that have the same reducers, layers and settings.
 
     Seeds and the numbers of steps may differ, and gen_length in AR decoding.
@@ -28,20 +30,21 @@ def joined(recordings: Sequence[Fields]) -> Fields:
     Shorter prompts are padded on the left, which changes their positions. Runs that ended earlier keep their last
     canvas, and their statistics are NaN after it.
 
+    Args:
+        recordings: in the order of rows. Each is checked before the next is taken, which a generator then computes.
+        stored: the directory that holds them all, for the error.
+
     Raises:
         ValueError: the recordings differ in more than their rows.
     """
+    recordings = _checked(recordings, stored)
     first = recordings[0]
     if len(recordings) == 1:
         return first
-    for other in recordings[1:]:
-        _check_alike(first, other)
     recordings = _all_name_what_they_computed(recordings)
     before = max(r.run.prompt_length for r in recordings)
     after = max(r.run.tokens.shape[1] - r.run.prompt_length for r in recordings)
     longest = max(recordings, key=lambda r: len(r.steps))
-    for one in recordings:
-        _check_steps(one.run, longest.run)
     parts = [fitted(r, before - r.run.prompt_length, before + after, longest) for r in recordings]
     runs, at = [part.run for part in parts], recordings.index(longest)
 
@@ -86,7 +89,34 @@ def joined(recordings: Sequence[Fields]) -> Fields:
     )
 
 
-def _check_alike(first: RecordingFields, other: RecordingFields) -> None:
+def _checked(recordings: Iterable[Fields], stored: Path | None) -> Sequence[Fields]:
+    """The recordings, after each was compared with the first and with the longest of those before it.
+
+    Raises:
+        ValueError: they differ in more than their rows.
+    """
+    found: list[Fields] = []
+    for one in recordings:
+        if found:
+            _check_alike(found[0], one, stored)
+            longest = max(found, key=lambda each: len(each.steps))
+            shorter, longer = sorted(_all_name_what_they_computed([longest, one]), key=lambda each: each.run.steps)
+            _check_steps(shorter.run, longer.run, stored)
+        found.append(one)
+    return found
+
+
+def _remedy(stored: Path | None, otherwise: str) -> str:
+    """How recordings that cannot be joined are read: from their directory, where there is one."""
+    if stored is None:
+        return otherwise
+    return (
+        f"{stored} holds every one of them: read them with dlm_lens.RecordingSet, or one by its own directory, "
+        f"such as {parts_of(stored)[0]}"
+    )
+
+
+def _check_alike(first: RecordingFields, other: RecordingFields, stored: Path | None) -> None:
     """Raise unless two recordings have the same reducers, layers, settings and, if they are parts, steps.
 
     Raises:
@@ -104,10 +134,8 @@ def _check_alike(first: RecordingFields, other: RecordingFields) -> None:
     for name, (one, two) in pairs.items():
         # Hooks of a user, and functions among the settings, may have addresses in their text.
         if one != two and ADDRESS.sub("", repr(one)) != ADDRESS.sub("", repr(two)):
-            raise ValueError(
-                f"recordings differ in {name}: {one} and {two}; join those that have the same, and read a "
-                "directory of others one by one with dlm_lens.RecordingSet"
-            )
+            remedy = _remedy(stored, "join those that have the same")
+            raise ValueError(f"recordings differ in {name}: {one} and {two}; {remedy}")
 
 
 def _places(run: DenoisingRun) -> str:
@@ -138,7 +166,7 @@ def _by_step(
         yield starts, stops
 
 
-def _check_steps(run: DenoisingRun, longest: DenoisingRun) -> None:
+def _check_steps(run: DenoisingRun, longest: DenoisingRun, stored: Path | None) -> None:
     """Raise unless two runs do the same at the steps that both have.
 
     Raises:
@@ -147,12 +175,15 @@ def _check_steps(run: DenoisingRun, longest: DenoisingRun) -> None:
     for step in range(run.steps):
         facts = [(one.blocks[step], one.computed and one.computed[step] is None) for one in (run, longest)]
         if facts[0] != facts[1]:
+            remedy = _remedy(
+                stored,
+                "record these prompts in one batch (batch_size=None; under a hook that names positions, prompts of "
+                "other lengths never share one), or with to= and read the batches with dlm_lens.RecordingSet",
+            )
             raise ValueError(
-                f"at step {step} one batch decodes block {facts[0][0]} and another block {facts[1][0]}, or one of "
-                "them computes what the other's cache keeps: the number of steps of a block depends on the tokens "
-                "there; record these prompts in one batch (batch_size=None; under a hook that names positions, "
-                "prompts of other lengths never share one), or with to= and read the batches with "
-                "dlm_lens.RecordingSet"
+                f"the batches are no single recording, since at step {step} one decodes block {facts[0][0]} and "
+                f"another block {facts[1][0]}, or one of them computes what the other's cache keeps (the number of "
+                f"steps of a block depends on its prompt and tokens); {remedy}"
             )
 
 

@@ -63,7 +63,8 @@ def record(
         to: a directory, to which a shard is written after every step. After an interruption the same call continues
             the run. The arrays of the result are read from the directory on first use.
         layers: indices of the layers, negative from the end; None for all.
-        batch_size: prompts in one run; None for all. Several batches become one Recording.
+        batch_size: prompts in one run; None for all. Several batches become one Recording, under block diffusion
+            only if their blocks take equal numbers of steps; otherwise `to` holds the recording of each batch.
         dtype: how floating-point statistics are stored, "float32" or "float16" (relative error up to 2^-11).
         seed: one number, one per prompt, or None for random seeds.
         progress: show progress bars.
@@ -71,7 +72,8 @@ def record(
 
     Raises:
         ValueError: an unusable prompt, setting or reducer; a directory with a recording of other prompts, settings
-            or reducers, with the difference; with `to`, a model on which `attach_hooks` has hooks.
+            or reducers, with the difference; with `to`, a model on which `attach_hooks` has hooks; batches that do
+            not become one Recording, with `to` after all are stored, without it after the first two that differ.
         FileExistsError: the directory holds other files.
     """
     check_model(model)
@@ -88,7 +90,8 @@ def record(
         progress=progress,
         **settings,
     )
-    return joined(list(made))
+    # Stored batches are all made first, since each can be read on its own.
+    return joined(made) if to is None else joined(list(made), Path(to))
 
 
 class BatchError(ValueError):

@@ -147,7 +147,7 @@ def load_recording(path: Path, *, verify: bool = True) -> RecordingFields:
             f"{path} holds {there} of {prompts} prompts ({', '.join(missing[:3])}{', ...' if missing[3:] else ''} "
             "missing); record with the same arguments to continue, or read the others with dlm_lens.RecordingSet"
         )
-    return joined(loaded)
+    return joined(loaded, path)
 
 
 def part_name(rows: Sequence[int]) -> str:

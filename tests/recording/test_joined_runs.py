@@ -9,7 +9,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.hooks import at_steps, hooks_of_run, mask_positions, mask_top_sinks
 from dlm_lens.probes import pattern_stability
-from dlm_lens.recording import ReceivedAttention, Recording, ValueNorm, record, rerun
+from dlm_lens.recording import ReceivedAttention, Recording, ValueNorm, record, record_runs, rerun
 from dlm_lens.sampling import StoredRun
 from dlm_lens.sinks import AboveMean, find_sinks, received_of, trajectories
 from dlm_lens.sinks.analysis.enrichment import position_enrichment
@@ -74,12 +74,22 @@ def test_pairs_of_steps_end_with_the_row() -> None:
 def test_batches_that_a_hook_has_split_are_read_apart_where_they_do_not_join(tmp_path: Any) -> None:
     model = tiny("sdar")
     given: dict[str, Any] = {"hooks": [mask_positions(1)], "gen_length": 8, "to": tmp_path / "apart"}
-    why = (
-        r"under a hook that names positions, prompts of other lengths never share one\), or with to= and read .*Set"
-    )
-    with pytest.raises(ValueError, match=f"batch_size=None; {why}"):
-        record(model, IDS, REDUCERS, **given)
+    one = tmp_path / "apart" / "rows-00000-00000"
+    remedy = f"apart holds every one of them: read them with dlm_lens.RecordingSet, or one .* such as {one}$"
+    for read in (lambda: record(model, IDS, REDUCERS, **given), lambda: Recording.load(tmp_path / "apart")):
+        with pytest.raises(ValueError, match=f"at step 1 one decodes block 1 and another block 0, .*{remedy}"):
+            read()
     assert [one.rows for one in dl.RecordingSet(tmp_path / "apart")] == [(0,), (1,), (2,)]
+    assert Recording.load(one).rows == (0,)
+
+
+def test_batches_that_do_not_join_are_refused_before_the_next_one_runs(monkeypatch: Any) -> None:
+    made: list[int] = []
+    run = record_runs.denoise
+    monkeypatch.setattr(record_runs, "denoise", lambda *args, **given: made.append(1) or run(*args, **given))
+    with pytest.raises(ValueError, match=r"record these prompts in one batch \(batch_size=None; .* or with to="):
+        record(tiny("sdar"), IDS, REDUCERS, batch_size=1, gen_length=8)
+    assert len(made) == 2, "the second of three batches has other steps than the first"
 
 
 def test_padding_that_joining_adds_is_seen_by_no_network_that_sees_padding(tmp_path: Any) -> None:
