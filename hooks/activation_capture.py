@@ -160,9 +160,10 @@ class _Keeper(StepObserver):
         each, needed = of_step / len(self.layers), of_step * (1 if self.stack else len(self.steps))
         if needed > self.limit:
             raise MemoryError(
-                f"these activations would take {needed / 1e9:.3g} GB ({each / 1e6:.3g} MB a step and layer, "
-                f"{len(self.layers)} layers, {len(self.steps)} steps), and {self.limit / 1e9:.3g} GB are allowed; "
-                "give fewer cache_steps=, layers= or sites, or a larger max_bytes="
+                f"these activations would take up to {needed / 1e9:.3g} GB ({each / 1e6:.3g} MB a step and layer "
+                f"with all {positions} positions, {len(self.layers)} layers, {len(self.steps)} steps), and "
+                f"{self.limit / 1e9:.3g} GB are allowed; give fewer cache_steps=, layers= or sites, or a larger "
+                "max_bytes="
             )
 
     def hooks(self) -> list["_Keep"]:
@@ -248,7 +249,8 @@ def capture(
         layers: indices, negative from the end; None for all.
         hooks: interventions under which to run; they act before activations are kept.
         device: device to copy activations to; None to leave them where they are.
-        max_bytes: limit of their total size.
+        max_bytes: limit of their total size with every position of the canvas at every planned step, an upper
+            bound: AR and block decoding compute fewer positions at most steps, and a run may end early.
         encoder: keep those of the encoder beside the decoder (DiffusionGemma), at the steps at which it runs: the
             first of every canvas.
         **settings: of `dlm_lens.denoise`; only with a prompt.

@@ -1,6 +1,7 @@
 """What `capture` keeps and what `mean_activations` measures, against float64 loops; what both refuse."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_the_limit_is_what_the_activations_of_every_site_take(family: str) -> No
         assert capture(model, [IDS, IDS[:2]], site, max_bytes=size, **settings).nbytes == size
         with pytest.raises(MemoryError):
             capture(model, [IDS, IDS[:2]], site, max_bytes=size - 1, **settings)
+
+
+@pytest.mark.parametrize(("family", "least"), [("causal", 1.5), ("diffusion_gemma", 2.4)])
+def test_the_limit_is_a_bound_where_steps_compute_a_part_of_the_canvas(family: str, least: float) -> None:
+    model, settings = tiny(family), {"gen_length": 16}
+    kept = capture(model, IDS, "resid", **settings)
+    with pytest.raises(MemoryError, match=rf"would take up to .* with all {len(IDS) + 16} positions") as caught:
+        capture(model, IDS, "resid", max_bytes=1, **settings)
+    bound = float(re.search(r"up to (\S+) GB", str(caught.value))[1]) * 1e9  # type: ignore[index]
+    assert least < bound / kept.nbytes < 2 * least
 
 
 def by_hand(model: Any, runs: list[list[int]], site: str, bins: int) -> tuple[dict[Any, Tensor], dict[Any, int]]:
