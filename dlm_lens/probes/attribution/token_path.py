@@ -162,6 +162,11 @@ def token_effects(
     if later is None:
         deciding = run.unmasked.any(-1).any(-1).nonzero().flatten().tolist()
         later = [one for one in deciding if one > at]
+        if not later:
+            raise ValueError(
+                f"token_effects: no step after step {at} of the run's {run.steps} decides a token; give an earlier "
+                "step, or a run of more steps"
+            )
     after = chosen_indices("step", later, run.steps, "token_effects: ") if len(later) else ()
     if not after or after[0] <= at:
         raise ValueError(f"token_effects: later is {list(after)}; give steps after step {at}")
