@@ -39,6 +39,9 @@ family says where they are in the output of a fused projection.
 DISPATCH = "dlm_lens"
 """Name of our attention function in transformers' registry; only a `DispatchedConfig` names it."""
 
+OTHER_ARCHITECTURE = "take a model of another architecture (docs/models.md names those that are refused)"
+"""The remedy where a class of attention cannot be hooked."""
+
 Model = TypeVar("Model", bound=nn.Module)
 
 Reader = Callable[[AttentionInputs], None]
@@ -153,7 +156,7 @@ def add_hook_points(model: Model) -> Model:
     if not any(found):
         raise ValueError(
             f"{type(model).__name__} has no attention module that calls transformers' attention interface "
-            "(ALL_ATTENTION_FUNCTIONS): its attention cannot be hooked"
+            f"(ALL_ATTENTION_FUNCTIONS): its attention cannot be hooked; {OTHER_ARCHITECTURE}"
         )
     warn_of_version("transformers")
     guard_hooks()
@@ -296,14 +299,14 @@ def _dispatching_modules(model: nn.Module) -> Iterator[Any]:
         if calls and "sdpa" in strings_of(code):
             raise ValueError(
                 f"{type(module).__name__} ({name}) computes something else for the attention implementation 'sdpa' "
-                "than for others, so that its attention cannot be hooked exactly"
+                f"than for others, so that its attention cannot be hooked exactly; {OTHER_ARCHITECTURE}"
             )
         if calls:
             yield module
         elif computes_attention(module):
             raise ValueError(
                 f"{type(module).__name__} ({name}) computes attention without transformers' attention interface, "
-                "so that its attention cannot be hooked"
+                f"so that its attention cannot be hooked; {OTHER_ARCHITECTURE}"
             )
 
 

@@ -196,6 +196,8 @@ class Experiment:
                 value for a model that is not in the run.
         """
         settings: dict[str, Any] = dict(self.small if small else self.full)
+        if models and "models" not in settings:
+            raise ValueError(f"{self.name} takes no models; leave out models=")
         given = dict(given or {}) | ({"models": list(models)} if models else {})
         for name in given:
             if name not in settings:

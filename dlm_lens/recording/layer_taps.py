@@ -47,7 +47,7 @@ class AnyTap(Protocol):
 
     @property
     def scale(self) -> float:
-        """The factor of the scores."""
+        """The factor of the scores in the first of the layers."""
         ...
 
     def open(self) -> None:
@@ -134,7 +134,7 @@ class Tap:
 
     @property
     def scale(self) -> float:
-        """The factor of the scores: the module's `scaling`, or 1 / sqrt(d_head) in modules without (ModernBERT)."""
+        """The factor of the first layer's scores: its module's `scaling`, or else 1 / sqrt(d_head) (ModernBERT)."""
         attention = attention_of(next(iter(self.blocks.values())))
         scaling = getattr(attention, "scaling", None)
         return float(head_width(attention) ** -0.5 if scaling is None else scaling)

@@ -30,7 +30,7 @@ class RecordingFields:
         windows: the sliding window of each layer (None where it has none); empty if no layer has one.
         model: name or path of the model.
         versions: of the packages that computed the arrays.
-        scale: factor of the scores, usually d_head ** -0.5.
+        scale: factor of the scores in the first of the layers, usually d_head ** -0.5.
         query_heads: number of query heads of the model.
         words: the text of every token id that occurs.
         hooks: under which the arrays were computed, in order; those of the run, unless `rerun` made them.

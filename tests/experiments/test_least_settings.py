@@ -75,6 +75,16 @@ def test_a_setting_that_is_an_option_of_the_command_names_it(tmp_path: Path) -> 
     assert "  toy: " in own.output
 
 
+def test_models_of_an_experiment_without_models_are_named_as_the_option(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from dlm_lens.cli.errors import as_command_line
+
+    command = ["experiment", "axis-circuits", "--plan", "--out", str(tmp_path), "--models", "toy"]
+    sentence = as_command_line(str(CliRunner().invoke(app, command).exception), {"models": "--models"})
+    assert sentence == "axis-circuits takes no models; leave out --models"
+
+
 def test_no_parts_and_no_numbers() -> None:
     with pytest.raises(ValueError, match="a claim needs at least one part, got none"):
         all_of()
