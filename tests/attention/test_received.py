@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_lens.attention import AttentionInputs, pattern_tiles, tiled, visible_keys
 from dlm_lens.attention.received import attention_lse, received_sums
+from dlm_lens.attention.streaming import received_by_class
 
 SCALE = 0.35
 # Scores of size 10 rounded in float32 (2^-24 relative) move a probability by about 1e-6; sums of up to 100 of them.
@@ -350,3 +351,13 @@ def test_short_heads_of_all_rows_share_tiles(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tiled, "SHORT_HEAD", 37)
     alone = [(slice(row, row + 1), slice(head, head + 1)) for row in range(6) for head in range(4)]
     assert groups() == alone
+
+
+def test_queries_that_are_not_the_last_keys_see_those_up_to_their_own() -> None:
+    """As in an empty static cache, whose later keys no query has written."""
+    q, k = random(queries=9, keys=16)
+    inputs = AttentionInputs(0, q, k, k, SCALE, None, causal=True, own_start=0)
+    weights = torch.ones(2, 1, 9)
+    wanted = split(pattern64(q, k, SCALE, torch.ones(1, 1, 9, 16, dtype=torch.bool).tril()), None)
+    torch.testing.assert_close(received_by_class(inputs, weights).double(), wanted, **CLOSE)
+    assert not wanted[..., 9:].any()

@@ -171,6 +171,19 @@ def test_rows_have_the_answer_that_their_batch_planned() -> None:
     torch.testing.assert_close(run.progress[2], torch.tensor([1, 2, 2]) / planned)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_joined_rows_have_the_answer_that_each_planned_alone(order: int) -> None:
+    model = tiny("fast_dllm_v2", eos_token_id=35).double()
+    prompts = [[5, 9, 13, 2, 7, 30, 31], [*range(11, 22)]][::order]  # one batch would continue both to 44 positions
+    settings = {"gen_length": 24, "block_length": 4, "threshold": 1.0, "reference_quirks": True}
+    joined = dl.record(model, prompts, [dl.ReceivedAttention(min_viewers=1)], batch_size=1, **settings).run
+    for row, prompt in enumerate(prompts):
+        hook = See()
+        run = dl.denoise(model, [prompt], hooks=[hook], **settings)
+        seen = torch.cat([hook.seen[step] for step in range(run.steps)])
+        torch.testing.assert_close(joined.progress[: run.steps, row], seen, rtol=0, atol=0)
+
+
 def test_a_rerun_under_at_progress_is_the_recording_of_a_run_that_ended_early() -> None:
     model, settings = ending_early("diffusion_gemma")
     hooks = [at_progress(mask_positions(1), (0.1, 0.5))]

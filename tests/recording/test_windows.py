@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
-from transformers import DogeConfig, DogeForCausalLM
+from transformers import DogeConfig, DogeForCausalLM, Qwen3NextConfig
 
 import dlm_lens
 from dlm_lens.adapters.loading import finish_model
@@ -18,6 +18,7 @@ from dlm_lens.attention import (
     ColumnStats,
     add_hook_points,
     attach_hooks,
+    attending_layers,
     expected_received,
     hide_columns,
     hooked_attentions,
@@ -54,6 +55,12 @@ WINDOWS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
     "qwen2": ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, (None, 4, 4)),
 }
 FEWEST = 3
+
+
+def test_layers_of_recurrent_states_are_none_that_attend() -> None:
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    assert attending_layers(Qwen3NextConfig(num_hidden_layers=4, layer_types=kinds)) == 2
+    assert attending_layers(DogeConfig(num_hidden_layers=4)) == 4
 
 
 def windowed(kind: str) -> Any:

@@ -98,6 +98,23 @@ def test_every_kind_of_cache_gives_the_values_of_whole_texts(
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)  # rounding of other matrix shapes
 
 
+def test_a_hook_of_the_user_before_a_layer_sees_whole_texts() -> None:
+    model = tiny("causal").double()
+
+    def first_position(module: Any, args: Any) -> Any:
+        states = args[0].clone()
+        states[:, 0] += 3.0  # after a shared prompt this would be the answer's first position
+        return (states, *args[1:])
+
+    with model.model.layers[0].register_forward_pre_hook(first_position):
+        for item, losses, _ in score_answers(Scorer(model, batch_size=1, shift=True), pairs()):
+            pair = dict(pairs())[item]
+            with torch.no_grad():
+                likely = model(input_ids=pair.tokens[None], use_cache=False).logits[0].log_softmax(-1)
+            expected = -likely[range(len(pair.prompt) - 1, len(pair.tokens) - 1), pair.answer]
+            torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)  # logits are read in float32
+
+
 def test_what_listens_sees_whole_texts() -> None:
     model = tiny("causal")
     with attach_hooks(model, mask_top_sinks(1)):

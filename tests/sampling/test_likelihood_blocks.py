@@ -14,6 +14,7 @@ from dlm_lens.attention import BlockLayout
 from dlm_lens.attention.hook_points import listening
 from dlm_lens.hooks import attach_hooks, mask_positions
 from dlm_lens.sampling import two_copies
+from dlm_lens.sampling.step_attention import StepAttention
 from dlm_lens.sampling.two_copies import TwoCopyLogits
 from dlm_lens.testing import tiny
 from tests.reference import forward64
@@ -194,6 +195,26 @@ def test_masks_of_one_text_share_its_clean_copy(family: str, guided: bool, monke
     assert computed == [halves * 2 * 9, halves * 5 * 9, *heard_ids, halves * 2 * 5 * 9]
     for found in (shared, heard):
         torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)  # float64, sums in another order
+
+
+def test_masks_of_one_text_share_no_clean_copy_beside_sink_tokens() -> None:
+    """The embedding puts learned sinks before every sequence, a shared copy's noisy ones too."""
+    given: dict[str, Any] = {"samples": 4, "strata": 4, "seed": 3, "block_length": 4}
+    model = tiny("sdar", num_sinks=2).double()
+    found = [
+        dl.log_likelihood(model, [[5, 9, 14]], [[7, 8, 9, 1, 2]], **given, batch_size=size).value
+        for size in (None, 1)  # one row has no other to share its copy with
+    ]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)  # float64, sums in another order
+
+
+def test_a_step_over_a_span_sees_content_up_to_the_span_and_no_later() -> None:
+    content, masked = torch.tensor([[False, True, True, True, True, True]]), torch.zeros(2, 1, 6, dtype=torch.bool)
+    attention = StepAttention(ends_with_span=True)
+    first = [False, True, True, False, False, False]
+    assert attention.seen_content(content, masked[0], 3).tolist() == [first]
+    every = attention.seen_content(content, masked, torch.tensor([3, 5])[:, None, None])
+    assert every[:, 0].tolist() == [first, [False, True, True, True, True, False]]
 
 
 def causal_context(query: int, key: int, start: int) -> bool:

@@ -18,6 +18,8 @@ def test_cells_are_the_effects_of_the_row() -> None:
     for step, layer, head in ((0, 0, 3), (2, 1, 0), (1, 1, 2)):
         wanted = found.effects[step, 1, layer, head].sum()
         assert cells[layer * 4 + head, step] == pytest.approx(float(wanted))
+    largest = float(found.effects[:, 1].sum(-1).abs().max())  # 0 is white, and the largest effect has a full colour
+    assert axes.collections[0].get_clim() == pytest.approx((-largest, largest))
     decided = run.tokens[1, run.unmasked[0, 1]].tolist()
     assert axes.get_xticklabels()[0].get_text() == f"0  {' '.join(f'w{i}' for i in decided)}"
     assert [one.get_text() for one in axes.get_yticklabels(minor=True)] == ["0", "1", "2", "3"] * 2
