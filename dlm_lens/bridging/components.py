@@ -109,12 +109,7 @@ class NativeAttention:
         return q, k, v
 
     def _mark_post_reshape_norm_hooks(self: Any) -> None:
-        """Name axis 1 as the position: the host norms [batch, head, position, d_head], `_normed` position first."""
-        for name in ("q", "k"):
-            norm = self.submodules.get(f"{name}_norm")
-            if norm is not None:
-                getattr(self, f"hook_{name}_normed").pos_dim = 1
-                norm.mark_pos_dim(1)
+        """Leave the position at axis 1: the host names axis 2, as it norms [batch, head, position, d_head]."""
 
     def _project_per_head_qkv(self, linear_bridge: Any, *args: Any) -> Tensor:
         """TransformerLens's projection of per-head inputs, with the sinks' values set to zero before `hook_v`."""

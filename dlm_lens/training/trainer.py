@@ -126,7 +126,6 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         name_failing_reporters(self.callback_handler.callbacks)
         self.remove_callback(PrinterCallback)
         self.add_callback(ProgressBar())
-        self.loss_is_scaled_for_ga = True
         self.add_callback(SaveClock(settings.save_minutes, settings.save_steps))
         self.interruption = Interruption()
         self.add_callback(self.interruption)
