@@ -6,8 +6,8 @@ NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 JOINERS = "\u200c\u200d"
 """Invisible, and part of a written character where they are between two others."""
 
-LONGEST_VALUE, LONGEST_NAME = 80, 120
-"""Characters of a value and of a name in a message."""
+LONGEST_VALUE, LONGEST_NAME, LONGEST_MESSAGE = 80, 120, 400
+"""Characters of a value, of a name and of another error's message in a message."""
 
 
 def escaped(character: str) -> str:
@@ -72,9 +72,9 @@ def is_numpy_scalar(value: Any) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception as a part of a sentence; its class where it has none."""
+    """The message of an exception as a part of a sentence, of at most 400 characters; else its class."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if text.isprintable() else repr(text)[1:-1]
+    return printable_name(text, LONGEST_MESSAGE)
 
 
 def echo(text: object = "", *, err: bool = False, **style: Any) -> None:

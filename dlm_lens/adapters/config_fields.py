@@ -235,7 +235,7 @@ def built_config(config_class: type[Any], values: Mapping[str, Any], what: str) 
         # As transformers reads its own files, in which infinity is {"__float__": "Infinity"}.
         config = config_class.from_dict(config_class._decode_special_floats(kept))
     except REFUSALS as error:
-        raise ValueError(f"{what} does not fit {config_class.__name__}: {one_line(error)[:400]}") from error
+        raise ValueError(f"{what} does not fit {config_class.__name__}: {one_line(error)}") from error
     check_agreement(config, values, what)
     return config
 

@@ -66,7 +66,7 @@ def text_values(values: Mapping[str, Any], what: str) -> dict[str, Any] | None:
         text = whole.get_text_config(decoder=True)
         found = text.to_dict()
     except REFUSALS as error:
-        raise ValueError(f"{what} does not fit {kind.__name__}: {one_line(error)[:200]}") from error
+        raise ValueError(f"{what} does not fit {kind.__name__}: {one_line(error)}") from error
     own = {name for name, value in (given.get("text_config") or {}).items() if value is not None}
     # The head belongs to the whole model, whatever the text's own part says.
     tied = getattr(whole, TIED, None)

@@ -93,8 +93,7 @@ def load_tokenizer(
             if held[WHOLE] is None:
                 raise _needs_more(source) from error
             raise ValueError(
-                f"the tokenizer of {source} cannot be read ({one_line(error)[:200]}); fetch {WHOLE} and {SETTINGS} "
-                "again"
+                f"the tokenizer of {source} cannot be read ({one_line(error)}); fetch {WHOLE} and {SETTINGS} again"
             ) from error
     tokenizer.name_or_path = source
     tokenizer.init_kwargs["name_or_path"] = source

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dlm_lens.printable import echo, printable
+from dlm_lens.printable import echo, one_line, printable
 from dlm_lens.sampling.token_text import StoredTokenizer, TokenTexts, shown
 from dlm_lens.sinks.token_classes import TokenClasses
 
@@ -51,6 +51,15 @@ def test_long_tokens_are_cut_and_only_where_a_length_is_given():
 def test_sentences_keep_spaces_and_lines():
     text = "a  b\n\tc \x1b[2J\x07\x00 \u202e d"
     assert printable(text) == "a  b\n\tc \\u001b[2J\\u0007\\u0000 \\u202e d"
+
+
+def test_a_message_within_a_message_has_a_bounded_length():
+    text = one_line(ValueError("no\n \x1b[2J " + "word " * 100))
+    assert text.startswith(r"no \x1b[2J word word")
+    assert text.endswith("...")
+    assert len(text) == 400
+    assert one_line(ValueError("word " * 50)) == "word " * 49 + "word"
+    assert one_line(KeyError()) == "KeyError"
 
 
 def test_what_is_echoed_is_printable(capsys):
