@@ -171,6 +171,10 @@ WRONG = [
     (["experiment", "none"], "no experiment is named 'none'"),
     (["experiment", "fig7-paths", "--models", "toy,./none"], "none is no directory"),
     (["experiment", "fig7-paths", "--set", "prompts"], "'prompts' is not a setting"),
+    (
+        ["experiment", "fig1-incoming", "--models", "toy", "--set", 'models=["toy-ar"]'],
+        "both name the models; give one",
+    ),
     (["eval", "--tasks", "toy_problems", "--generation", "seed=4"], "give --seed in place of --generation"),
     (
         ["eval", "--tasks", "toy_problems", "--likelihood", "batch_size=4"],

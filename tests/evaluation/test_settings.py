@@ -35,6 +35,8 @@ from tests.evaluation.conftest import ask, ids, texts
         (GenerationSettings, {"stages": "two"}, "stages is 'two'; it must be a whole number"),
         (GenerationSettings, {"stop": "no"}, "stop is 'no'; it must be True or False"),
         (LikelihoodSettings, {"top_p": 0.5}, "LikelihoodSettings has no setting 'top_p'; it has method, samples"),
+        (GenerationSettings, {"max_new_tokens": 4}, r"\(max_new_tokens is gen_length here\); it has"),
+        (GenerationSettings, {"step": 4}, r"'step' \(did you mean 'steps'\?\); it has"),
     ],
 )
 def test_what_cannot_be_is_refused(kind: Any, given: dict[str, Any], says: str) -> None:
