@@ -345,8 +345,8 @@ def test_one_prompt_serves_several_answers() -> None:
     assert got.tokens.tolist() == [2, 1, 3]
 
 
-@pytest.mark.parametrize("family", ["llada", "smdm", "sdar"])
-def test_a_masked_model_takes_no_prompt_beside_others(family: str) -> None:
+@pytest.mark.parametrize("family", ["llada", "smdm", "sdar", "duo"])
+def test_a_dlm_takes_no_prompt_alone_and_beside_others(family: str) -> None:
     model = tiny(family)
     prompts, answers = [[], "w5 w6", [5, 6], ()], [[7, 8], [9], [9], [3, 4, 5]]
     got = dlm_lens.log_likelihood(model, prompts, answers, samples=8, seed=1).value

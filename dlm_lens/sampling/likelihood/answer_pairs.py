@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.printable import shown
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.prompts import as_list, check_id_range, check_text, is_id, read_prompts
 
 _ACCEPTED = "give text, token ids, or a list of them"
@@ -36,7 +37,7 @@ def read_pairs(model: Any, prompt: Any, answer: Any) -> list[Pair]:
     """Pair every prompt with its answer; a single prompt that is not in a list serves every answer.
 
     Text is tokenised by itself, the answer without special tokens: the space before it is part of the answer. An
-    empty list as prompt is no prompt: a masked DLM then gives the answer's likelihood by itself.
+    empty list as prompt is no prompt: a DLM then gives the answer's likelihood by itself.
 
     Raises:
         ValueError: what `read_prompts` refuses, no prompt for an AR model, an empty answer, one with the mask token
@@ -58,8 +59,8 @@ def read_pairs(model: Any, prompt: Any, answer: Any) -> list[Pair]:
 
 
 def _read_prompts(model: Any, prompt: Any) -> list[Tensor]:
-    """Ids of every prompt, without padding; of a masked DLM an empty list is no prompt, also beside others."""
-    if isinstance(prompt, list | tuple) and getattr(model.config, "mask_token_id", None) is not None:
+    """Ids of every prompt, without padding; of a DLM an empty list is no prompt, also beside others."""
+    if isinstance(prompt, list | tuple) and not algorithm_of(model.config).sampler.autoregressive:
         if not prompt:
             return [torch.zeros(0, dtype=torch.long)]
         nothing = [isinstance(one, list | tuple) and not one for one in prompt]
