@@ -106,10 +106,11 @@ def sampler_settings(command: Any, own: Mapping[str, Any], others: Iterable[str]
         from dlm_lens.sampling.settings import ELSEWHERE
 
         known = {field.name for algorithm in algorithms().values() for field in fields(algorithm.settings)}
+        elsewhere = {old: " or ".join(several) for old, several in ELSEWHERE.items()}
         for name in read:
             if name not in known | {"reference_quirks"}:
                 raise ValueError(
-                    f"--set {name}: no sampler has such a setting{near_name(name, sorted(known), ELSEWHERE)}; "
+                    f"--set {name}: no sampler has such a setting{near_name(name, sorted(known), elsewhere)}; "
                     "docs/families.md says which ones the family of the model has"
                 )
     return given | read

@@ -11,26 +11,29 @@ LIKELIHOOD_METHODS = ("mc", "chain_rule", "greedy_completion")
 """What `log_likelihood(method=)` takes; here, since a command line names them before torch is imported."""
 
 ELSEWHERE = {
-    "alg": "remasking",
-    "block_size": "block_length",
-    "confidence_threshold": "threshold",
-    "denoising_steps": "steps_per_block",
-    "diffusion_steps": "steps",
-    "eb_gamma": "entropy_bound",
-    "eb_threshold": "entropy_bound",
-    "guidance_scale": "cfg_scale",
-    "logits_temp": "temperature",
-    "max_new_tokens": "gen_length",
-    "num_diffusion_steps": "steps",
-    "num_steps": "steps",
-    "p_nucleus": "top_p",
-    "remasking_strategy": "remasking",
-    "small_block_size": "sub_block_length",
-    "stopping_criteria_idx": "stop_tokens",
-    "timesteps": "steps",
-    "topp_temp": "top_p",
+    "alg": ("remasking",),
+    "block_size": ("block_length",),
+    "confidence_threshold": ("threshold",),
+    "denoising_steps": ("steps_per_block",),
+    "diffusion_steps": ("steps",),
+    "eb_gamma": ("entropy_bound",),
+    "eb_threshold": ("entropy_bound",),
+    "guidance_scale": ("cfg_scale",),
+    "logits_temp": ("temperature",),
+    "max_new_tokens": ("gen_length",),
+    "num_diffusion_steps": ("steps",),
+    "num_steps": ("steps", "steps_per_block"),
+    "p_nucleus": ("top_p",),
+    "remasking_strategy": ("remasking",),
+    "small_block_size": ("sub_block_length",),
+    "stopping_criteria_idx": ("stop_tokens",),
+    "timesteps": ("steps",),
+    "topp_temp": ("top_p",),
 }
-"""The name of a setting in the authors' samplers and in transformers -> its name here."""
+"""The name of a setting in the authors' samplers and in transformers -> its names here.
+
+Of several it is the last that a sampler has: BD3-LM's `num_steps` are those of a block, MDLM's and Duo's are all.
+"""
 
 
 def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
@@ -93,7 +96,7 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
     names = [field.name for field in fields(kind)]
     for name in values:
         if name not in names:
-            known = {old: new for old, new in ELSEWHERE.items() if new in names}
+            known = {old: new for old, several in ELSEWHERE.items() for new in several if new in names}
             hint = near_name(name, names, known | {"sampler": "an argument of dlm_lens.load"})
             if name == "cache":
                 own = "; use_cache keeps finished blocks, which is exact" if "use_cache" in names else ""

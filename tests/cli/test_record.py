@@ -295,6 +295,7 @@ def test_a_lone_surrogate_in_a_file_names_the_prompt(files):
         ("seed=4", "give --seed in place of --set"),
         ("topp=1", "--set topp: no sampler has such a setting (did you mean 'top_p'?); "),
         ("alg=entropy", "--set alg: no sampler has such a setting (alg is remasking here); "),
+        ("num_steps=4", "--set num_steps: no sampler has such a setting (num_steps is steps or steps_per_block"),
     ],
 )
 def test_an_unknown_setting_is_named_before_the_model_is_loaded(files, setting, sentence, monkeypatch):
