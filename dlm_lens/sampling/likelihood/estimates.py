@@ -261,10 +261,10 @@ def log_likelihood(
         reference_quirks: the authors' evaluation loops: one random stream over all items in their order (needs
             a single seed), `batch_size` is `strata` too, LLaDA's numbers of masks rounded half to even (a bias),
             [MASK] allowed in a greedy completion.
-        **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream and SMDM: eps,
-            protect_ends, scope ("answer" or "both"); of MDLM, SEDD and Duo: eps, scope, stratified; "chain_rule":
-            order ("left_to_right" or "right_to_left"); of a model that decodes blocks: block_length, where it is
-            not the model's own.
+        **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream, SMDM,
+            DiffuGPT and BD3-LM: eps, protect_ends, scope ("answer" or "both"); of MDLM, SEDD and Duo: eps, scope,
+            stratified; "chain_rule": order ("left_to_right" or "right_to_left"); of a model that decodes blocks:
+            block_length, where it is not the model's own.
 
     Raises:
         ValueError: items or settings that cannot work, before anything is computed.
