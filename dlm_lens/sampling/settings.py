@@ -18,9 +18,12 @@ ELSEWHERE = {
     "diffusion_steps": ("steps",),
     "eb_gamma": ("entropy_bound",),
     "eb_threshold": ("entropy_bound",),
+    "eos_id": ("stop_tokens",),
     "guidance_scale": ("cfg_scale",),
     "logits_temp": ("temperature",),
     "max_new_tokens": ("gen_length",),
+    "max_tokens": ("gen_length",),
+    "n_future_tokens": ("window_length",),
     "num_diffusion_steps": ("steps",),
     "num_steps": ("steps", "steps_per_block"),
     "p_nucleus": ("top_p",),
@@ -29,6 +32,8 @@ ELSEWHERE = {
     "stopping_criteria_idx": ("stop_tokens",),
     "timesteps": ("steps",),
     "topp_temp": ("top_p",),
+    "wedlm_pos_penalty_factor": ("position_penalty",),
+    "wedlm_window_size": ("window_length",),
 }
 """The name of a setting in the authors' samplers and in transformers -> its names here.
 

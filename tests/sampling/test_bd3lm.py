@@ -295,8 +295,6 @@ def test_what_cannot_be() -> None:
     model = model_of()
     with pytest.raises(ValueError, match="nucleus_p is 0"):
         dl.denoise(model, "", gen_length=4, nucleus_p=0)
-    with pytest.raises(ValueError, match="num_steps is steps_per_block here"):  # of MDLM and Duo it is `steps`
-        dl.denoise(model, [[7]], gen_length=4, num_steps=9)
     with pytest.raises(ValueError, match="takes one prompt at a time"):
         dl.denoise(model, [[60], [60]], gen_length=3, reference_quirks=True)
     with pytest.raises(ValueError, match="prompt and answer have 5 tokens"):

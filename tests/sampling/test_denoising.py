@@ -451,6 +451,24 @@ def test_settings_that_cannot_work_are_refused_before_any_work(
         dlm_lens.denoise(model, [[1, 2]], **options)
 
 
+@pytest.mark.parametrize(
+    ("family", "theirs", "ours"),
+    [
+        ("bd3lm", "num_steps", "steps_per_block"),  # steps of a block, unlike MDLM's and Duo's
+        ("mdlm", "num_steps", "steps"),
+        ("duo", "num_steps", "steps"),
+        ("wedlm", "max_tokens", "gen_length"),
+        ("wedlm", "wedlm_window_size", "window_length"),
+        ("wedlm", "wedlm_pos_penalty_factor", "position_penalty"),
+        ("sdlm", "n_future_tokens", "window_length"),
+        ("stable_diffcoder", "eos_id", "stop_tokens"),
+    ],
+)
+def test_a_name_of_the_authors_is_answered_by_that_of_the_setting(family: str, theirs: str, ours: str) -> None:
+    with pytest.raises(ValueError, match=rf"no setting '{theirs}' \({theirs} is {ours} here\)"):
+        dlm_lens.denoise(tiny(family), [[1, 2]], gen_length=4, **{theirs: 2})
+
+
 def test_quirks_have_one_stream(model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="one random stream for the batch"):
         dlm_lens.denoise(model, [[1], [2]], gen_length=2, seed=[1, 2], reference_quirks=True)

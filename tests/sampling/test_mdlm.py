@@ -247,8 +247,6 @@ def test_what_cannot_be() -> None:
     model = tiny("mdlm")
     with pytest.raises(ValueError, match="predictor is 'analytic'; it must be one of ddpm, ddpm_cache"):
         dl.denoise(model, "", gen_length=4, predictor="analytic")
-    with pytest.raises(ValueError, match="num_steps is steps here"):
-        dl.denoise(model, "", gen_length=4, num_steps=9)
     with pytest.raises(ValueError, match="no setting 'cfg_scale'"):
         dl.denoise(model, "", gen_length=4, cfg_scale=1.0)
     with pytest.raises(ValueError, match="eps is 2"):
