@@ -57,8 +57,9 @@ def denoise(
     Prompts of unequal length are padded on the left. A row does not depend on its batch: it has a random generator
     of its own, so `seed=3` gives every row the same stream (identical prompts then give identical texts; pass a
     list of seeds to draw different ones). Mask tokens anywhere in the prompt are filled in too; `gen_length=0`
-    fills in nothing else, in as many steps as the row with the most masks needs. An AR model decodes one token per
-    step.
+    fills in nothing else, in as many steps as the row with the most masks needs. Block diffusion, but for LLaDA2,
+    WeDLM and SDLM, fills in only those in the block with which the answer begins; earlier ones stay. An AR model
+    decodes one token per step.
 
     Args:
         model: from `dlm_lens.load`.
