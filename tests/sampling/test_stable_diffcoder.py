@@ -114,6 +114,20 @@ def test_values_out_of_range_are_refused() -> None:
         dl.denoise(model, "w5", **RUN | {"remasking": "topk_margin"})
 
 
+@pytest.mark.parametrize("options", [{"threshold": 0.9}, {"parallel": False}])
+def test_with_quirks_a_block_has_no_more_steps_than_masks(options: dict[str, Any]) -> None:
+    model = tiny("stable_diffcoder")
+    mask = int(model.config.mask_token_id)
+    settings = {"gen_length": 4, "steps": 6, "stop_tokens": (), "reference_quirks": True, **options}
+
+    def propose_mask(step: int, canvas: Tensor, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.tensor(mask), 100.0)
+
+    # The authors' code plans a token for each mask, and with [MASK] as every proposal leaves the block as it is.
+    stuck = dl.denoise(model, [[5, 6, 7, 8]], on_logits=propose_mask, **settings)
+    assert (stuck.steps, stuck.tokens[0, 4:].tolist()) == (4, [mask] * 4)
+
+
 def test_blocks_of_another_length_than_those_of_the_training_warn() -> None:
     with pytest.warns(UserWarning, match="block_length is 8, but the model was trained with blocks of 4"):
         dl.denoise(tiny("stable_diffcoder"), "w5", **RUN | {"block_length": 8})

@@ -117,11 +117,15 @@ class EfficientDLMSampler(ContextBlockSampler):
 
         The authors' code counts the positions of the answer.
         """
-        assert self.open_first is not None
         if self.reference_quirks:
             return self.settings.block_steps(min(span[1] - max(span[0], self._answer), self.block_length))
+        return self.settings.block_steps(self.most_masks(span, positions))
+
+    def most_masks(self, span: tuple[int, int], positions: int) -> int:
+        """Masks that the row with the most has in a block when the run begins."""
+        assert self.open_first is not None
         inside = self.block_layout.inside(span, positions).to(self.open_first.device) & self.open_first
-        return self.settings.block_steps(int(inside.sum(-1).amax()))
+        return int(inside.sum(-1).amax())
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:

@@ -66,6 +66,15 @@ class StableDiffCoderSampler(EfficientDLMSampler):
             )
         return super().answer_length(prompts, gen_length)
 
+    def _steps(self, span: tuple[int, int], positions: int) -> int:
+        """Steps of a block, at most: for as many masks as the row with the most has there.
+
+        The authors' code leaves out the steps for which it plans no token, which are those beyond the masks.
+        """
+        masks = self.most_masks(span, positions)
+        steps = self.settings.block_steps(masks)
+        return min(steps, masks) if self.reference_quirks else steps
+
     def finished(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> bool:
         """Whether every row has a stop token in its answer without a mask before it."""
         return self.rows_ended(canvas)
