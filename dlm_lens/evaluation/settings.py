@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from dlm_lens.arguments import RULES, Rule, check_values, flag, instance, near_name, one_of, whole
 from dlm_lens.printable import shown
-from dlm_lens.sampling.settings import ELSEWHERE, LIKELIHOOD_METHODS, at_least_one, not_negative
+from dlm_lens.sampling.settings import LIKELIHOOD_METHODS, at_least_one, known_elsewhere, not_negative
 
 _RULES: Mapping[str, Rule] = {
     **RULES,
@@ -168,8 +168,7 @@ def read_settings(kind: type[Settings], value: Any) -> Settings:
     names = [one.name for one in fields(cast("Any", kind))]
     for name in given:
         if name not in names:
-            known = {old: new for old, new in ELSEWHERE.items() if new in names}
-            hint = near_name(name, names, known)
+            hint = near_name(name, names, known_elsewhere(names))
             raise ValueError(f"{kind.__name__} has no setting {name!r}{hint}; it has {', '.join(names)}")
     return kind(**given)
 

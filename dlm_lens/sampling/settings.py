@@ -1,6 +1,6 @@
 """Settings of a run: the caller's, then the checkpoint's, then the family's; and the checks that samplers share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -39,6 +39,11 @@ ELSEWHERE = {
 
 Of several it is the last that a sampler has: BD3-LM's `num_steps` are those of a block, MDLM's and Duo's are all.
 """
+
+
+def known_elsewhere(names: Collection[str]) -> dict[str, str]:
+    """Names that others give to these settings -> the names here."""
+    return {old: new for old, several in ELSEWHERE.items() for new in several if new in names}
 
 
 def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
@@ -101,8 +106,7 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
     names = [field.name for field in fields(kind)]
     for name in values:
         if name not in names:
-            known = {old: new for old, several in ELSEWHERE.items() for new in several if new in names}
-            hint = near_name(name, names, known | {"sampler": "an argument of dlm_lens.load"})
+            hint = near_name(name, names, known_elsewhere(names) | {"sampler": "an argument of dlm_lens.load"})
             if name == "cache":
                 own = "; use_cache keeps finished blocks, which is exact" if "use_cache" in names else ""
                 hint = f" (approximate caches are for the samplers of LLaDA and Dream{own})"
