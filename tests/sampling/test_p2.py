@@ -11,6 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dlm_lens as dl
+from dlm_lens.sampling.noise import SharedNoise
+from dlm_lens.sampling.samplers.p2 import P2Sampler, P2Settings
+from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.testing import tiny
 from tests.sampling.checkpoints import loaded
 
@@ -93,6 +96,28 @@ def test_a_row_is_what_it_is_alone(family: str, temperature: float) -> None:
         alone = dl.denoise(model, [prompt], **options)
         kept = together.attention_mask[row]
         assert together.canvases[: alone.steps + 1, row, kept].equal(alone.canvases[:, 0])
+
+
+@pytest.mark.parametrize("quirks", [True, False])
+def test_the_filters_have_the_dtype_of_the_logits_with_quirks_alone(quirks: bool) -> None:
+    logits = 3 * torch.randn(1, 400, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def confidence(given: Tensor) -> Tensor:
+        """Of the most likely token, among those with more before them than 0.9."""
+        values = given.sort(descending=True).values
+        before = torch.cat([torch.zeros_like(values[..., :1]), values.softmax(-1).cumsum(-1)[..., :-1]], -1)
+        return values.masked_fill(before > 0.9, -torch.inf).float().softmax(-1)[..., 0]
+
+    settings, every = P2Settings(4, 400, top_p=0.9), torch.ones(1, 400, dtype=torch.bool)
+    sampler = P2Sampler(settings, SharedNoise(0), SpecialIds(mask=63), reference_quirks=quirks)
+    found = sampler.propose(torch.full((1, 400), 63), logits[0], every, every).confidence
+    theirs, exact = confidence(logits), confidence(logits.float())
+    assert int((theirs != exact).sum()) > 10
+    if quirks:
+        torch.testing.assert_close(found, theirs, atol=1e-6, rtol=0)
+    else:  # [MASK], which is no x0 here, leaves before the filter
+        rest = confidence(logits[..., :63].float())
+        torch.testing.assert_close(found, rest, atol=1e-6, rtol=0)
 
 
 def test_the_prompt_is_never_masked() -> None:

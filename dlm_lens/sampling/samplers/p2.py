@@ -63,6 +63,16 @@ class SelectByArgsort(Select):
         return eligible & ~lowest
 
 
+class P2Propose(DreamPropose):
+    """x0 and its probability, of a softmax in float32.
+
+    With `reference_quirks` the temperature and the filters have the dtype of the logits, as in the authors' code.
+    """
+
+    def _kept(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
+        return super()._kept(logits if self.reference_quirks else logits.float()).float()
+
+
 class P2Sampler(Sampler):
     """Every step predicts all n positions that were masked at first, decided or not, and keeps the most confident.
 
@@ -93,7 +103,7 @@ class P2Sampler(Sampler):
             settings.top_p,
             settings.top_k,
         )
-        self.propose = DreamPropose(rule, noise, ids, reference_quirks)
+        self.propose = P2Propose(rule, noise, ids, reference_quirks)
         self.select = SelectByArgsort() if reference_quirks else Select()
 
     def begin(
@@ -141,7 +151,7 @@ class P2Sampler(Sampler):
         self.prepare(masked, plan)
         decided = self.editable(masked, plan)
         running = self.eligible(masked, plan) | decided
-        proposal = Proposal(*self.propose(canvas, logits.float(), evaluated, running))
+        proposal = Proposal(*self.propose(canvas, logits, evaluated, running))
         kept = self.select(proposal.confidence, running, self.count(running, masked, plan))
         unmasked, again = kept & masked, decided & ~kept
         assert self.mask_id is not None
