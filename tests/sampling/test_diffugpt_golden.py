@@ -12,6 +12,8 @@ from torch import Tensor
 
 import dlm_lens
 from dlm_lens.sampling.noise import SharedNoise
+from dlm_lens.sampling.samplers.diffugpt import DiffuGPTPropose, DiffuGPTSettings
+from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.testing import tiny
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -179,3 +181,18 @@ def test_names_of_the_authors_settings_are_told() -> None:
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dlm_lens.denoise(tiny("diffugpt"), [[1, 2]], **{"gen_length": 4, **options})
+
+
+def test_with_quirks_the_draws_in_bfloat16_are_those_of_torch_distributions() -> None:
+    """The authors' code gives Categorical the log-softmax of the logits; output i - 1 predicts position i."""
+    logits = 3 * torch.randn(2000, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    outputs = torch.cat([logits[1:], logits[:1]])
+    torch.manual_seed(3)
+    theirs = torch.distributions.Categorical(logits=outputs.log_softmax(-1)).sample()
+    torch.manual_seed(3)
+    once = torch.multinomial(outputs.softmax(-1), 1).squeeze(-1)
+    settings, every = DiffuGPTSettings(4, 2000, temperature=1.0, top_p=None), torch.ones(1, 2000, dtype=torch.bool)
+    propose = DiffuGPTPropose(settings, SharedNoise(3), SpecialIds(mask=63), True)
+    found = propose(torch.full((1, 2000), 63), logits, every, every).tokens[0]
+    assert found[1:].equal(theirs[:-1])
+    assert not once.equal(theirs)

@@ -71,7 +71,12 @@ class DiffuGPTPropose(torch.nn.Module):
         """Return x0 for every evaluated position, and a confidence of -inf."""
         settings = self.settings
         scaled = without(logits / settings.temperature if settings.temperature > 0 else logits, self.never)
-        likely = filtered(scaled, settings.top_p, None).softmax(-1)
+        kept = filtered(scaled, settings.top_p, None)
+        if self.reference_quirks:
+            # Theirs gives log-probabilities to torch.distributions, which normalises them again: bfloat16 shows it.
+            kept = kept.log_softmax(-1)
+            kept = kept - kept.logsumexp(-1, keepdim=True)
+        likely = kept.softmax(-1)
         if settings.temperature == 0:
             chosen = most_likely(likely)
         elif self.reference_quirks and isinstance(self.noise, SharedNoise):
