@@ -1,6 +1,7 @@
 """Settings of a training run; a checkpoint stores those that determine the result."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
@@ -277,6 +278,24 @@ class TrainingSettings:
         values = {name: value for name, value in asdict(self).items() if name not in FREE}
         del values["data"]["eval_split"]
         return values | {"objective": {"kind": type(self.objective).__name__, **values["objective"]}}
+
+    def defaults(self) -> dict[str, Any]:
+        """What `identity` returns with the default of every setting, and the objective's kind and steps=1."""
+        return TrainingSettings(steps=1, objective=type(self.objective)()).identity()
+
+
+def completed(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored settings, with the defaults of those that are not there.
+
+    A checkpoint of an earlier version lacks the settings that were added after it; it was trained as their defaults
+    do.
+    """
+    inner = {
+        name: completed(value, defaults[name])
+        for name, value in stored.items()
+        if isinstance(value, dict) and isinstance(defaults.get(name), dict)
+    }
+    return {**defaults, **stored, **inner}
 
 
 def differences(before: Any, now: Any, path: str = "") -> list[str]:

@@ -51,7 +51,7 @@ from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
 from dlm_lens.training.objective import DROPOUT, NextToken, random_numbers
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
-from dlm_lens.training.settings import TrainingSettings, differences
+from dlm_lens.training.settings import TrainingSettings, completed, differences
 from dlm_lens.training.sink_probe import probe_batch
 from dlm_lens.training.sources import Cursor, Source, check_isolated, take
 from dlm_lens.training.swiglu import SwiGLU
@@ -312,7 +312,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if self.args.process_index == 0:
             check_files(found, record)
         record["settings"].get("data", {}).pop("eval_split", None)  # of earlier versions; it may change
-        changed = differences(record["settings"], json_values(self.settings.identity()))
+        before = completed(record["settings"], json_values(self.settings.defaults()))
+        changed = differences(before, json_values(self.settings.identity()))
         if changed:
             raise ValueError(
                 f"{found} belongs to a run with other settings: {'; '.join(changed)}. Resume with the old "

@@ -167,6 +167,23 @@ def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTraine
     assert again.state.global_step == STEPS
 
 
+def test_a_resume_of_before_a_setting_was_added_has_its_default(
+    unbroken: MaskedDiffusionTrainer, tmp_path: Path
+) -> None:
+    shutil.copytree(Path(unbroken.settings.output) / "checkpoint-2", tmp_path / "checkpoint-2")
+    record = read_run(tmp_path / "checkpoint-2")
+    for part, name in (("objective", "ar_weight"), ("objective", "floor"), ("optimisation", "clip")):
+        del record["settings"][part][name]
+    del record["settings"]["compile"]
+    (tmp_path / "checkpoint-2" / "run.json").write_text(json.dumps(sealed(record)))
+    objective = MaskedDiffusionLoss(floor=0.5, low_discrepancy=True, random_length_share=0.2)
+    with pytest.raises(ValueError, match=r"other settings: objective\.floor was 0\.001 and is 0\.5\. Resume"):
+        job(tmp_path, objective=objective).train(resume_from_checkpoint=True)
+    again = job(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(unbroken)
+
+
 def test_a_run_that_ended_has_its_weights_when_it_is_resumed(unbroken: MaskedDiffusionTrainer) -> None:
     directory = Path(unbroken.settings.output)
     again = job(directory, eval_dataset=ROWS)
