@@ -151,9 +151,22 @@ def optimizer_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def restore_optimizer(optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load named moments into an optimiser."""
+    """Load named moments into an optimiser.
+
+    Raises:
+        ValueError: moments of weights of other shapes, which a fused kernel would read and write beyond their end.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         slot, key = name.split("/", 1)
+        shape = tuple(weights[int(slot)].shape) if int(slot) < len(weights) else None
+        if tensor.ndim and tuple(tensor.shape) != shape:  # the number of steps is a single number
+            own = "which has fewer weights" if shape is None else f"whose shape is {list(shape)}"
+            raise ValueError(
+                f"the checkpoint has moments of shape {list(tensor.shape)} for weight {slot} of the optimiser, "
+                f"{own}: they are of another network, or in the order of an earlier version; choose another output "
+                "(model.start takes the weights of a checkpoint)"
+            )
         state.setdefault(int(slot), {})[key] = tensor
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

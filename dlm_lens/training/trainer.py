@@ -267,9 +267,9 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         Raises:
             KeyboardInterrupt: Ctrl-C.
             TrainingStoppedError: SIGTERM.
-            ValueError: the checkpoint is damaged, belongs to a run with other settings or data, or has moments that
-                are sharded where this run's are not (or the other way round); a new run would start in a directory
-                that holds checkpoints, or another process trains there.
+            ValueError: the checkpoint is damaged, belongs to a run with other settings or data, or has moments of
+                other weights, or moments that are sharded where this run's are not (or the other way round); a new
+                run would start in a directory that holds checkpoints, or another process trains there.
             ValueError: a text of a dataset of known size (`CHECKED_TEXTS`) holds the mask token or an id that
                 the model does not embed, or cannot be used.
             TrainingDataError: likewise, of a stream or a larger dataset, at the step that reads it.

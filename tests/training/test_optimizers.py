@@ -65,6 +65,25 @@ def test_moments_of_the_earlier_implementation_are_continued() -> None:
         torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-6)
 
 
+def test_moments_in_the_order_of_an_earlier_version_are_refused() -> None:
+    """Its experts were among the weights outside of the layers; torch's kernel reads beyond a moment's end."""
+    model = tiny("llada_moe")
+    layers = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
+    others = [p for name, p in model.named_parameters() if not (".layers." in name and p.ndim == 2)]
+    earlier = torch.optim.AdamW([{"params": layers}, {"params": others}])
+    stepped(model, earlier, 1)
+    moments = optimizer_tensors(earlier.state_dict())
+    optimizer = build_optimizer(model, Optimisation())
+    with pytest.raises(
+        ValueError, match=r"of shape \[\d+, 32\] for weight \d+ .*, whose shape is \[\d+, \d+, \d+\]: they"
+    ):
+        restore_optimizer(optimizer, moments.items())
+    assert not optimizer.state
+    first = build_optimizer(model.get_input_embeddings(), Optimisation())
+    with pytest.raises(ValueError, match="for weight 1 of the optimiser, which has fewer weights"):
+        restore_optimizer(first, {"0/exp_avg": torch.zeros(64, 32), "1/exp_avg": torch.zeros(3)}.items())
+
+
 @pytest.mark.parametrize("family", ["sink_qwen", "llada_moe", "diffugpt", "mdlm"])
 def test_layers_weights_of_two_and_more_axes_decay(family: str) -> None:
     model = tiny(family)
