@@ -10,6 +10,9 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions
+from dlm_lens.sampling.noise import SharedNoise
+from dlm_lens.sampling.samplers.bd3lm import BD3LMPropose, BD3LMSettings
+from dlm_lens.sampling.samplers.duo import DuoPropose, DuoSettings
 from dlm_lens.sampling.samplers.mdlm import AncestralPropose, MDLMSettings, Times, times_of
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
@@ -241,6 +244,22 @@ def test_numbers_at_the_edges() -> None:
     proposal = propose(torch.tensor([[3]]), torch.tensor([[0.0, 1.0, 9.0, 20.0]]), every, every)
     assert proposal.tokens.tolist() == [[1]]
     assert proposal.confidence.tolist() == [[1.0]]
+
+
+def test_with_quirks_logarithms_have_the_dtype_of_the_logits() -> None:
+    """The authors' MDLM and BD3-LM subtract a logsumexp, and their Duo has a log-softmax."""
+    logits = 3 * torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    noise, tokens = SharedNoise(0), logits.index_fill(-1, torch.tensor(63), -1e6)
+    logs = tokens - torch.logsumexp(tokens, -1, keepdim=True)
+    mdlm = AncestralPropose(1.0, noise, 63, reference_quirks=True).probabilities(logits)
+    assert mdlm.equal(logs.exp().float())
+    blocks = BD3LMPropose(BD3LMSettings(4, 4), noise, 63, reference_quirks=True).probabilities(logits)
+    assert blocks.equal(logs.double().exp())
+    duo = DuoPropose(DuoSettings(4, 4), noise, reference_quirks=True).probabilities(logits)
+    assert duo.equal(logits.log_softmax(-1).double().exp())
+    exact = AncestralPropose(1.0, noise, 63, reference_quirks=False).probabilities(logits)
+    torch.testing.assert_close(exact, tokens.double().softmax(-1))
+    assert float((mdlm - exact).abs().max()) > 1e-3
 
 
 def test_what_cannot_be() -> None:

@@ -128,9 +128,10 @@ class BD3LMPropose(AncestralPropose):
         return proposal._replace(confidence=order.masked_fill(~eligible, -torch.inf))
 
     def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
-        """P(x0) within the nucleus, in float64; the original's softmax is float32."""
-        wide = logits.float() if self.reference_quirks else logits.double()
-        likely = log_probabilities(wide, self.mask, self.temperature).double().exp()
+        """P(x0) within the nucleus, in float64; the original's logarithm has the dtype of the logits."""
+        quirks = self.reference_quirks
+        wide = logits if quirks else logits.double()
+        likely = log_probabilities(wide, self.mask, self.temperature, rounded_twice=quirks).double().exp()
         if self.nucleus_p == 1:
             return likely
         ranked, order = likely.sort(-1, descending=True)

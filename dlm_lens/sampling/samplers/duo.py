@@ -185,8 +185,8 @@ class DuoPropose(nn.Module):
         return (text / (text + float(1 - self.levels.alpha_s) / likely.shape[-1])).nan_to_num(1.0)
 
     def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
-        """P(x_0) within the nucleus, in float64; the original's log-softmax is float32."""
-        wide = logits.float() if self.reference_quirks else logits.double()
+        """P(x_0) within the nucleus, in float64; the original's log-softmax has the dtype of the logits."""
+        wide = logits if self.reference_quirks else logits.double()
         logs = log_probabilities(wide, None, self.settings.temperature).double()
         if self.settings.top_p is not None:
             logs = filtered(logs, self.settings.top_p, None).log_softmax(-1)

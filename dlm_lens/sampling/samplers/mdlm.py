@@ -109,17 +109,19 @@ class Float32Noise(OrderedNoise):
 
 
 def log_probabilities(
-    logits: Float[Tensor, "n d_vocab"], mask: int | None, temperature: float = 1.0
+    logits: Float[Tensor, "n d_vocab"], mask: int | None, temperature: float = 1.0, *, rounded_twice: bool = False
 ) -> Float[Tensor, "n d_vocab"]:
     """Ln p(x0) of masked positions in the SUBS parameterisation (2406.07524, section 3.2.3): [MASK] has none.
 
-    Of an unmasked position the original's is 0 for its token and -inf for all others.
+    Of an unmasked position the original's is 0 for its token and -inf for all others. It subtracts a logsumexp, so
+    that both have the dtype of the logits (`rounded_twice`).
     """
     if mask is not None:
         logits = logits.index_fill(-1, torch.tensor([mask], device=logits.device), -torch.inf)
     if temperature == 0:
         return torch.full_like(logits, -torch.inf).scatter(-1, most_likely(logits)[:, None], 0.0)
-    return (logits / temperature).log_softmax(-1)
+    scaled = logits / temperature
+    return scaled - scaled.logsumexp(-1, keepdim=True) if rounded_twice else scaled.log_softmax(-1)
 
 
 class AncestralPropose(nn.Module):
@@ -178,9 +180,10 @@ class AncestralPropose(nn.Module):
         return self.noise.columns(evaluated, eligible, width)
 
     def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
-        """P(x0), in float64; in the original float32."""
-        wide = logits.float() if self.reference_quirks else logits.double()
-        return log_probabilities(wide, self.mask, self.temperature).exp()
+        """P(x0), in float64; in the original in the dtype of the logits, which its shares turn into float32."""
+        if self.reference_quirks:
+            return log_probabilities(logits, self.mask, self.temperature, rounded_twice=True).exp().float()
+        return log_probabilities(logits.double(), self.mask, self.temperature).exp()
 
 
 class SelectLikelier(nn.Module):
