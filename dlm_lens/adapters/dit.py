@@ -29,6 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionMixin
 from dlm_lens.adapters.original_fields import OriginalFields
+from dlm_lens.attention.cache_argument import CURRENT
 
 HUB_NAMES = {
     "hidden_dim": "hidden_size",
@@ -300,6 +301,7 @@ class DiTModel(LlamaModel):
         Raises:
             ValueError: not exactly one of ids and embeddings.
         """
+        past_key_values = kwargs.pop("cache", past_key_values)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if isinstance(attention_mask, Mapping):  # as block networks pass it to hosts with several kinds of layers
@@ -315,10 +317,11 @@ class DiTModel(LlamaModel):
             config=self.config,
             inputs_embeds=hidden,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **{CURRENT: past_key_values},
             and_mask_function=self._earlier_blocks(attention_mask, hidden),
         )
         rotary = self.rotary_emb(hidden, position_ids=position_ids)
+        kwargs |= {CURRENT: past_key_values}
         for layer in self.layers:
             hidden = layer(
                 hidden,
@@ -326,13 +329,10 @@ class DiTModel(LlamaModel):
                 attention_mask=mask,
                 position_embeddings=rotary,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden, condition), past_key_values=past_key_values
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden, condition), **{CURRENT: past_key_values})
 
     def _condition(
         self, ids: Tensor | None, attention_mask: Tensor | None, sigma: Tensor | None, inputs_embeds: Tensor | None

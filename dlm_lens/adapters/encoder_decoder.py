@@ -16,6 +16,7 @@ from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
 )
 
 from dlm_lens.attention import additive_mask, position_ids
+from dlm_lens.attention.cache_argument import CURRENT
 
 IMAGES = ("pixel_values", "image_position_ids", "mm_token_type_ids")
 """What transformers' processor returns beside ids for a prompt with images."""
@@ -142,11 +143,12 @@ class CanvasModel(DiffusionGemmaModel):
             )
         if self_conditioning_logits is not None:
             self_conditioning_logits = self.hook_self_conditioning(self_conditioning_logits)
+        past_key_values = kwargs.pop("cache", past_key_values)
         if input_ids is None or decoder_input_ids is not None:
             return super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
+                **{CURRENT: past_key_values},
                 position_ids=position_ids,
                 decoder_input_ids=decoder_input_ids,
                 self_conditioning_logits=self_conditioning_logits,
@@ -163,7 +165,7 @@ class CanvasModel(DiffusionGemmaModel):
         where = _positions(content, position_ids)[:, start:]
         decoded = self.decoder(
             decoder_input_ids=input_ids[:, start:],
-            past_key_values=cache,
+            **{CURRENT: cache},
             self_conditioning_logits=self_conditioning_logits,
             decoder_attention_mask=self.decoder_masks(content, start),
             decoder_position_ids=where,
@@ -173,7 +175,7 @@ class CanvasModel(DiffusionGemmaModel):
             last_hidden_state=decoded.last_hidden_state,
             hidden_states=decoded.hidden_states,
             attentions=decoded.attentions,
-            past_key_values=cache,
+            **{CURRENT: cache},
             encoder_last_hidden_state=encoded,
         )
 
@@ -203,7 +205,7 @@ class CanvasModel(DiffusionGemmaModel):
                 config=self.config,
                 inputs_embeds=torch.empty(len(input_ids), stop, 0, dtype=self.dtype, device=input_ids.device),
                 attention_mask=content[:, :stop],
-                past_key_values=cache,
+                **{CURRENT: cache},
                 position_ids=where,
                 mm_token_type_ids=kinds[:, :stop],
             )
@@ -211,7 +213,7 @@ class CanvasModel(DiffusionGemmaModel):
             input_ids=input_ids[:, done:stop],
             attention_mask=mask,
             position_ids=where,
-            past_key_values=cache,
+            **{CURRENT: cache},
             **seen,
         ).last_hidden_state
         return states

@@ -34,6 +34,8 @@ class GroupLimitedRouter(Glm4MoeTopkRouter):
 
     def __init__(self, config: Glm4MoeConfig) -> None:
         super().__init__(config)
+        # In the model's dtype, as the authors' is: that of transformers 5.24 is in float32.
+        self.weight = nn.Parameter(torch.zeros(self.num_experts, self.hidden_dim))
         for name in ROUTER_POINTS:
             self.add_module(f"hook_{name}", nn.Identity())
 

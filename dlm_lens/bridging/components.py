@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from dlm_lens.attention import SinkLayout, hooked_attention
+from dlm_lens.attention.cache_argument import OLD, given_cache
 from dlm_lens.attention.model_access import ModelLock
 from dlm_lens.attention.softmax_variants import spare_logits
 
@@ -74,7 +75,8 @@ class NativeAttention:
         hidden_states = self.hook_in(hidden_states)
         q, k, v = (heads.transpose(1, 2) for heads in self._normed(*self._project(hidden_states)))
         q, k = self._rotated(q, k, (tables, kwargs.get("position_ids")), v.dtype)
-        k, v = self._update_kv_cache(k, v, **kwargs)
+        # The host knows the old name alone.
+        k, v = self._update_kv_cache(k, v, **{**kwargs, OLD: given_cache(kwargs)})
         z, pattern = self._attend(q, k, v, mask)
         return self._output(z, hidden_states), pattern
 

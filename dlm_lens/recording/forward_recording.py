@@ -18,6 +18,7 @@ from dlm_lens.attention import (
     mask_window_of,
     own_blocks,
 )
+from dlm_lens.attention.cache_argument import given_cache
 from dlm_lens.attention.hook_attachment import is_static
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
@@ -174,7 +175,7 @@ class _ForwardRecorder(Recorder):
         """A forward pass begins."""
         given = _by_name(module, args) | kwargs
         ids: Int[Tensor, "batch position"] | None = given.get("input_ids", args[0] if args else None)
-        mask, cache = given.get("attention_mask"), given.get("past_key_values")
+        mask, cache = given.get("attention_mask"), given_cache(given)
         if not isinstance(ids, Tensor):
             raise ValueError(
                 "record_forward needs the forward pass's input_ids; it was given embeddings: of a model with "

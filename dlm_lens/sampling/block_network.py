@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dlm_lens.attention import BlockLayout, additive_mask, decoder_of, position_ids
+from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits, LogitsRequest
 
@@ -123,8 +124,9 @@ class BlockLogits(CanvasLogits):
     ) -> Float[Tensor, "row computed d_model"]:
         """A pass over the positions after the cache, which then ends at `start`: the states from there on."""
         begin, cache = self._cached, DynamicCache() if self._cache is None and start else self._cache
-        inputs = self._inputs(canvas, begin, finished) | {"use_cache": cache is not None, "past_key_values": cache}
-        output = decoder_of(self.model)(input_ids=self._halves(canvas)[:, begin:], **inputs)
+        decoder = decoder_of(self.model)
+        inputs = self._inputs(canvas, begin, finished) | {"use_cache": cache is not None}
+        output = decoder(input_ids=self._halves(canvas)[:, begin:], **inputs, **cache_argument(decoder, cache))
         states: Tensor = output.last_hidden_state.to(canvas.device)
         if cache is not None and canvas.shape[1] > start:
             cache.crop(start - canvas.shape[1])

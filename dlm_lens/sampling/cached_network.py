@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import decoder_of, position_ids
+from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
 
@@ -184,4 +185,4 @@ class CachedLogits(CanvasLogits):
             where = slice(*span)
             ids = ids[:, where]
             inputs |= {"position_ids": self.positions[:, where], "query_start": span[0]}
-        return network(input_ids=ids, **inputs, past_key_values=kept.enter(canvas.shape[1], span))
+        return network(input_ids=ids, **inputs, **cache_argument(network, kept.enter(canvas.shape[1], span)))

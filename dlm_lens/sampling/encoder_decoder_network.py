@@ -10,6 +10,7 @@ from torch import Tensor
 from dlm_lens.adapters.encoder_decoder import new_cache
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import decoder_of, position_ids
+from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import LogitsRequest, most_likely
 
@@ -149,7 +150,7 @@ class EncoderDecoderLogits:
             input_ids=canvas[:, :stop],
             canvas_start=start,
             position_ids=self.positions[:, :stop],
-            past_key_values=cache,
+            **cache_argument(network, cache),
             self_conditioning_logits=self.conditioning,
             **given,
         )

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from dlm_lens.attention import decoder_of
+from dlm_lens.attention.cache_argument import NEW, OLD
 from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.attention.sink_layout import SinkLayout
 
@@ -26,7 +27,7 @@ def keeps_keys(model: Any) -> bool:
     rotation = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     if {"dynamic", "longrope"}.intersection(map(str, rotation.values())):
         return False
-    if "past_key_values" not in inspect.signature(decoder.forward).parameters:
+    if not {OLD, NEW}.intersection(inspect.signature(decoder.forward).parameters):
         return False
     layers = empty_cache(model).layers
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import SinkLayout, decoder_of, position_ids, predicting_position
+from dlm_lens.attention.cache_argument import cache_argument, returned_cache
 from dlm_lens.sampling.denoising_run import StepPlan
 
 
@@ -254,20 +255,21 @@ class PrefixLogits:
     ) -> Float[Tensor, "batch d_vocab"]:
         """Logits of the next position of every row, which is the one evaluated; an edit gets the same."""
         stop = plan.prefix_length
-        inputs: dict[str, Any] = {"use_cache": self.use_cache, "past_key_values": self._cache}
+        network = self.model if request.own_forward else decoder_of(self.model)
+        inputs: dict[str, Any] = {"use_cache": self.use_cache, **cache_argument(network, self._cache)}
         if not bool(self.content.all()):
             inputs["attention_mask"] = self.content[:, :stop].long()
         span = slice(self._cached, stop)
         inputs |= {"input_ids": canvas[:, span], "position_ids": self.positions[:, span]}
         if request.own_forward:
             with request.graph():
-                output = self.model(**inputs)
+                output = network(**inputs)
             logits: Tensor = output.logits[:, -1].detach()
         else:
-            output = decoder_of(self.model)(**inputs)
+            output = network(**inputs)
             logits = head_logits(self.model, output.last_hidden_state[:, -1])
         if self.use_cache:
-            self._cache, self._cached = output.past_key_values, stop
+            self._cache, self._cached = returned_cache(output), stop
         return request.edited(logits.to(canvas.device))
 
     def states(

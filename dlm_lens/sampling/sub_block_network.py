@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from dlm_lens.attention import decoder_of
+from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.sampling.block_network import BlockLogits
 
 
@@ -189,7 +190,8 @@ class SubBlockLogits(BlockLogits):
         inputs |= {"attention_mask": inputs["attention_mask"][:, :, :length]}
         inputs |= {"position_ids": inputs["position_ids"][:, :length]}
         cache = KeptBlock(self._cache, self._kept, fresh[:, start:], first - start)
-        output = decoder_of(self.model)(input_ids=canvas[:, first:stop], **inputs, past_key_values=cache)
+        decoder = decoder_of(self.model)
+        output = decoder(input_ids=canvas[:, first:stop], **inputs, **cache_argument(decoder, cache))
         computed = output.last_hidden_state.to(canvas.device)
         states = computed.new_zeros(len(canvas), canvas.shape[1] - start + 1, computed.shape[-1])
         states[:, first - start + 1 : stop - start + 1] = computed

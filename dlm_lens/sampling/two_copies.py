@@ -19,6 +19,7 @@ from dlm_lens.attention import (
     position_ids,
     sees_observed_first,
 )
+from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.kept_keys import keeps_keys
@@ -284,7 +285,7 @@ class TwoCopyLogits(CanvasLogits):
             input_ids=clean[texts],
             attention_mask=both[texts][..., length:, length:],
             position_ids=positions[texts],
-            past_key_values=keys,
+            **cache_argument(decoder, keys),
             use_cache=True,
         )
         keys.row = which
@@ -293,7 +294,7 @@ class TwoCopyLogits(CanvasLogits):
             # The keys of x_0 come first here.
             attention_mask=both[..., :length, :].roll(length, -1),
             position_ids=positions,
-            past_key_values=keys,
+            **cache_argument(decoder, keys),
             use_cache=True,
         )
         seen, shared = (one.last_hidden_state.to(canvas.device) for one in (second, first))

@@ -14,6 +14,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dlm_lens.attention import BlockLayout, ColumnStats, RunStep
+from dlm_lens.attention.cache_argument import returned_cache
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler, StepPlan, collecting_columns, denoise, part_of_run
 from dlm_lens.sampling.observers import progress_by_steps
@@ -259,7 +260,7 @@ class _ShapesOnly:
         with self.mode:
             output = self.module(**inputs)
         logits = torch.zeros(tuple(output.logits.shape), device=output.logits.device)
-        return SimpleNamespace(logits=logits, past_key_values=output.past_key_values)
+        return SimpleNamespace(logits=logits, past_key_values=returned_cache(output))
 
 
 def run_or_scan(module: Any, prompt: Any, attention_mask: Any, **settings: Any) -> DenoisingRun:

@@ -7,6 +7,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dlm_lens.adapters.masked_diffusion import DIFFUGPT_SAMPLER, MaskedDiffusionFields, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
+from dlm_lens.attention.cache_argument import CURRENT, OLD
 
 FIXED = ("add_cross_attention", "reorder_and_upcast_attn")
 """Options of GPT2Config that are other networks, in which hook points would not see the attention."""
@@ -67,8 +68,10 @@ class _CausalSignature(_OwnInitialisation, GPT2LMHeadModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
         """The host's output without the fields of cross attention, which the network has not."""
+        if OLD in kwargs:
+            kwargs[CURRENT] = kwargs.pop(OLD)
         output = super().forward(*args, **kwargs)
-        names = ("logits", "past_key_values", "hidden_states", "attentions")
+        names = ("logits", CURRENT, "hidden_states", "attentions")
         return CausalLMOutputWithPast(**{name: getattr(output, name) for name in names})
 
 

@@ -13,6 +13,7 @@ from dlm_lens.adapters.encoder_decoder import CanvasModel
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.adapters.registry import Family
 from dlm_lens.attention import add_hook_points
+from dlm_lens.attention.cache_argument import CURRENT, returned_cache
 from dlm_lens.printable import shown
 
 DIFFUSION_GEMMA_SAMPLER = {
@@ -176,7 +177,7 @@ class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
             logits=head_logits(self, output.last_hidden_state),
             hidden_states=output.hidden_states,
             attentions=output.attentions,
-            past_key_values=output.past_key_values,
+            **{CURRENT: returned_cache(output)},
             encoder_last_hidden_state=output.encoder_last_hidden_state,
         )
 

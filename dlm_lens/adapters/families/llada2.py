@@ -116,6 +116,11 @@ class LLaDA2ForMaskedLM(MaskedDiffusionMixin, Glm4MoeForCausalLM):
     config_class = LLaDA2Config
     decoder_class: ClassVar[type[Any]] = LLaDA2Decoder
 
+    def __init__(self, config: LLaDA2Config) -> None:
+        super().__init__(config)
+        # Without the router's weights, which transformers 5.24 loads in float32 too.
+        self._keep_in_fp32_modules_strict = {"e_score_correction_bias"}
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """Whether transformers may run the experts as grouped products; it looks for them in this file alone."""

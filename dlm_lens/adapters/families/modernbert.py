@@ -49,6 +49,7 @@ class _CausalSignature(Encoder):
         self,
         *args: Any,
         past_key_values: None = None,
+        cache: None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import decoder_of
+from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.sampling.kept_keys import empty_cache, keeps_keys
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items, logits_in_pieces
@@ -88,8 +89,9 @@ def _after_prompts(scorer: Scorer, prompts: Sequence[Query], answers: Sequence[_
     model, batch = scorer.model, assemble(scorer.model, prompts)
     cache = empty_cache(model)
     longer = [answer for answer in answers if len(answer.pair.answer) > 1]
-    kept = {"use_cache": True, "past_key_values": cache} if longer else {}
-    states = decoder_of(model)(input_ids=batch.canvas, **network_inputs(batch.content) | kept).last_hidden_state
+    decoder = decoder_of(model)
+    kept = {"use_cache": True, **cache_argument(decoder, cache)} if longer else {}
+    states = decoder(input_ids=batch.canvas, **network_inputs(batch.content) | kept).last_hidden_state
     logits = head_logits(model, states[:, -1])
     first = torch.tensor([int(answer.pair.answer[0]) for answer in answers], device=logits.device)
     begun = _compare([(0, logits[[answer.row for answer in answers]])], first)
@@ -135,8 +137,9 @@ def _continued(
     if not bool(seen.all()):
         new = torch.ones(ids.shape, dtype=torch.bool, device=device)
         inputs["attention_mask"] = torch.cat([seen, new], 1).long()
-    inputs |= {"use_cache": True, "past_key_values": _rows_of(cache, rows, model)}
-    states = decoder_of(model)(input_ids=ids.to(device), **inputs).last_hidden_state
+    decoder = decoder_of(model)
+    inputs |= {"use_cache": True, **cache_argument(decoder, _rows_of(cache, rows, model))}
+    states = decoder(input_ids=ids.to(device), **inputs).last_hidden_state
     written = span.to(states.device) < torch.tensor(sizes, device=states.device)[:, None]
     found = logits_in_pieces(lambda _, piece: head_logits(model, piece[0]), states[written][None])
     losses, greedy = _compare(found, torch.cat([answer.pair.answer[1:] for answer in answers]))
