@@ -37,7 +37,9 @@ def returned_cache(output: Any) -> Any:
 
 
 def _name(called: Callable[..., Any]) -> str:
-    return NEW if NEW in inspect.signature(called).parameters else OLD
+    parameters = inspect.signature(called).parameters
+    # One that has neither passes its arguments on.
+    return NEW if NEW in parameters else OLD if OLD in parameters else CURRENT
 
 
 _known_name = cache(_name)

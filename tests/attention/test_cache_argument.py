@@ -9,7 +9,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import dlm_lens as dl
-from dlm_lens.attention.cache_argument import cache_argument, given_cache, returned_cache
+from dlm_lens.attention.cache_argument import CURRENT, cache_argument, given_cache, returned_cache
 from dlm_lens.testing import tiny
 
 IDS = torch.arange(3, 11)[None]
@@ -33,7 +33,7 @@ def test_a_network_gets_the_cache_under_its_own_name() -> None:
     assert cache_argument(New(), 3) == {"cache": 3}
     assert New().of_parent() == {"past_key_values": 3}
     assert cache_argument(lambda cache: cache, 3) == {"cache": 3}
-    assert cache_argument(lambda **given: given, 3) == {"past_key_values": 3}
+    assert cache_argument(lambda **given: given, 3) == {CURRENT: 3}
     replaced: Any = New()
     replaced.forward = lambda *args, **kwargs: None  # as accelerate does
     assert cache_argument(replaced, 3) == {"cache": 3}
