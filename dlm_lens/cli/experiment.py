@@ -69,7 +69,7 @@ def experiment_command(
     check_directory(directory)
     given = dict(read_setting(text) for text in settings or ())
     if chosen_models and "models" in given:
-        raise ValueError("--models and --set models=... both name the models; give one of them")
+        raise ValueError("--models and --set both name the models; give one of them")
 
     from dlm_lens.experiments import find_experiment, plan_experiment, render_experiment, run_experiment
 

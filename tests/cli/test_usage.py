@@ -173,7 +173,7 @@ WRONG = [
     (["experiment", "fig7-paths", "--set", "prompts"], "'prompts' is not a setting"),
     (
         ["experiment", "fig1-incoming", "--models", "toy", "--set", 'models=["toy-ar"]'],
-        "both name the models; give one",
+        "--models and --set both name the models; give one",
     ),
     (["eval", "--tasks", "toy_problems", "--generation", "seed=4"], "give --seed in place of --generation"),
     (
