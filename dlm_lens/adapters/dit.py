@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionMixin
 from dlm_lens.adapters.original_fields import OriginalFields
-from dlm_lens.attention.cache_argument import CURRENT
+from dlm_lens.attention.cache_argument import CURRENT, NEW
 
 HUB_NAMES = {
     "hidden_dim": "hidden_size",
@@ -301,7 +301,7 @@ class DiTModel(LlamaModel):
         Raises:
             ValueError: not exactly one of ids and embeddings.
         """
-        past_key_values = kwargs.pop("cache", past_key_values)
+        past_key_values = kwargs.pop(NEW, past_key_values)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if isinstance(attention_mask, Mapping):  # as block networks pass it to hosts with several kinds of layers

@@ -16,7 +16,7 @@ from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
 )
 
 from dlm_lens.attention import additive_mask, position_ids
-from dlm_lens.attention.cache_argument import CURRENT
+from dlm_lens.attention.cache_argument import CURRENT, NEW
 
 IMAGES = ("pixel_values", "image_position_ids", "mm_token_type_ids")
 """What transformers' processor returns beside ids for a prompt with images."""
@@ -143,7 +143,7 @@ class CanvasModel(DiffusionGemmaModel):
             )
         if self_conditioning_logits is not None:
             self_conditioning_logits = self.hook_self_conditioning(self_conditioning_logits)
-        past_key_values = kwargs.pop("cache", past_key_values)
+        past_key_values = kwargs.pop(NEW, past_key_values)
         if input_ids is None or decoder_input_ids is not None:
             return super().forward(
                 input_ids=input_ids,

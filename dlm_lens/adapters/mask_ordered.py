@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import additive_mask
-from dlm_lens.attention.cache_argument import CURRENT
+from dlm_lens.attention.cache_argument import CURRENT, NEW
 
 
 class MaskOrderedDecoder:
@@ -38,7 +38,7 @@ class MaskOrderedDecoder:
         Raises:
             ValueError: embeddings without ids and without such a mask.
         """
-        past_key_values = kwargs.pop("cache", past_key_values)
+        past_key_values = kwargs.pop(NEW, past_key_values)
         whole = isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4)
         if input_ids is not None and not whole:
             attention_mask = {"full_attention": self._order(input_ids, attention_mask, past_key_values)}

@@ -14,7 +14,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.attention import SinkLayout, add_hook_points, hooked_attentions, predicting_position
-from dlm_lens.attention.cache_argument import CURRENT
+from dlm_lens.attention.cache_argument import CURRENT, NEW
 
 LLADA_SAMPLER = {
     "steps": 128,
@@ -204,7 +204,7 @@ class MaskedDiffusionMixin(nn.Module):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **{CURRENT: kwargs.pop("cache", past_key_values)},
+            **{CURRENT: kwargs.pop(NEW, past_key_values)},
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             logits_to_keep=0 if whole else logits_to_keep,

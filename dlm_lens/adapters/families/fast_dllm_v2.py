@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin
 from dlm_lens.adapters.registry import Family
 from dlm_lens.attention import additive_mask, own_blocks
-from dlm_lens.attention.cache_argument import CURRENT
+from dlm_lens.attention.cache_argument import CURRENT, NEW
 
 SAMPLER = {
     "gen_length": 128,
@@ -73,7 +73,7 @@ class FastDllmV2Decoder(Qwen2Model):
         With a cache the queries follow the cached positions.
         """
         given = input_ids if input_ids is not None else inputs_embeds
-        past_key_values = kwargs.pop("cache", past_key_values)
+        past_key_values = kwargs.pop(NEW, past_key_values)
         whole = isinstance(attention_mask, dict) or (attention_mask is not None and attention_mask.ndim == 4)
         if given is not None and not whole:
             attention_mask = {"full_attention": self._blocks(given, attention_mask, past_key_values)}
