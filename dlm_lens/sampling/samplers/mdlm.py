@@ -113,8 +113,8 @@ def log_probabilities(
 ) -> Float[Tensor, "n d_vocab"]:
     """Ln p(x0) of masked positions in the SUBS parameterisation (2406.07524, section 3.2.3): [MASK] has none.
 
-    Of an unmasked position the original's is 0 for its token and -inf for all others. It subtracts a logsumexp, so
-    that both have the dtype of the logits (`rounded_twice`).
+    Of an unmasked position the original's is 0 for its token and -inf for all others. With `rounded_twice`, as in
+    the original, the logsumexp is rounded to the dtype of the logits before it is subtracted.
     """
     if mask is not None:
         logits = logits.index_fill(-1, torch.tensor([mask], device=logits.device), -torch.inf)
