@@ -12,6 +12,7 @@ LIKELIHOOD_METHODS = ("mc", "chain_rule", "greedy_completion")
 
 ELSEWHERE = {
     "alg": ("remasking",),
+    "anchor_eosbos": ("delimiter",),
     "block_size": ("block_length",),
     "confidence_threshold": ("threshold",),
     "denoising_steps": ("steps_per_block",),
@@ -24,6 +25,7 @@ ELSEWHERE = {
     "max_new_tokens": ("gen_length",),
     "max_tokens": ("gen_length",),
     "n_future_tokens": ("window_length",),
+    "num_denoising_steps": ("steps",),
     "num_diffusion_steps": ("steps",),
     "num_steps": ("steps", "steps_per_block"),
     "p_nucleus": ("top_p",),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions
-from dlm_lens.sampling.samplers.duo import DuoSettings, Levels, levels_of, posterior
+from dlm_lens.sampling.samplers.duo import DuoSettings, levels_of
+from dlm_lens.sampling.samplers.uniform_posterior import Levels, posterior
 from dlm_lens.sampling.stored_run import StoredRun
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64

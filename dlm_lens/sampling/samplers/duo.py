@@ -2,27 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
 from dlm_lens.sampling.algorithm_registry import Algorithm
-from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
-from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.dream import filtered
-from dlm_lens.sampling.samplers.mdlm import (
-    NoiseConditionedSampler,
-    SelectLikelier,
-    exponential,
-    log_probabilities,
-)
+from dlm_lens.sampling.samplers.mdlm import NoiseConditionedSampler, SelectLikelier, log_probabilities
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
+from dlm_lens.sampling.samplers.uniform_posterior import Levels, PosteriorPropose
 from dlm_lens.sampling.settings import at_least_one, inner_eps, not_negative, nucleus, of_run, random_settings
 from dlm_lens.sampling.special_ids import SpecialIds
 
@@ -67,27 +62,6 @@ class DuoSettings:
         return torch.linspace(1, self.eps, self.steps + 1, dtype=dtype)
 
 
-class Levels(NamedTuple):
-    """A step's noise: from t to s, alpha is the share of the tokens that are the text's.
-
-    Args:
-        sigma: what the network is given.
-        alpha_t: alpha(t) = 1 - (1 - 1e-3) t.
-        alpha_s: alpha(s); 1 where the noise is removed.
-        drawn: whether tokens are drawn, or the most likely ones taken.
-    """
-
-    sigma: float
-    alpha_t: Float[Tensor, ""]
-    alpha_s: Float[Tensor, ""]
-    drawn: bool = True
-
-    @property
-    def removed(self) -> "Levels":
-        """The same from t to 0."""
-        return self._replace(alpha_s=torch.ones_like(self.alpha_t))
-
-
 def alpha_of(t: Float[Tensor, "*time"]) -> Float[Tensor, "*time"]:
     """Alpha(t) = 1 - (1 - 1e-3) t, of the log-linear schedule."""
     return 1 - (1 - NOISE_EPS) * t
@@ -104,85 +78,12 @@ def levels_of(settings: DuoSettings, index: int, *, reference_quirks: bool = Fal
     return levels._replace(alpha_s=alpha_of(s))
 
 
-def posterior(
-    likely: Float[Tensor, "n d_vocab"], seen: Int[Tensor, "n"], levels: Levels
-) -> Float[Tensor, "n d_vocab"]:
-    """Weights of q(x_s | x_t, x_theta) of uniform noise (2506.10892; s-sahoo/duo, algo.py).
-
-    With x = x_theta, V tokens and a = alpha_t / alpha_s, Bayes' rule from the prior alpha_s x_j + (1 - alpha_s) / V
-    and the likelihood (1 - a) / V + a [j = x_t] gives, up to a factor,
-
-        w_j = (alpha_s - alpha_t) x_j + (1 - a) (1 - alpha_s) / V + [j = x_t] (alpha_t V x_j + a - alpha_t).
-
-    X is what the other tokens tell of this one; what x_t itself tells is the likelihood. The weights sum to
-    alpha_t V x_i + 1 - alpha_t, i = x_t.
-
-    Args:
-        likely: x, the network's probabilities of the text's token.
-        seen: x_t.
-        levels: of the step.
-    """
-    alpha_t, alpha_s = levels.alpha_t, levels.alpha_s
-    size, ratio = likely.shape[-1], alpha_t / alpha_s
-    noise = (1 - ratio) * (1 - alpha_s) / size
-    weights = float(alpha_s - alpha_t) * likely + float(noise)
-    here = seen[:, None]
-    return weights.scatter_add(-1, here, float(alpha_t * size) * likely.gather(-1, here) + float(ratio - alpha_t))
-
-
-class DuoPropose(nn.Module):
-    """x_s drawn from q(x_s | x_t, x_theta), and the probability that its token is the text's and not noise.
-
-    Given x_s = j the latter is alpha_s x_j / (alpha_s x_j + (1 - alpha_s) / V), whatever x_t is: the two terms of
-    the prior of `posterior`. It is 1 where the noise is removed.
-
-    Attributes:
-        levels: of the step.
-    """
-
-    levels = Levels(0.0, torch.tensor(0.5), torch.tensor(1.0))
+class DuoPropose(PosteriorPropose):
+    """x_s of Duo: the tokens' probabilities are those within the nucleus."""
 
     def __init__(self, settings: DuoSettings, noise: Noise, *, reference_quirks: bool) -> None:
-        super().__init__()
-        self.settings, self.noise, self.reference_quirks = settings, noise, reference_quirks
-
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        eligible: Bool[Tensor, "batch position"],
-    ) -> Proposal:
-        """Return x_s for every evaluated position and the confidence of the eligible ones."""
-        likely = self.probabilities(logits)
-        seen = canvas[evaluated].to(likely.device)
-        if self.levels.drawn:
-            weights = self.weights(likely, seen)
-            uniform = self.noise.columns(evaluated, eligible, likely.shape[-1]).to(weights)
-            chosen = most_likely(weights / exponential(uniform, reference_quirks=self.reference_quirks))
-        else:
-            chosen = most_likely(likely)
-        share = self.share(likely, seen, chosen)
-        confidence = torch.full(canvas.shape, -torch.inf, dtype=share.dtype, device=canvas.device)
-        confidence = confidence.masked_scatter(evaluated, share.to(canvas.device))
-        tokens = canvas.masked_scatter(evaluated, chosen.to(canvas.device))
-        return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
-
-    def weights(
-        self, likely: Float[Tensor, "evaluated d_vocab"], seen: Int[Tensor, "evaluated"]
-    ) -> Float[Tensor, "evaluated d_vocab"]:
-        """Of x_s, up to a factor for each position."""
-        return posterior(likely, seen, self.levels)
-
-    def share(
-        self,
-        likely: Float[Tensor, "evaluated d_vocab"],
-        seen: Int[Tensor, "evaluated"],
-        chosen: Int[Tensor, "evaluated"],
-    ) -> Float[Tensor, "evaluated"]:
-        """The probability that the tokens `chosen` are the text's."""
-        text = float(self.levels.alpha_s) * likely.gather(-1, chosen[:, None])[:, 0]
-        return (text / (text + float(1 - self.levels.alpha_s) / likely.shape[-1])).nan_to_num(1.0)
+        super().__init__(noise, reference_quirks=reference_quirks)
+        self.settings = settings
 
     def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
         """P(x_0) within the nucleus, in float64; the original's log-softmax has the dtype of the logits."""
@@ -241,22 +142,6 @@ class DuoSampler(NoiseConditionedSampler, UniformNoiseSampler):
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
         """The noise of the step."""
         self.propose.levels = self.levels(plan)
-
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step."""
-        self.prepare(masked, plan)
-        running = self.running(masked, plan)
-        proposal = Proposal(*self.propose(canvas, logits, evaluated, running))
-        decided = self.select(proposal.confidence, running, self.count(running, masked, plan))
-        self._open = torch.where(running, ~decided, self._open)
-        return self.canvas_after(canvas, proposal, running & masked, running & ~masked), proposal, decided & masked
 
 
 ALGORITHM = Algorithm("duo", DuoSettings, DuoSampler, random_settings, corruption=UniformCorruption())

@@ -10,7 +10,8 @@ from torch import Tensor
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
-from dlm_lens.sampling.samplers.duo import DuoPropose, DuoSampler, DuoSettings, Levels, alpha_of, posterior
+from dlm_lens.sampling.samplers.duo import DuoPropose, DuoSampler, DuoSettings, alpha_of
+from dlm_lens.sampling.samplers.uniform_posterior import Levels, posterior
 from dlm_lens.sampling.settings import random_settings
 
 MODES = ("pure-posterior", "pure-pc", "constant-ETA", "constant-remdm-ETA", "max-capped-ETA", "max-rescale-ETA")

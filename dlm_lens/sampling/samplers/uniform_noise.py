@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import Revise, Sampler
 
@@ -82,6 +82,22 @@ class UniformNoiseSampler(Sampler):
     def _first_span(self, start: int, stop: int) -> tuple[int, int]:
         """The part of the answer that is random at first: all of it."""
         return start, stop
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        masked: Bool[Tensor, "batch position"],
+        plan: StepPlan,
+    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
+        """One step: every running position takes its proposal, and is decided where `select` chooses it."""
+        self.prepare(masked, plan)
+        running = self.running(masked, plan)
+        proposal = Proposal(*self.propose(canvas, logits, evaluated, running))
+        decided = self.select(proposal.confidence, running, self.count(running, masked, plan))
+        self._open = torch.where(running, ~decided, self._open)
+        return self.canvas_after(canvas, proposal, running & masked, running & ~masked), proposal, decided & masked
 
     def state(self) -> dict[str, Tensor]:
         """What is open."""
