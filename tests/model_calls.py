@@ -30,7 +30,7 @@ class Case:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Of a short run in which positions are decided, revised and opened again."""
-        if self.family == "duo":
+        if self.family in ("duo", "sumi"):
             return {"gen_length": 16, "seed": 1, "steps": 4}
         steps = {"steps_per_block": 3} if self.family == "diffusion_gemma" else {"steps": 5}
         return {"gen_length": 16, "seed": 1, "entropy_bound": 12.0, "stability_threshold": None, **steps}

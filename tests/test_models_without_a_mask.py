@@ -9,7 +9,7 @@ import pytest
 from dlm_lens import evaluation, hooks, probes, recording, sampling, sinks, training, viz
 from tests.model_calls import CALLS, Case
 
-FAMILIES = ("diffusion_gemma", "uniform_qwen", "duo")
+FAMILIES = ("diffusion_gemma", "uniform_qwen", "duo", "sumi")
 ROOMS = {"hooks": hooks, "probes": probes, "recording": recording, "sampling": sampling, "sinks": sinks, "viz": viz,
          "evaluation": evaluation, "training": training}  # fmt: skip
 
@@ -23,13 +23,11 @@ NOT_TRAINED = "is not trained here: it predicts its canvas alone, after an encod
 NO_EDGES = "has an encoder, through which a prompt acts outside the edges of one stack"
 NOT_WHOLE = "and DiffusionGemmaLM has its prompt in an encoder of its own"
 KEYS = "the canvas of DiffusionGemmaLM reads the prompt's keys from its encoder"
-NO_ENCODER = "UniformQwenForDiffusion has no encoder"
-ENCODERLESS = dict.fromkeys(
-    ("hooks.at_encoder", "replay at_encoder", "hooks.capture encoder"), "DuoForDiffusion has no encoder"
-)
+NO_ENCODER = "ForDiffusion has no encoder"
+ENCODERLESS = dict.fromkeys(("hooks.at_encoder", "replay at_encoder", "hooks.capture encoder"), NO_ENCODER)
 NO_BRIDGE = "takes the layouts of Llama, Qwen2, Qwen3 and GPT-2"
 OTHERS_ONLY = "predicts a token from the others, and its sampler counts the token itself beside that"
-WITH_MASKS = "hides tokens with [MASK], and DuoForDiffusion is a model of uniform noise without one"
+WITH_MASKS = "ForDiffusion is a model of uniform noise without one"
 LIKELIHOODS = dict.fromkeys(
     ("sampling.log_likelihood", "sampling.log_likelihood chain rule", "evaluation.evaluate choice", "cli eval"),
     NO_LIKELIHOOD,
@@ -40,6 +38,13 @@ REFUSED: dict[str, dict[str, str]] = {
         **ENCODERLESS, "bridge": NO_BRIDGE, "sampling.log_likelihood chain rule": WITH_MASKS,
         "probes.train_tuned_lens": "a tuned lens is trained without one",
         "probes.edge_attribution": "DiTLayer has a norm or a gate between the heads and the residual stream",
+        "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
+        "training.evaluation_loss": OTHERS_ONLY, "training.sink_statistics": OTHERS_ONLY,
+        "training.MaskedDiffusionTrainer": OTHERS_ONLY,
+    },
+    "sumi": {
+        **ENCODERLESS, "sampling.log_likelihood chain rule": WITH_MASKS,
+        "sampling.denoise remasking": "remasking 'random' is none of Sumi's",
         "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
         "training.evaluation_loss": OTHERS_ONLY, "training.sink_statistics": OTHERS_ONLY,
         "training.MaskedDiffusionTrainer": OTHERS_ONLY,
@@ -59,8 +64,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "uniform_qwen": {
         **LIKELIHOODS,
-        "hooks.at_encoder": NO_ENCODER, "replay at_encoder": NO_ENCODER, "hooks.capture encoder": NO_ENCODER,
-        "sampling.denoise quirks": "has no reference quirks",
+        **ENCODERLESS, "sampling.denoise quirks": "has no reference quirks",
         "training.MaskedDiffusionLoss": "has no mask token; train it with UniformDiffusionLoss",
     },
 }  # fmt: skip

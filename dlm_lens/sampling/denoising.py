@@ -72,7 +72,7 @@ def denoise(
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); 0 for none.
         remasking: the rule that chooses which positions are unmasked: LLaDA "low_confidence" or "random"; Dream
             "origin", "maskgit_plus", "topk_margin", "entropy" or "confidence_threshold"; SMDM "origin" or "greedy"
-            (also as its code spells it).
+            (also as its code spells it); Sumi "ancestral", "adaptive" or "greedy".
         seed: one number, or one per row; None for a fresh number, kept in the run's `settings["seeds"]`.
         logits: evaluate the head only where the sampler needs it, or everywhere.
         on_logits: called as (step, canvas, logits [batch, position, d_vocab]) before they are used; for an AR
@@ -89,10 +89,11 @@ def denoise(
             MMaDA: those of the blocks, and padding seen as content under guidance; Dream: one budget averaged over
             the rows; SMDM: one budget and one ranking for the batch, noise drawn at temperature 0; dllm: masks in
             the prompt compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; MDLM and SEDD:
-            draws in float32, every step runs; Duo: its schedule in float32; LLaDA2: rows do not end, masks in the
-            prompt's whole blocks stay; Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not
-            seen, a block begins greedily; WeDLM and SDLM: the window reaches beyond the answer;
-            Nemotron-Labs-Diffusion and Efficient-DLM: a row's end stops its block for all rows.
+            draws in float32, every step runs; Duo: its schedule in float32; Sumi: draws in float32, `canvas_length`
+            counts the prompt; LLaDA2: rows do not end, masks in the prompt's whole blocks stay;
+            Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not seen, a block begins
+            greedily; WeDLM and SDLM: the window reaches beyond the answer; Nemotron-Labs-Diffusion and
+            Efficient-DLM: a row's end stops its block for all rows.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.
@@ -103,7 +104,8 @@ def denoise(
             MMaDA: eot_token, which ends a row after the block that ends with it; Dream: top_p, top_k, alg_temp,
             eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md); SMDM: eps; dllm: schedule,
             stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens; MDLM and SEDD:
-            predictor, noise_removal, eps; Duo: noise_removal, eps, top_p; BD3-LM: first_hitting, steps_per_block,
+            predictor, noise_removal, eps; Duo: noise_removal, eps, top_p; Sumi: canvas_length, delimiter, schedule,
+            min_log_snr, max_log_snr, tokens_per_step; BD3-LM: first_hitting, steps_per_block,
             nucleus_p, use_cache; LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop,
             and for 2.1 editing_threshold, max_post_steps, num_to_transfer; SDAR: steps_per_block, threshold,
             entropy_bound, top_k, top_p, stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound,

@@ -166,7 +166,7 @@ def test_probabilities_of_a_part_of_the_positions_at_a_time_give_the_same_run(
 def test_without_delimiter_and_context_the_canvas_is_the_answer() -> None:
     model = tiny("sumi")
     run = dl.denoise(model, PROMPTS[1], gen_length=7, steps=2, canvas_length=None, delimiter=False)
-    assert run.tokens.shape == (1, 24 + 3)  # tiny's default, which None does not change
+    assert run.tokens.shape == (1, 32 + 3)  # tiny's default, which None does not change
     bare = dl.denoise(model, PROMPTS[1], gen_length=7, steps=2, canvas_length=7, delimiter=False)
     assert bare.tokens.shape == (1, 10)
     assert bool(bare.open[0, 0, 3:].all())

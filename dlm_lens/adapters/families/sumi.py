@@ -75,5 +75,5 @@ FAMILY = Family(
     hub_names=("tohoku-nlp/sumi-7b",),
     # config.json has them; a file without them names none.
     special_ids={100278: {"bos": 100256, "eos": 100257, "pad": 100277}},
-    tiny={"bos_token_id": 60, "sampler_defaults": {"canvas_length": 24}},
+    tiny={"bos_token_id": 60, "sampler_defaults": {"canvas_length": 32}},
 )
