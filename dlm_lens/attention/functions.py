@@ -187,7 +187,7 @@ def attend(
         _boolean_if_integer(attention_mask),
         scaling,
         dropout,
-        spare_logits(module) if spare is None else spare,
+        spare_logits(module, query.device) if spare is None else spare,
         options.pop("query_start", None),
         options,
     ).run()
@@ -317,8 +317,10 @@ class _Call:
         if len(column_calls(pattern)) > 1:
             return True
         calls = column_calls(scores, pattern)
-        # Streams take rows of softmax(q k^T) that sum to 1.
         if (calls or self.module.hook_z.readers) and self._unusual():
+            return True
+        # Streams mix rows that sum to 1; statistics know of the spare entry.
+        if calls and self.spare is not None:
             return True
         # They mix the values without dropout, which is 0 but in training.
         if calls and self.dropout:
@@ -328,9 +330,9 @@ class _Call:
         return name == "sdpa" and (self.options.get("softcap") is not None or (self.spare is not None and bare))
 
     def _unusual(self) -> bool:
-        """Whether rows of the pattern are not softmax(q k^T) over the visible keys."""
+        """Whether scores are not q k^T of the visible keys."""
         options = (self.options.get(option) for option in ("softcap", "position_bias"))
-        return self.spare is not None or any(each is not None for each in options) or _biases(self.mask)
+        return any(each is not None for each in options) or _biases(self.mask)
 
     def _inputs(self, q: Tensor, mask: Any, own_start: int | None = None) -> AttentionInputs:
         visible = mask
@@ -354,6 +356,7 @@ class _Call:
             causal=causal,
             own_start=own_start,
             window=smallest_window(self.module.config),
+            spare=self.spare,
         )
 
 

@@ -25,8 +25,10 @@ class AttentionInputs:
         own_start: position of the first query among the keys; None if the queries are the last positions.
         pattern: the pattern that mixed the values, edits included, where it was materialised.
         z: the output of attention before its projection, with the edits of hooks at `hook_z`, where it is known.
-        lse: log-sum-exp of every query's visible scores, where the fused kernel returned it; 0 for a query that
-            sees no key.
+        lse: log-sum-exp of every query's visible scores, and of its spare entry, where the fused kernel returned
+            it; 0 for a query that sees nothing.
+        spare: b of every head's spare softmax entry, exp(b) in the denominator of its rows, which sum to less than
+            1; None for none.
         window: the smallest sliding window that the layer may have, which `visible` includes; None if it has none.
     """
 
@@ -43,6 +45,7 @@ class AttentionInputs:
     z: Float[Tensor, "batch query head d_head"] | None = None
     lse: Float[Tensor, "batch head query"] | None = None
     window: int | None = None
+    spare: Float[Tensor, "head"] | None = None
 
     @property
     def first(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.kernel_selection import run_kernels
-from dlm_lens.attention.streaming import received_by_class, visibility_of
+from dlm_lens.attention.streaming import received_by_class, row_lse, visibility_of
 from dlm_lens.attention.tile_sums import QUERY_STATS, CountedQueries, QueryStat, sums_in_tiles
 from dlm_lens.attention.tiled import pattern_tiles
 
@@ -65,6 +65,8 @@ def pattern_stats(
         stats = tiles()
     elif inputs.q.device.type == "cpu":
         stats = _in_cache(inputs, weights, wanted, counted, canvas)
+    elif inputs.spare is not None:  # the kernels normalise rows themselves
+        stats = tiles()
     else:
         stats = run_kernels(lambda: _in_kernels(inputs, weights, wanted, canvas), tiles, inputs.q, inputs.k)
     if counted is None:
@@ -145,5 +147,5 @@ def _in_cache(
     shares = q.new_zeros(1, 0, q.shape[2], dtype=torch.float32) if weights is None else weights.float()
     every = torch.ones(1, q.shape[2], dtype=torch.bool) if counted is None else counted
     queries = CountedQueries(every | shares.ne(0).any(1), inputs.own, keys if canvas is None else canvas, wanted)
-    sums, rows = sums_in_tiles(q, inputs.k, inputs.scale, visible, shares, causal, inputs.lse, queries)
-    return PatternStats(None if weights is None else sums, rows.statistics(wanted))
+    sums, rows = sums_in_tiles(q, inputs.k, inputs.scale, visible, shares, causal, row_lse(inputs), queries)
+    return PatternStats(None if weights is None else sums, rows.statistics(wanted, of_one=inputs.spare is None))

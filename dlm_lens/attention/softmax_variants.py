@@ -25,8 +25,13 @@ def check_softmax(name: str, sinks: int) -> None:
         raise ValueError(f"softmax {name!r} and {sinks} sink tokens cannot be combined; choose one")
 
 
-def spare_logits(attention: Any) -> Float[Tensor, "head"] | None:
-    """The b of every head of an attention module, or None for the standard softmax."""
+def spare_logits(attention: Any, device: torch.device) -> Float[Tensor, "head"] | None:
+    """The b of every head of an attention module, or None for the standard softmax.
+
+    Args:
+        attention: the module.
+        device: of its queries; the weights of an offloaded module are elsewhere.
+    """
     config = attention.config
     name = getattr(config, "softmax", "standard")
     if name == "standard":
@@ -34,7 +39,7 @@ def spare_logits(attention: Any) -> Float[Tensor, "head"] | None:
     if name == "sink_logits":
         logits: Tensor = attention.sink_logits
         return logits
-    return torch.zeros(config.num_attention_heads, device=attention.q_proj.weight.device)
+    return torch.zeros(config.num_attention_heads, device=device)
 
 
 def rows_of_one(pattern: Float[Tensor, "*leading key"]) -> Float[Tensor, "*leading key"]:

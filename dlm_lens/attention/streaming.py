@@ -18,7 +18,7 @@ from dlm_lens.attention.column_stats import ColumnStats, DeferredColumnStats, ex
 from dlm_lens.attention.hook_attachment import ColumnCall
 from dlm_lens.attention.hook_context import PointContext
 from dlm_lens.attention.inputs import AttentionInputs
-from dlm_lens.attention.received import received_sums
+from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.tiled import pattern_rows, pattern_tiles
 
 TILE = 128
@@ -118,12 +118,21 @@ def received_by_class(
             visible=visible,
             queries=weights,
             causal=causal,
-            lse=inputs.lse,
+            lse=row_lse(inputs),
         )
     sums = torch.zeros(*inputs.q.shape[:2], weights.shape[1], inputs.k.shape[2], device=inputs.q.device)
     for rows, pattern in pattern_tiles(inputs):
         sums += weights[:, None, :, rows] @ pattern
     return sums.transpose(1, 2)
+
+
+def row_lse(inputs: AttentionInputs) -> Float[Tensor, "batch head query"] | None:
+    """The log-sum-exp of every row, with its spare entry; None without one where the kernel returned nothing."""
+    if inputs.spare is None or inputs.lse is not None:
+        return inputs.lse
+    visible, causal = visibility_of(inputs)
+    own = attention_lse(inputs.q, inputs.k, scale=inputs.scale, visible=visible, causal=causal)
+    return torch.logaddexp(own, inputs.spare.to(own)[:, None])
 
 
 def visibility_of(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch #head #query key"] | None, bool]:

@@ -155,11 +155,21 @@ class RowSums(NamedTuple):
         """The sums of queries that see no key."""
         return torch.zeros(len(cls._fields), *shape, dtype=torch.float32)
 
-    def statistics(self, wanted: Collection[QueryStat]) -> dict[QueryStat, Tensor]:
-        """The wanted statistics."""
+    def statistics(self, wanted: Collection[QueryStat], *, of_one: bool = True) -> dict[QueryStat, Tensor]:
+        """The wanted statistics.
+
+        Args:
+            wanted: their names.
+            of_one: rows of the pattern sum to 1; else 2^s is the pattern, whose rows have a spare entry.
+        """
         empty = self.total.isinf() | (self.total == 0)
-        total = self.total.masked_fill(empty, torch.inf)  # whatever is divided by it vanishes
         found: dict[QueryStat, Tensor] = {}
+        if not of_one:
+            future = self.total - self.sinks - self.past - self.itself
+            sums: dict[QueryStat, Tensor] = {"entropy": -self.product / LOG2E, "self": self.itself}
+            sums |= {"past": self.past, "future": future}
+            return {name: each.masked_fill(empty, 0.0) for name, each in sums.items() if name in wanted}
+        total = self.total.masked_fill(empty, torch.inf)  # whatever is divided by it vanishes
         if "entropy" in wanted:
             # log sum_j 2^s_j - sum_j A_ij s_j of the scores s_j, which are at most 0: both terms are positive.
             mean = self.product / total
@@ -244,8 +254,10 @@ def tiled_received_sums(
     lse: Float[Tensor, "batch head query"] | None = None,
 ) -> Float[Tensor, "batch klass head key"]:
     """`received_sums` in tiles of torch, on any device."""
-    if q.device.type != "cpu" or needs_grad(q, k, weights):
+    if needs_grad(q, k, weights):
         return batched_received_sums(q, k, scale, visible, weights, causal)
+    if q.device.type != "cpu":
+        return batched_received_sums(q, k, scale, visible, weights, causal, lse)
     queries = CountedQueries(weights.ne(0).any(1), torch.arange(q.shape[2]), k.shape[2])
     return sums_in_tiles(q, k, scale, visible, weights, causal, lse, queries)[0]
 

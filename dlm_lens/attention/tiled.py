@@ -408,13 +408,21 @@ def _batched_scores(
 
 
 def batched_received_sums(
-    q: Tensor, k: Tensor, scale: float, visible: Tensor | None, weights: Tensor, causal: bool
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    visible: Tensor | None,
+    weights: Tensor,
+    causal: bool,
+    lse: Tensor | None = None,
 ) -> Float[Tensor, "batch klass head key"]:
     """`received_sums` in tiles over all rows and heads, with a gradient."""
     received = q.new_zeros(q.shape[0], q.shape[1], weights.shape[1], k.shape[2], dtype=torch.float32)
     for rows, scores in _batched_scores(q, k, scale, visible, causal):
         empty = (scores == -torch.inf).all(-1, keepdim=True)
-        pattern = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+        scores = scores.masked_fill(empty, 0.0)
+        pattern = scores.softmax(-1) if lse is None else (scores - lse[:, :, rows, None]).exp()
+        pattern = pattern.masked_fill(empty, 0.0)
         received = received + weights[:, None, :, rows] @ pattern
     return received.transpose(1, 2)
 
@@ -461,9 +469,14 @@ def _tile_at_once(
     q = rearrange(inputs.q[:, :, rows].float() * inputs.scale, "b (g n) q d -> b g n q d", g=keys.shape[1])
     scores = rearrange(q @ keys.unsqueeze(2).mT, "b g n q k -> b (g n) q k")
     visible = inputs.seen(rows)
-    if visible is None:
-        return scores.softmax(-1)
-    return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1) * visible
+    if visible is not None:
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if inputs.spare is None:
+        pattern = scores.softmax(-1)
+    else:
+        spare = inputs.spare.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        pattern = torch.cat([scores, spare], -1).softmax(-1)[..., :-1]
+    return pattern if visible is None else pattern * visible
 
 
 def _tile_by_head(inputs: AttentionInputs, keys: Tensor, rows: slice) -> Float[Tensor, "batch head tile key"]:
@@ -478,6 +491,8 @@ def _tile_by_head(inputs: AttentionInputs, keys: Tensor, rows: slice) -> Float[T
             scores = score_tile(q[row, head], keys[row, head // groups], pattern[row, head])
             if hidden is not None:
                 hide_(scores, hidden[row % len(hidden), head % hidden.shape[1]].expand_as(scores))
-            _, total = exponentials_(scores)
+            top, total = exponentials_(scores)
+            if inputs.spare is not None:
+                total = total + (inputs.spare[head] * LOG2E - top[..., 0]).exp2()
             torch.div(scores, total[:, None], out=pattern[row, head])
     return pattern

@@ -131,7 +131,11 @@ class NativeAttention:
         points = _PatternPoints(
             self.hook_attn_scores, self.hook_pattern, causal=self.is_causal, training=self.training
         )
-        options = {"scaling": native.scaling, "dropout": self._dropout(), "spare_logits": spare_logits(native)}
+        options = {
+            "scaling": native.scaling,
+            "dropout": self._dropout(),
+            "spare_logits": spare_logits(native, q.device),
+        }
         return hooked_attention(points, q, k, v, mask, **options)  # type: ignore[arg-type]
 
     def _dropout(self) -> float:

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 import dlm_lens
+from dlm_lens.attention import AttentionInputs, received_by_class
+from dlm_lens.attention.pattern_reductions import TileStats, pattern_stats
+from dlm_lens.attention.tile_sums import QUERY_STATS
+from dlm_lens.attention.tiled import pattern_tiles
 from dlm_lens.testing import tiny
-from tests.reference import forward64
+from tests.reference import forward64, softmax64
 
 FAMILIES = ["sink_qwen", "sink_llama"]
 IDS = torch.tensor([[60, 60, 3, 9, 27, 17, 51], [1, 2, 4, 8, 16, 32, 11]])
@@ -107,3 +111,72 @@ def test_received_attention_counts_what_is_left() -> None:
     # One row of queries, all of which count: relative to uniform attention r_j / 1.
     torch.testing.assert_close(received.values[0, 0, 1], patterns[0][0].sum(-2), rtol=1e-4, atol=1e-5)
     assert float(received.values[0, 0, 1].sum(-1).max()) < 10 - 0.05
+
+
+@pytest.mark.parametrize("length", [9, 700])  # one tile for all heads, and tiles of one head
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("hidden", ["nothing", "keys", "later keys"])
+def test_statistics_of_rows_with_a_spare_entry(length: int, known: bool, hidden: str) -> None:
+    """Sums per key and class, and numbers per query, from queries and keys alone, against a float64 pattern."""
+    draw = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(2, heads, length, 8, generator=draw) for heads in (4, 2, 2))
+    spare = torch.tensor([0.0, -3.0, 2.0, 40.0])
+    visible = None
+    if hidden == "keys":
+        visible = torch.rand(2, 1, 1, length, generator=draw) > 0.3
+        visible[1] = False  # a row of the batch that sees nothing
+        visible[1, ..., :1] = True
+    scores = (q.double() @ k.double().repeat_interleave(2, 1).mT) * 0.5
+    seen = torch.ones(2, 4, length, length, dtype=torch.bool)
+    seen = seen if visible is None else seen & visible
+    seen = seen.tril() if hidden == "later keys" else seen
+    pattern = softmax64(scores.masked_fill(~seen, -torch.inf), spare.double())
+    whole = torch.cat(
+        [scores.masked_fill(~seen, -torch.inf), spare.double()[:, None, None].expand(2, -1, length, 1)], -1
+    )
+    lse = whole.logsumexp(-1).float() if known else None
+    inputs = AttentionInputs(0, q, k, v, 0.5, visible, causal=hidden == "later keys", lse=lse, spare=spare)
+    weights = torch.rand(2, 3, length, generator=draw)
+    # Sums of up to 700 numbers of float32.
+    close = {"atol": 3e-5, "rtol": 1e-4}
+    expected = torch.einsum("bcq,bhqk->bchk", weights.double(), pattern)
+    torch.testing.assert_close(received_by_class(inputs, weights).double(), expected, **close)
+    own = torch.arange(length)
+    rows = {
+        "entropy": torch.special.entr(pattern).sum(-1), "self": pattern.diagonal(0, -2, -1),
+        "past": pattern.tril(-1).sum(-1), "future": pattern.triu(1).sum(-1),
+    }  # fmt: skip
+    counted = (own % 3 > 0).expand(2, -1)
+    stats = pattern_stats(inputs, weights, QUERY_STATS, counted=counted)
+    assert stats.sums is not None
+    torch.testing.assert_close(stats.sums.double(), expected, **close)
+    tiles = TileStats(inputs, weights, QUERY_STATS)
+    for some, tile in pattern_tiles(inputs):
+        torch.testing.assert_close(tile.double(), pattern[:, :, some], **close)
+        tiles.add(some, tile)
+    for name, values in rows.items():
+        torch.testing.assert_close(
+            stats.per_query[name].double(), values.masked_fill(~counted[:, None], 0.0), **close, msg=name
+        )
+        torch.testing.assert_close(tiles.result().per_query[name].double(), values, **close, msg=name)
+    assert float(pattern[:, 3].sum(-1).max()) < 1e-6  # attention that goes to the spare entry alone
+
+
+@pytest.mark.parametrize("softmax", ["off_by_one", "sink_logits"])
+def test_statistics_form_no_pattern_and_hooks_do(softmax: str) -> None:
+    found = model("sink_qwen", softmax)
+    patterns: list[Tensor] = []
+    run = {"steps": 2, "gen_length": 6}
+    plain = dlm_lens.denoise(found, "w1 w2 w3", **run)
+    reducers = [dlm_lens.ReceivedAttention(), dlm_lens.RegionMass(), dlm_lens.recording.AttentionEntropy()]
+    recording = dlm_lens.record(found, "w1 w2 w3", reducers, **run)
+    assert recording.run.canvases.equal(plain.canvases)
+    point = found.model.layers[1].self_attn.hook_pattern
+    handle = point.register_forward_hook(lambda module, args, value: patterns.append(value))
+    formed = dlm_lens.record(found, "w1 w2 w3", reducers, **run)
+    handle.remove()
+    assert len(patterns) == 2
+    names = ("received", "region_mass", "entropy")
+    for name in names:
+        found, expected = getattr(recording, name), getattr(formed, name)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4, equal_nan=True, msg=name)

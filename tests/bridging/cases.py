@@ -21,6 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smdm-sink": ("smdm", {"num_sinks": 1}),
     "qwen": ("sink_qwen", {}),
     "uniform": ("uniform_qwen", {}),
+    "sumi": ("sumi", {}),
     "sink": ("sink_qwen", {"num_sinks": 1}),
     "sinks-end": ("sink_qwen", {"num_sinks": 2, "sink_placement": "end"}),
     "zero-sinks": ("sink_qwen", {"num_sinks": 2, "zero_sink_value": True}),
