@@ -53,6 +53,16 @@ LLADA2_EDITING_SAMPLER = {
 }
 """The defaults of ZHZisZZ/dllm's LLaDA21Sampler."""
 
+DMAX_SAMPLER = {
+    "gen_length": 128,
+    "block_length": 32,
+    "temperature": 0.0,
+    "threshold": 0.5,
+    "end_threshold": 0.9,
+    "self_conditioning": "confidence",
+}
+"""Of czg1225/DMax's evaluation on mathematics (eval_llada_dmax_math.sh); gen_length is ours (theirs is 2048)."""
+
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 

@@ -90,9 +90,9 @@ def denoise(
             the rows; SMDM: one budget and one ranking for the batch, noise drawn at temperature 0; dllm: masks in
             the prompt compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; MDLM and SEDD:
             draws in float32, every step runs; Duo: its schedule in float32; Sumi: draws in float32, `canvas_length`
-            counts the prompt; LLaDA2: rows do not end, masks in the prompt's whole blocks stay;
-            Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not seen, a block begins
-            greedily; WeDLM and SDLM: the window reaches beyond the answer; Nemotron-Labs-Diffusion and
+            counts the prompt; LLaDA2: rows do not end, masks in the prompt's whole blocks stay; DMax: a block may be
+            left with masks; Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not seen, a
+            block begins greedily; WeDLM and SDLM: the window reaches beyond the answer; Nemotron-Labs-Diffusion and
             Efficient-DLM: a row's end stops its block for all rows.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
@@ -107,7 +107,8 @@ def denoise(
             predictor, noise_removal, eps; Duo: noise_removal, eps, top_p; Sumi: canvas_length, delimiter, schedule,
             min_log_snr, max_log_snr, tokens_per_step; BD3-LM: first_hitting, steps_per_block,
             nucleus_p, use_cache; LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop,
-            and for 2.1 editing_threshold, max_post_steps, num_to_transfer; SDAR: steps_per_block, threshold,
+            and for 2.1 editing_threshold, max_post_steps, num_to_transfer; DMax: threshold, end_threshold,
+            steps_per_block, self_conditioning, use_cache; SDAR: steps_per_block, threshold,
             entropy_bound, top_k, top_p, stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound,
             t_min, t_max, stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2:
             sub_block_length, threshold, top_p, use_cache, use_block_cache; WeDLM: window_length,

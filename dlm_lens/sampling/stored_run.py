@@ -327,6 +327,7 @@ class StoredCanvases:
         self._at = step
         plan = self._plan_in_run(step)
         self.sampler.at(plan)
+        self.sampler.follow(self.run, step)
         if self._network is not None:
             self._network.enter(plan)
         canvas, masked = (tensor[step].to(self.device) for tensor in (self.run.canvases, self.run.masked))

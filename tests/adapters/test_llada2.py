@@ -118,8 +118,9 @@ def test_released_checkpoints() -> None:
     assert family.special_ids[157184] == {"mask": 156895, "eos": 156892}
     assert set(family.hub_samplers) <= set(family.hub_names)
     assert set(family.hub_block_lengths.values()) == {32}
-    assert {name: "2.1" in name for name in family.hub_names} == {
-        name: name in family.hub_samplers for name in family.hub_names
+    others = {"LLaDA2.1": "llada2_editing", "DMax": "dmax"}
+    assert family.hub_samplers == {
+        name: sampler for name in family.hub_names for part, sampler in others.items() if f"/{part}-" in name
     }
 
 
@@ -191,11 +192,13 @@ def test_a_checkpoint_without_an_expert(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_released_checkpoints_are_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory of the hub's name is found before the hub."""
-    for name, sampler in (("LLaDA2.0-mini", "llada2"), ("LLaDA2.1-mini", "llada2_editing")):
-        (tmp_path / "inclusionAI" / name).mkdir(parents=True)
-        tiny("llada2").save_pretrained(tmp_path / "inclusionAI" / name)
+    own, dmax = ("LLaDA2.0-mini", "LLaDA2.1-mini"), ("DMax-16B", "DMax-Math-16B", "DMax-Coder-16B")
+    names = [*(f"inclusionAI/{name}" for name in own), *(f"Zigeng/{name}" for name in dmax)]
+    for name, sampler in zip(names, ("llada2", "llada2_editing", "dmax", "dmax", "dmax"), strict=True):
+        (tmp_path / name).mkdir(parents=True)
+        tiny("llada2").save_pretrained(tmp_path / name)
         monkeypatch.chdir(tmp_path)
-        model = dl.load(f"inclusionAI/{name}")
+        model = dl.load(name)
         assert type(model).__name__ == "LLaDA2ForMaskedLM"
         run = dl.denoise(model, [[1, 2]], gen_length=2)
         assert (run.settings["sampler"], run.settings["block_length"], run.tokens.shape[1]) == (sampler, 32, 32)

@@ -49,7 +49,7 @@ def until(model: Any, tokens: list[int], *stops: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("sampler", ["llada2", "llada2_editing"])
+@pytest.mark.parametrize("sampler", ["llada2", "llada2_editing", "dmax"])
 def test_texts_end_before_the_whole_block_that_the_canvas_ends_with(sampler: str) -> None:
     model = tiny("llada2", sampler=sampler)
     settings, prompts = {"gen_length": 5, "block_length": 4}, ["w1 w2 w3 w4 w5 w6", "w8 w9"]

@@ -18,6 +18,7 @@ OTHER_SAMPLERS = {"nemotron_labs_diffusion": "efficient_dlm", "llada2": "llada2_
 # SDLM has no Monte Carlo likelihood.
 CASES = [(one, method) for one in FAMILIES for method in ("chain_rule", "mc") if (one, method) != ("sdlm", "mc")]
 CASES += [(f"{one} {sampler}", "chain_rule") for one, sampler in OTHER_SAMPLERS.items()]
+CASES += [("llada2 dmax", method) for method in ("chain_rule", "mc")]
 REDUCERS = [dl.ReceivedAttention(("all", "masked")), AttentionPattern(), RegionMass()]
 
 

@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "causal": {"gen_length": 4, "temperature": 0.7},
     "sdar": MDLM | {"temperature": 0.7},
     "llada2": MDLM | {"temperature": 0.7},
+    "llada2 dmax": MDLM,
     "mdlm": MDLM | {"temperature": 0.7},
     "bd3lm": MDLM | {"temperature": 0.7},
     "sedd": MDLM | {"temperature": 0.7},
@@ -51,7 +52,9 @@ def float64() -> Iterator[Callable[[bool], None]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_runs_and_recordings_are_the_same(family: str, float64: Callable[[bool], None]) -> None:
-    model, reducers, found = tiny(family), [dl.ReceivedAttention(), dl.ValueNorm()], []
+    name, *sampler = family.split()
+    model = tiny(name, **({"sampler": sampler[0]} if sampler else {}))
+    reducers, found = [dl.ReceivedAttention(), dl.ValueNorm()], []
     for wide in (False, True):
         float64(wide)
         found.append(dl.record(model, PROMPTS, reducers, seed=1, **FAMILIES[family]))

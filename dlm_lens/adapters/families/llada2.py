@@ -1,18 +1,26 @@
-"""LLaDA2.0 and 2.1: mixtures of experts that denoise in blocks; Glm4Moe's layers without causality."""
+"""LLaDA2.0, 2.1 and DMax: mixtures of experts that denoise in blocks; Glm4Moe's layers without causality."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
-from torch import nn
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeModel
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.group_limited_experts import EXPERTS, GroupLimitedExperts, fused_projections
-from dlm_lens.adapters.masked_diffusion import LLADA2_EDITING_SAMPLER, LLADA2_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.masked_diffusion import (
+    DMAX_SAMPLER,
+    LLADA2_EDITING_SAMPLER,
+    LLADA2_SAMPLER,
+    MaskedDiffusionMixin,
+)
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family
+from dlm_lens.adapters.soft_inputs import SoftInputs
+from dlm_lens.attention.cache_argument import CURRENT, NEW
 
 NAMES = {
     "num_experts": "n_routed_experts",
@@ -97,7 +105,11 @@ class LLaDA2EditingConfig(LLaDA2Config):
 
 
 class LLaDA2Decoder(Glm4MoeModel):
-    """Glm4Moe's decoder with LLaDA2's router, and a bias in the attention's output where the config says so."""
+    """Glm4Moe's decoder with LLaDA2's router, and a bias in the attention's output where the config says so.
+
+    The child `soft_inputs` is called in passes with `token_confidence`, as DMax's sampler makes them; its output is
+    the input of the first layer.
+    """
 
     def __init__(self, config: LLaDA2Config) -> None:
         super().__init__(config)
@@ -107,7 +119,47 @@ class LLaDA2Decoder(Glm4MoeModel):
                 attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=True)
             if isinstance(layer.mlp, Glm4MoeMoE):
                 layer.mlp = GroupLimitedExperts(config)
+        self.soft_inputs = SoftInputs()
         self.post_init()
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch position"] | None = None,
+        attention_mask: Any = None,
+        position_ids: Int[Tensor, "#batch position"] | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Float[Tensor, "batch position d_model"] | None = None,
+        use_cache: bool | None = None,
+        token_confidence: Float[Tensor, "batch position"] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """States after the last norm, `[batch, position, d_model]`.
+
+        Args:
+            input_ids: tokens.
+            attention_mask: of transformers.
+            position_ids: of every token.
+            past_key_values: keys and values of earlier positions.
+            inputs_embeds: in place of `input_ids`.
+            use_cache: whether keys and values are kept.
+            token_confidence: the probability of each of `input_ids`, whose embedding is mixed with that of [MASK]
+                (`SoftInputs`); -inf where it is not.
+            **kwargs: of transformers' own decoder.
+        """
+        if token_confidence is not None:
+            assert input_ids is not None
+            # The method, not the module: hooks on the embedding see the tokens of the pass alone.
+            mask = self.embed_tokens.forward(input_ids.new_tensor([self.config.mask_token_id]))
+            inputs_embeds = self.soft_inputs(self.embed_tokens(input_ids), mask[0], token_confidence)
+        return super().forward(
+            input_ids=input_ids if token_confidence is None else None,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **{CURRENT: kwargs.pop(NEW, past_key_values)},
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
 
 
 class LLaDA2ForMaskedLM(MaskedDiffusionMixin, Glm4MoeForCausalLM):
@@ -137,6 +189,7 @@ RELEASED_2_0 = tuple(
     f"inclusionAI/LLaDA2.0-{size}{kind}" for size in ("mini", "flash") for kind in ("", "-preview", "-CAP")
 )
 RELEASED_2_1 = ("inclusionAI/LLaDA2.1-mini", "inclusionAI/LLaDA2.1-flash")
+RELEASED_DMAX = ("Zigeng/DMax-16B", "Zigeng/DMax-Math-16B", "Zigeng/DMax-Coder-16B")
 
 FAMILY = Family(
     name="llada2",
@@ -144,10 +197,10 @@ FAMILY = Family(
         "llada2_moe": (LLaDA2Config, LLaDA2ForMaskedLM),
         "llada21_moe": (LLaDA2EditingConfig, LLaDA2EditingForMaskedLM),
     },
-    samplers={"llada2": LLADA2_SAMPLER, "llada2_editing": LLADA2_EDITING_SAMPLER},
-    hub_names=(*RELEASED_2_0, *RELEASED_2_1),
-    hub_samplers=dict.fromkeys(RELEASED_2_1, "llada2_editing"),
-    hub_block_lengths=dict.fromkeys((*RELEASED_2_0, *RELEASED_2_1), 32),
+    samplers={"llada2": LLADA2_SAMPLER, "llada2_editing": LLADA2_EDITING_SAMPLER, "dmax": DMAX_SAMPLER},
+    hub_names=(*RELEASED_2_0, *RELEASED_2_1, *RELEASED_DMAX),
+    hub_samplers=dict.fromkeys(RELEASED_2_1, "llada2_editing") | dict.fromkeys(RELEASED_DMAX, "dmax"),
+    hub_block_lengths=dict.fromkeys((*RELEASED_2_0, *RELEASED_2_1, *RELEASED_DMAX), 32),
     special_ids={157184: {"mask": 156895, "eos": 156892}},
     renames=(
         (r"model\.word_embeddings", "model.embed_tokens"),

@@ -25,7 +25,7 @@ from dlm_lens.attention import (
     padding_before,
 )
 from dlm_lens.sampling.algorithm_registry import algorithms
-from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
 from dlm_lens.sampling.step_attention import StepAttention
 
@@ -344,6 +344,17 @@ class Sampler(nn.Module):
 
     def at(self, plan: StepPlan) -> None:
         """Enter a step, before its passes in runs and reruns; for networks that are given the noise level."""
+
+    def follow(self, run: DenoisingRun, step: int) -> None:
+        """Enter a step of a finished run, after `at`, for networks that are given what the step before proposed.
+
+        Args:
+            run: the finished run, or a part of it.
+            step: of this run.
+
+        Raises:
+            ValueError: the part lacks the step before.
+        """
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Positions that may be unmasked at this step."""

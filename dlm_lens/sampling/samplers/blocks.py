@@ -37,14 +37,14 @@ class BlockSampler(Sampler):
     def network(self, model: Any, first: FirstCanvas) -> BlockLogits:
         """The network of block diffusion."""
         self.open_first = first.masked
-        return BlockLogits(
-            model,
-            first.content,
-            layout=self.block_layout,
-            use_cache=self.use_cache,
-            ignored=self.ignored(model),
-            **self.guidance(model, first),
-        )
+        options = {"use_cache": self.use_cache, **self.guidance(model, first)}
+        return self.block_logits(model, first.content, self.block_layout, **options)
+
+    def block_logits(
+        self, model: Any, content: Bool[Tensor, "batch position"], layout: BlockLayout, **options: Any
+    ) -> BlockLogits:
+        """The logits of these blocks, in runs and in passes over the canvases of a finished one."""
+        return BlockLogits(model, content, layout=layout, ignored=self.ignored(model), **options)
 
     def inputs(
         self,
@@ -55,7 +55,7 @@ class BlockSampler(Sampler):
     ) -> dict[str, Any]:
         """Block causal attention over what a step sees."""
         layout = self.block_layout_of(self.block_length, content, prompt_length)
-        return BlockLogits(model, content, layout=layout, ignored=self.ignored(model)).inputs_of(canvas)
+        return self.block_logits(model, content, layout).inputs_of(canvas)
 
     def block_plans(self, begin: int, positions: int, steps: int) -> list[StepPlan]:
         """So many steps for every block of the run from `begin` on."""

@@ -75,11 +75,16 @@ class SDLMPropose(DreamPropose):
 
 
 class SelectPrefix(SelectFirst):
-    """Choose the eligible positions before the first whose confidence is not above a threshold, at least one."""
+    """Choose the eligible positions before the first whose confidence is too low, at least `count`.
 
-    def __init__(self, threshold: float) -> None:
+    Args:
+        threshold: of the confidence.
+        reached: whether a confidence equal to the threshold is enough; otherwise it has to be above.
+    """
+
+    def __init__(self, threshold: float, *, reached: bool = False) -> None:
         super().__init__()
-        self.threshold = threshold
+        self.threshold, self.reached = threshold, reached
 
     def forward(
         self,
@@ -88,7 +93,8 @@ class SelectPrefix(SelectFirst):
         count: Int[Tensor, "batch"],
     ) -> Bool[Tensor, "batch position"]:
         """Return the positions that this step unmasks."""
-        doubtful = eligible & (confidence <= self.threshold)
+        low = confidence < self.threshold if self.reached else confidence <= self.threshold
+        doubtful = eligible & low
         return super().forward(confidence, eligible, count) | (eligible & (doubtful.cumsum(-1) == 0))
 
 

@@ -110,8 +110,8 @@ def position_or_token(
     does not touch p. One forward pass each; the detector finds the sinks before and after.
 
     A swap between a masked and a decoded position moves the mask. The changed canvas may be unlike those in the
-    training data, so that "neither" is no evidence for either answer. In DiffusionGemma every pass, before a change
-    and after it, is one without self-conditioning: the logits of the step before are not those of a changed canvas.
+    training data, so that "neither" is no evidence for either answer. In DiffusionGemma and DMax every pass, before
+    a change and after it, is one without self-conditioning: the step before did not predict a changed canvas.
 
     Args:
         model: the model of the run.
@@ -174,7 +174,7 @@ def _canvases_of(
     if orders is not None:
         order = torch.stack(list(orders))
         canvases, masked = canvases.gather(1, order), masked.gather(1, order)
-    # The logits that a step is conditioned on (DiffusionGemma) are of its own canvas and the one before.
+    # What a step is conditioned on (DiffusionGemma, DMax) is of its own canvas and the one before.
     algorithm = algorithms().get(str(run.settings.get("sampler")))
     conditioned = algorithm is not None and hasattr(algorithm.settings, "self_conditioning")
     return DenoisingRun.of_canvases(
@@ -183,7 +183,7 @@ def _canvases_of(
         run.attention_mask[row : row + 1],
         prompt_length=run.prompt_length,
         settings={**run.settings, "self_conditioning": "none"} if conditioned else run.settings,
-        computed=tuple(run.computed[step] for step in steps) if conditioned else (),
+        computed=tuple(run.computed[step] for step in steps) if conditioned and run.computed else (),
         spans=[run.spans[step] for step in steps],
         blocks=[run.blocks[step] for step in steps],
         eos_token_ids=run.eos_token_ids,
