@@ -66,7 +66,8 @@ class SerialDepth(ShowsItself):
     interpretable, so that each step of a masked DLM, and each token of an AR model, begins anew: the opaque depth
     is that of one pass, however many there are. Where vectors pass from step to step beside the tokens
     (self-conditioning), the chain goes through all steps, unless these vectors are interpretable too: mapped
-    through tokens (2606.20560, section 3), they are.
+    through tokens (2606.20560, section 3), they are. The probability that DMax passes on with a token counts as
+    interpretable.
 
     Args:
         positions: of the canvas.

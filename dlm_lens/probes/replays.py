@@ -240,7 +240,8 @@ def replay(
     `dlm_lens.compare` lets the runs diverge. Hooks get the step and keep their state from step to step, as in a
     run; guidance, padding and Dream's logit shift are those of the run. An AR run is replayed prefix by prefix.
     With an approximate cache a step sees the keys that an earlier step left, and with hooks those of that step's
-    pass with hooks, as a run with the hooks would. DiffusionGemma's steps are conditioned on logits without hooks.
+    pass with hooks, as a run with the hooks would. DiffusionGemma's steps are conditioned on logits without hooks,
+    DMax's on the confidences of the run.
 
     Each step takes two forward passes of the run's batch (a third for hooks that want clean statistics). Logits are
     compared a few positions at a time. Memory besides the pass: the residual stream of the predicted positions in

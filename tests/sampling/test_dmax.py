@@ -301,6 +301,14 @@ def test_without_self_conditioning_steps_see_tokens_alone() -> None:
     assert not soft
 
 
+def test_attribution_holds_the_confidences_fixed() -> None:
+    model = model_of()
+    run = dl.denoise(model, PROMPTS, **RUN | {"threshold": 0.9})
+    steps = [step for step in range(run.steps) if run.block_numbers[step] and run.unmasked[step].any()]
+    found = dl.probes.column_attribution(model, run, steps=steps[:1])
+    assert "the confidences of the step before, on which a step is conditioned" in found.contract.fixed
+
+
 def test_probes_of_changed_canvases_see_tokens_alone() -> None:
     model = model_of()
     found = dl.sinks.position_or_token(model, dl.denoise(model, PROMPTS, **RUN), dl.TopK(1), min_viewers=1)

@@ -135,6 +135,8 @@ class Setup:
         fixed = ["weights", "canvases of every step", "no random draws"]
         if len(attention_stacks(self.model)) > 1:  # the encoder runs again in every pass
             fixed.append("the logits of the step before, on which a step is conditioned")
+        elif self.run.settings.get("self_conditioning") == "confidence":
+            fixed.append("the confidences of the step before, on which a step is conditioned")
         elif self.run.computed and not self.kept:
             fixed.append("keys and values in the cache")
         name = MEANS[self.source] if isinstance(self.source, str) else self.source.name

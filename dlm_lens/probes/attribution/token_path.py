@@ -135,7 +135,8 @@ def token_effects(
 
     Held fixed: the other positions' tokens, of this step and those between, and the order in which positions are
     decided; positions of one step are changed one at a time (no interaction). So are the logits on which
-    DiffusionGemma conditions a step: they are those of the run's own canvases. Where the step decides one position
+    DiffusionGemma conditions a step, and the confidences on which DMax does: they are those of the run's own
+    canvases (a changed token has none, and DMax sees its own embedding). Where the step decides one position
     and `later` is the next step, the effect is exactly that on the expectation of a run that samples at
     `temperature`; elsewhere it leaves out what goes on through tokens of the steps between.
 
