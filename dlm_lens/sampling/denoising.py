@@ -90,10 +90,10 @@ def denoise(
             the rows; SMDM: one budget and one ranking for the batch, noise drawn at temperature 0; dllm: masks in
             the prompt compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; MDLM and SEDD:
             draws in float32, every step runs; Duo: its schedule in float32; Sumi: draws in float32, `canvas_length`
-            counts the prompt; LLaDA2: rows do not end, masks in the prompt's whole blocks stay; DMax: a block may be
-            left with masks; Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not seen, a
-            block begins greedily; WeDLM and SDLM: the window reaches beyond the answer; Nemotron-Labs-Diffusion and
-            Efficient-DLM: a row's end stops its block for all rows.
+            counts the prompt; LLaDA2: rows do not end, masks in the prompt's whole blocks stay; DMax: a block may
+            be left with masks; Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not seen, a
+            block begins greedily; WeDLM and SDLM: the window reaches beyond the answer; Nemotron-Labs-Diffusion
+            and Efficient-DLM: a row's end stops its block for all rows.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.
