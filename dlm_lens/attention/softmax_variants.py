@@ -42,6 +42,24 @@ def spare_logits(attention: Any, device: torch.device) -> Float[Tensor, "head"] 
     return torch.zeros(config.num_attention_heads, device=device)
 
 
+def softmax(
+    scores: Float[Tensor, "batch head query key"],
+    spare: Float[Tensor, "head"] | None,
+    dtype: torch.dtype | None = None,
+) -> Float[Tensor, "batch head query key"]:
+    """A_ij = exp(s_ij) / (exp(b_h) + sum_k exp(s_ik)), without exp(b_h) where there is no spare entry.
+
+    Args:
+        scores: s.
+        spare: b.
+        dtype: of the computation and the result; None for that of the scores.
+    """
+    if spare is None:
+        return scores.softmax(-1, dtype=dtype)
+    column = spare.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1, dtype=dtype)[..., :-1]
+
+
 def rows_of_one(pattern: Float[Tensor, "*leading key"]) -> Float[Tensor, "*leading key"]:
     """A_ij / sum_k A_ik, at least in float32; a row of zeros stays so.
 

@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from dlm_lens.attention.inputs import AttentionInputs
+from dlm_lens.attention.softmax_variants import softmax
 
 TILE_ELEMENTS = 1 << 19
 """Elements of a CPU tile of one head, 2 MiB of float32: smaller ones starve the matrix product."""
@@ -471,11 +472,7 @@ def _tile_at_once(
     visible = inputs.seen(rows)
     if visible is not None:
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    if inputs.spare is None:
-        pattern = scores.softmax(-1)
-    else:
-        spare = inputs.spare.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        pattern = torch.cat([scores, spare], -1).softmax(-1)[..., :-1]
+    pattern = softmax(scores, inputs.spare)
     return pattern if visible is None else pattern * visible
 
 

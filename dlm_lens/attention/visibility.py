@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.attention.softmax_variants import softmax
+
 
 def visible_keys(
     attention_mask: Bool[Tensor, "*batch position"] | Int[Tensor, "*batch position"],
@@ -63,11 +65,7 @@ class AttentionPass:
         self, scores: Float[Tensor, "batch head query key"], rows: Int[Tensor, "row"] | None = None
     ) -> Float[Tensor, "batch head query key"]:
         """The pattern in float32, exp(scores) / (exp(b) + sum exp(scores)); a query that sees no key has zeros."""
-        if self.spare_logits is None:
-            pattern = scores.softmax(-1, dtype=torch.float32)
-        else:
-            spare = self.spare_logits.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-            pattern = torch.cat([scores, spare], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+        pattern = softmax(scores, self.spare_logits, torch.float32)
         if self.mask is None:
             return pattern
         # Filled, not multiplied: float64's minimum is -inf in float32, and a row of those has no softmax.

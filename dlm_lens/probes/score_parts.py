@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import AttentionInputs, Hook, PointContext, SinkLayout, Site
+from dlm_lens.attention.softmax_variants import softmax
 from dlm_lens.recording import LayerStep, QueryClass, Reducer, ReducerGroup
 from dlm_lens.recording.query_classes import checked_class
 
@@ -124,8 +125,8 @@ class _Sums(Reducer):
         if float(error) > TOLERANCE:
             raise ValueError(
                 f"layer {layer.index}: received attention from queries and keys alone differs by "
-                f"{float(error):.3g} of the counted queries from the network's (learned sink logits, a bias by "
-                "position, hooks, or scores in half precision); load the model in float32, or choose other layers"
+                f"{float(error):.3g} of the counted queries from the network's (a bias by position, hooks, or "
+                "scores in half precision); load the model in float32, or choose other layers"
             )
         layer.memory["score parts"] = found
         return layer.only_keys(found.sums, dim=-2)
@@ -194,7 +195,7 @@ def reduced(layer: LayerStep, group: ScoreParts) -> Reduced:
                 sums[..., place] = torch.nan
                 continue
             capped = logits if not group.softcap else group.softcap * torch.tanh(logits / group.softcap)
-            pattern = capped.masked_fill(~seen, torch.finfo(capped.dtype).min).softmax(-1) * seen
+            pattern = softmax(capped.masked_fill(~seen, torch.finfo(capped.dtype).min), inputs.spare) * seen
             sums[..., place] += (pattern * weight).sum(-2)
         cosines += (terms.cosine * seen * weight).sum(-2)
         seen_by += (seen * weight).expand_as(terms.cosine).sum(-2)

@@ -21,9 +21,9 @@ from tests.reference import rotated
 EPS = dl.AboveMean(0.5)
 
 
-def softmax(scores: list[float]) -> list[float]:
-    top = max(scores)
-    total = sum(math.exp(one - top) for one in scores)
+def softmax(scores: list[float], spare: bool) -> list[float]:
+    top = max([*scores, 0.0])
+    total = sum(math.exp(one - top) for one in scores) + spare * math.exp(-top)
     return [math.exp(one - top) / total for one in scores]
 
 
@@ -58,7 +58,7 @@ def by_loop(
             "no position": [factor * n * c for n, c in zip(length, cos0, strict=True)],
         }
         for name, line in scores.items():
-            for j, share in zip(seen, softmax(line), strict=True):
+            for j, share in zip(seen, softmax(line, config.model_type == "sumi"), strict=True):
                 sums[name][j] += share
         for j, c in zip(seen, cos, strict=True):
             cosines[j] += c
@@ -79,7 +79,7 @@ def by_loop(
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("smdm", "a2d_qwen3", "sink front")]
 
 
-@pytest.mark.parametrize("family", ["llada", *LONG, "llama"])
+@pytest.mark.parametrize("family", ["llada", "sumi", *LONG, "llama"])
 def test_every_number_is_that_of_loops_over_queries_and_keys(family: str) -> None:
     model = build(tiny, family)
     run = dl.denoise(model, PROMPTS, **settings(family, gen_length=6))

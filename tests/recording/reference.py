@@ -18,7 +18,19 @@ from dlm_lens.recording import (
 )
 from tests.reference import forward64
 
-FAMILIES = ["llada", "mmada", "dream", "diffugpt", "smdm", "a2d_qwen3", "sink front", "sink end", "llama", "qwen2"]
+FAMILIES = [
+    "llada",
+    "mmada",
+    "dream",
+    "diffugpt",
+    "smdm",
+    "a2d_qwen3",
+    "sink front",
+    "sink end",
+    "sumi",
+    "llama",
+    "qwen2",
+]
 PROMPTS = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 2, 40]]
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.attention import AttentionInputs
+from dlm_lens.attention.softmax_variants import softmax
 
 TILE_ENTRIES = 2**21
 """Entries of [batch, head, query, key] at a time, in float64."""
@@ -20,14 +21,15 @@ class SoftmaxEffects:
     """First-order effects of the pattern of one layer, given dL/dz of its heads.
 
     G_ij = dL/dz_i . v_j is the gradient of the pattern A, m_i = sum_j A_ij G_ij, and dL/ds_ij = A_ij (G_ij - m_i)
-    that of the scores s. The pattern is formed again from q and k, a few queries at a time.
+    that of the scores s. A spare entry of the softmax is one more key with G = 0. The pattern is formed again from
+    q and k, a few queries at a time.
 
     Args:
         inputs: of the layer in the base's pass.
         gradient: dL/dz.
 
     Raises:
-        ValueError: an attention that is not softmax(q k^T scale) v, with a cap, a bias or a spare entry.
+        ValueError: an attention that is not softmax(q k^T scale) v, with a cap or a bias.
     """
 
     def __init__(self, inputs: AttentionInputs, gradient: Float[Tensor, "batch position head d_head"]) -> None:
@@ -70,7 +72,7 @@ class SoftmaxEffects:
         return self._grouped(found.to(self._wide))
 
     def of_hiding(self) -> Float[Tensor, "batch head key"]:
-        """The same with key j hidden before the softmax: w_ij = -A_ij, or 0 for a query that sees no other."""
+        """The same with key j hidden before the softmax: w_ij = -A_ij, or 0 for a query that has no other."""
         found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2], dtype=torch.float64)
         for rows in self._tiles():
             found += self._reweighted(rows, None)
@@ -95,9 +97,10 @@ class SoftmaxEffects:
         """
         scores, weights, visible = self._scores(rows), self._weights(rows), self.inputs.seen(rows)
         sees = torch.ones_like(scores, dtype=torch.bool) if visible is None else visible.expand_as(scores)
-        alone = sees.sum(-1, keepdim=True) < 2  # nothing is left of such a row without its key, and it is 1 with it
+        # Nothing is left of such a row without its key, and it is 1 with it.
+        alone = sees.sum(-1, keepdim=True) < (2 if self.inputs.spare is None else 1)
         scores = scores.masked_fill(~sees, -torch.inf).masked_fill(alone, 0.0)
-        total = scores.logsumexp(-1, keepdim=True)
+        total = self._log_sum(scores)
         pattern = (scores - total).exp()
         log = (
             torch.full_like(scores, -torch.inf)
@@ -110,7 +113,7 @@ class SoftmaxEffects:
 
         top = scores.argmax(-1, keepdim=True)
         rest = scores.scatter(-1, top, -torch.inf)
-        left = rest.logsumexp(-1, keepdim=True)
+        left = self._log_sum(rest)
         rest_mean = ((rest - left).exp() * weights).sum(-1, keepdim=True)
         odds = log.gather(-1, top) - (left - total)  # ln a' - ln R
         share = (left - total).exp() * odds.sigmoid() - pattern.gather(-1, top) * (-odds).sigmoid()
@@ -133,9 +136,13 @@ class SoftmaxEffects:
     def _pattern(self, scores: Tensor, rows: slice) -> Float[Tensor, "batch head tile key"]:
         visible = self.inputs.seen(rows)
         if visible is None:
-            return scores.softmax(-1)
-        hidden = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-        return hidden.softmax(-1) * visible
+            return softmax(scores, self.inputs.spare)
+        return softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), self.inputs.spare) * visible
+
+    def _log_sum(self, scores: Tensor) -> Float[Tensor, "batch head tile 1"]:
+        """The log-sum-exp of rows of scores, with their spare entries."""
+        own = scores.logsumexp(-1, keepdim=True)
+        return own if self.inputs.spare is None else torch.logaddexp(own, self.inputs.spare.to(own)[:, None, None])
 
     def _weights(self, rows: slice) -> Float[Tensor, "batch head tile key"]:
         """G of some queries."""
@@ -161,6 +168,6 @@ class SoftmaxEffects:
         allowed = 1e-3 if z.dtype in (torch.float32, torch.float64) else 0.05
         if float((formed - expected).abs().max()) > allowed * float(expected.abs().max().clamp(min=1e-6)):
             raise ValueError(
-                f"layer {self.inputs.layer} computes more than softmax(q k^T scale) v (a soft cap, a bias, a spare "
-                "entry of the softmax, or a hook): take qk_fix=False, or other nodes"
+                f"layer {self.inputs.layer} computes more than softmax(q k^T scale) v (a soft cap, a bias, or a "
+                "hook): take qk_fix=False, or other nodes"
             )

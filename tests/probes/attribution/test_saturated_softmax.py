@@ -15,7 +15,7 @@ from dlm_lens.testing import tiny
 HEADS, KV, LENGTH, WIDTH = 4, 2, 9, 8
 
 
-def inputs_of(strength: float, causal: bool) -> tuple[AttentionInputs, Tensor, Tensor]:
+def inputs_of(strength: float, causal: bool, spare: Tensor | None = None) -> tuple[AttentionInputs, Tensor, Tensor]:
     """Attention whose scores spread by about `strength`, a gradient of z, and other keys."""
     dice = torch.Generator().manual_seed(3)
 
@@ -28,14 +28,22 @@ def inputs_of(strength: float, causal: bool) -> tuple[AttentionInputs, Tensor, T
     visible[1, :, :2] = False
     if causal:
         visible = visible.tril()
-    inputs = AttentionInputs(0, q, k, v, WIDTH**-0.5, visible)
+    inputs = AttentionInputs(0, q, k, v, WIDTH**-0.5, visible, spare=spare)
     return inputs, draw(HEADS).transpose(1, 2), other.transpose(1, 2)
+
+
+def shares(scores: Tensor, b: float | None) -> Tensor:
+    """A softmax, with a spare entry of the score b beside the others."""
+    return scores.softmax(-1) if b is None else torch.cat([scores, scores.new_tensor([b])]).softmax(-1)[:-1]
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("strength", [1.0, 20.0, 400.0])
-def test_effects_of_single_keys_are_those_of_two_softmaxes(strength: float, causal: bool) -> None:
-    inputs, gradient, other = inputs_of(strength, causal)
+@pytest.mark.parametrize("spare", [None, [0.0, -4.0, 3.0, 90.0]])
+def test_effects_of_single_keys_are_those_of_two_softmaxes(
+    strength: float, causal: bool, spare: list[float] | None
+) -> None:
+    inputs, gradient, other = inputs_of(strength, causal, None if spare is None else torch.tensor(spare))
     effects = SoftmaxEffects(inputs, gradient)
     hidden, changed = effects.of_hiding().double(), effects.of_each_key(other).double()
     wanted_hidden = torch.zeros(2, HEADS, LENGTH, dtype=torch.float64)
@@ -46,17 +54,18 @@ def test_effects_of_single_keys_are_those_of_two_softmaxes(strength: float, caus
             q, k = inputs.q[row, head], inputs.k[row, head // 2]
             scores, others = ((q @ each.mT * inputs.scale).double() for each in (k, other[row, :, head // 2]))
             value = (gradient[row, :, head] @ inputs.v[row, head // 2].mT).double()
+            b = None if spare is None else spare[head]
             for i in range(LENGTH):
                 seen = inputs.visible[row, 0, i].nonzero().flatten().tolist()
-                plain = dict(zip(seen, scores[i, seen].softmax(-1), strict=True))
+                plain = dict(zip(seen, shares(scores[i, seen], b), strict=True))
                 for j in seen:
                     rest = [key for key in seen if key != j]
-                    if not rest:
+                    if not rest and spare is None:
                         continue  # it keeps its only key
-                    without = dict(zip(rest, scores[i, rest].softmax(-1), strict=True))
+                    without = dict(zip(rest, shares(scores[i, rest], b), strict=True))
                     line = scores[i].clone()
                     line[j] = others[i, j]
-                    instead = dict(zip(seen, line[seen].softmax(-1), strict=True))
+                    instead = dict(zip(seen, shares(line[seen], b), strict=True))
                     for key in seen:
                         wanted_hidden[row, head, j] += (without.get(key, 0) - plain[key]) * value[i, key]
                         wanted_changed[row, head, j] += (instead[key] - plain[key]) * value[i, key]
