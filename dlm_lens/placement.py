@@ -3,19 +3,58 @@
 accelerate (`device_map=`) moves a module's inputs to the device where the module computes, and leaves the outputs
 there. An offloaded weight is a tensor on "meta", whose numbers are loaded when the module runs. `execution_device`
 is the device on which a module computes, `resident` a weight with its numbers.
+
+Apple's GPUs ("mps") have no float64, nor have some of Intel's ("xpu"). What dlm_lens computes in float64 is then on
+the CPU: `in_float64`, `canvas_device`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
 def input_device(model: Any) -> torch.device:
-    """The device of the model's token ids, and so of a run's canvas: that of its embedding."""
+    """The device of the model's token ids: that of its embedding."""
     return execution_device(model.get_input_embeddings())
+
+
+def on_input_device(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a pass, with their tensors on the device of the model's token ids."""
+    device = input_device(model)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def canvas_device(model: Any) -> torch.device:
+    """The device of a run's canvas and of its sampler: that of the token ids, or the CPU if it has no float64.
+
+    Samplers compare probabilities and scores in float64. There they do so on the CPU, so that the tokens are those
+    of a sampler on the CPU.
+    """
+    return float64_device(input_device(model))
+
+
+def in_float64(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """The tensor in float64: on its own device, or on the CPU if that has no float64.
+
+    The CPU and not float32, which would round what is compared or summed: a sampler, a detector or a control would
+    then choose others than on the CPU. What is combined with the result belongs on the result's device.
+
+    Args:
+        tensor: of any dtype.
+        copy: return a new tensor also where it is in float64 already.
+    """
+    # In two steps: a device without float64 cannot convert what it copies to the CPU.
+    return tensor.to(float64_device(tensor.device)).to(torch.float64, copy=copy)
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Where float64 numbers of a device's tensors are: there, or on the CPU if the device has no float64."""
+    return device if _has_float64(device) else torch.device("cpu")
 
 
 def lacks_numbers(model: Any) -> bool:
@@ -141,6 +180,19 @@ def devices(model: nn.Module) -> set[torch.device]:
     """The devices that the model computes on."""
     parts = (part for part in model.modules() if next(part.parameters(recurse=False), None) is not None)
     return {execution_device(part) for part in parts}
+
+
+@cache
+def _has_float64(device: torch.device) -> bool:
+    """Whether a device fills a tensor of float64; "mps" raises a TypeError, "xpu" a RuntimeError."""
+    try:
+        with unset_fake_temporarily():  # a fake tensor has every dtype
+            torch.zeros((), dtype=torch.float64, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def _offloaded(module: nn.Module, name: str) -> Tensor | None:

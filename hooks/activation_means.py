@@ -25,6 +25,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
+from dlm_lens.placement import in_float64
 from dlm_lens.sampling import DenoisingRun, StoredCanvases, denoise
 
 CLASSES = ("masked", "visible", "sink")
@@ -156,8 +157,8 @@ class _Summing(Hook):
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """Add the activation to the sums of its layer and return it unchanged."""
         run = run_rows(hook, *tensor.shape[:2]) or run_of(hook, self)
-        kind = torch.nn.functional.one_hot(classes_of(run, tensor, hook), len(CLASSES)).double()
-        at_bin = torch.nn.functional.one_hot(bins_of(run, self.bins), self.bins).double().to(kind.device)
+        kind = in_float64(torch.nn.functional.one_hot(classes_of(run, tensor, hook), len(CLASSES)))
+        at_bin = in_float64(torch.nn.functional.one_hot(bins_of(run, self.bins), self.bins)).to(kind.device)
         kind[:, hook.sinks.canvas(tensor.shape[1])] *= run.valid[..., None].to(kind.device)
         # With guidance the second half of the rows has a masked prompt.
         kind[len(tensor) // run.halves :] = 0
@@ -165,7 +166,7 @@ class _Summing(Hook):
             kind[~self.running[run.step].to(kind.device)] = 0
         weights = torch.einsum("rpc,rb->cbrp", kind, at_bin)
         layer = hook.layer()
-        added = (weights.flatten(2) @ tensor.flatten(0, 1).flatten(1).double()).unflatten(-1, tensor.shape[2:])
+        added = (weights.flatten(2) @ in_float64(tensor.flatten(0, 1).flatten(1))).unflatten(-1, tensor.shape[2:])
         count = weights.sum((2, 3)).round().long()
         self.sums[layer] = self.sums[layer] + added if layer in self.sums else added
         self.counts[layer] = self.counts[layer] + count if layer in self.counts else count

@@ -22,6 +22,7 @@ from dlm_lens.hooks.positions import (
     spread,
     where,
 )
+from dlm_lens.placement import in_float64
 
 Axis = Literal["time", "progress"]
 """What a curve is over: t / T of step t of T, or the share of a row's answer that is decided."""
@@ -90,8 +91,8 @@ class SteerAlong(Hook):
 
     def at(self, places: Float[Tensor, "row"]) -> Float[Tensor, "row d_model"]:
         """The curve at places on the axis: straight between knots, constant outside them; in float64."""
-        knots, curve = torch.tensor(self.knots, dtype=torch.float64), self.curve.double().cpu()
-        places = places.double().cpu().clamp(knots[0], knots[-1])
+        knots, curve = torch.tensor(self.knots, dtype=torch.float64), in_float64(self.curve).cpu()
+        places = in_float64(places).cpu().clamp(knots[0], knots[-1])
         after = torch.searchsorted(knots, places).clamp(1, len(knots) - 1)
         share = ((places - knots[after - 1]) / (knots[after] - knots[after - 1]))[:, None]
         return (1 - share) * curve[after - 1] + share * curve[after]

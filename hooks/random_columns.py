@@ -29,6 +29,7 @@ from dlm_lens.hooks.sink_masking import MaskSinks
 from dlm_lens.hooks.sink_sources import columns_of_pass
 from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.hooks.window import KeepOnly
+from dlm_lens.placement import float64_device, in_float64
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES
 
 Match = Literal["columns", "mass"]
@@ -201,7 +202,7 @@ def _received(
         sums = inner.received(keys, columns, hook)
     else:
         sums = columns_of_pass(columns, hook, f"mask_random(like={like!r}, match='mass')").sums
-    return (sums if sums.shape[1] == heads else sums.mean(1, keepdim=True)).double()
+    return in_float64(sums if sums.shape[1] == heads else sums.mean(1, keepdim=True))
 
 
 def _nearest(
@@ -232,15 +233,19 @@ def _nearest(
 
 
 def _content(keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> Bool[Tensor, "batch key"]:
-    """Content positions of the canvas, in the network's order; outside a run, those that any query sees."""
+    """Content positions of the canvas, in the network's order; outside a run, those that any query sees.
+
+    On a device with float64, in which columns are ordered and matched.
+    """
     layout, run = hook.sinks, hook.run
     if run is None:
         given = columns()
         content = (given.viewers > 0).any(1).expand(len(given.sums), keys)
-        return content & ~layout.is_sink(keys, content.device)
+        content = content & ~layout.is_sink(keys, content.device)
+        return content.to(float64_device(content.device))
     content = torch.zeros(len(run.valid), keys, dtype=torch.bool, device=run.valid.device)
     content[:, layout.canvas(keys)] = run.valid
-    return content
+    return content.to(float64_device(content.device))
 
 
 def _heads(columns: Callable[[], ColumnStats], hook: PointContext) -> int:
@@ -258,8 +263,9 @@ def _random_numbers(
     position = torch.arange(content.shape[-1], device=device) - padding_before(content)[:, None]
     row = torch.zeros(len(content), dtype=torch.long, device=device)
     if run is not None:
-        where = torch.arange(run.tokens.shape[1], device=device) - padding_before(run.valid)[:, None]
-        row = (_mixed(_mixed(where) + run.tokens) * run.prompt).sum(-1)
+        tokens, valid, prompt = (part.to(device) for part in (run.tokens, run.valid, run.prompt))
+        where = torch.arange(tokens.shape[1], device=device) - padding_before(valid)[:, None]
+        row = (_mixed(_mixed(where) + tokens) * prompt).sum(-1)
     key = torch.full((), seed, device=device)
     for number in (0 if run is None else run.step, hook.index or 0):
         key = _mixed(key + number)

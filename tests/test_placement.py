@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dlm_lens as dl
+from dlm_lens import placement
 from dlm_lens.attention import attention_blocks, attention_stacks
 from dlm_lens.evaluation.responses import fingerprint
 from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
 from dlm_lens.experiments.one_token.text_metrics import record_canvases
 from dlm_lens.hooks import mask_top_sinks
-from dlm_lens.placement import devices, execution_device, input_device, named_weights, resident
+from dlm_lens.placement import (
+    canvas_device,
+    devices,
+    execution_device,
+    float64_device,
+    in_float64,
+    input_device,
+    named_weights,
+    resident,
+)
 from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.testing import tiny
 
@@ -155,3 +166,45 @@ def test_weights_without_numbers_are_refused() -> None:
         resident(linear)
     with pytest.raises(ValueError, match="Linear has no numbers"):
         execution_device(linear)
+
+
+def test_in_float64_stays_on_a_device_that_has_it() -> None:
+    given = torch.linspace(0, 1, 7)
+    found = in_float64(given)
+    assert found.equal(given.double())
+    assert in_float64(found) is found
+    assert in_float64(found, copy=True) is not found
+    assert float64_device(torch.device("cpu")) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("refusal", [TypeError("a MPS Tensor"), RuntimeError("Required aspect fp64")])
+def test_float64_is_on_the_cpu_where_a_device_refuses_it(
+    refusal: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*size: Any, device: torch.device, **options: Any) -> Tensor:
+        raise refusal
+
+    placement._has_float64.cache_clear()
+    monkeypatch.setattr(torch, "zeros", refuse)
+    try:
+        assert float64_device(torch.device("mps")) == torch.device("cpu")
+        monkeypatch.setattr(placement, "input_device", lambda model: torch.device("mps"))
+        assert canvas_device(tiny("llada")) == torch.device("cpu")
+    finally:
+        placement._has_float64.cache_clear()
+
+
+def test_fake_tensors_say_nothing_of_float64() -> None:
+    placement._has_float64.cache_clear()
+    with FakeTensorMode():  # takes "mps" on every machine, and float64 on it
+        assert float64_device(torch.device("mps")) == torch.device("cpu")
+    placement._has_float64.cache_clear()
+
+
+def test_memory_that_runs_out_says_nothing_of_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*size: Any, **options: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        float64_device(torch.device("cuda:7"))

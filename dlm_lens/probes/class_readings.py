@@ -12,6 +12,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, chosen_indices, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.placement import in_float64
 from dlm_lens.probes.clock.fitting import RIDGES, split_by_prompt, warn_of_one_prompt
 from dlm_lens.probes.clock.states import POSITIONS, read_states
 from dlm_lens.probes.commitments import Commitment, commitment, settled_at
@@ -217,7 +218,7 @@ def class_readability(
         for place, layer in enumerate(chosen):
             stream = states.streams[layer]
             for kind, (weight, bias) in enumerate(solved[layer]):
-                values = stream[where.to(stream.device)].double() @ weight.T + bias
+                values = in_float64(stream[where.to(stream.device)]) @ weight.T + bias
                 read[kind, place, states.step][at] = values.argmax(-1).cpu()
     settled = commitment(model, run, hooks=hooks, progress=progress)
     return ClassReadability(settled, chosen, test, wanted, read[0], read[1], _by_place(wanted, train), seed)
@@ -259,7 +260,7 @@ def _fitted(
             if layer not in found:
                 size = (stream.shape[-1], len(TOKEN_CLASSES), stream.device)
                 found[layer] = [(NormalEquations(*size), NormalEquations(*size)) for _ in labels]
-            x = stream[where.to(stream.device)].double()
+            x = in_float64(stream[where.to(stream.device)])
             for sums, label in zip(found[layer], labels, strict=True):
                 y = torch.nn.functional.one_hot(label[row, position], len(TOKEN_CLASSES)).double()
                 for number, equations in enumerate(sums):

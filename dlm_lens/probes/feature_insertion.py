@@ -17,6 +17,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.features import SparseAutoencoder, random_decoder, untrained
 from dlm_lens.hooks import HookWrapper, ablate, at_layers, reconstruct
 from dlm_lens.hooks.positions import where
+from dlm_lens.placement import in_float64
 from dlm_lens.probes.predictions import result_of
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -197,7 +198,7 @@ class _Mean(Hook):
         here &= ~hook.sinks.is_sink(here.shape[1], here.device)  # learned sink tokens are no content of the canvas
         running = self.run.running[step].to(here.device)
         content = tensor[here & running.repeat(len(here) // len(running))[:, None]]  # guidance sees rows twice
-        self.sums[step] = content.double().sum(0).cpu(), len(content)
+        self.sums[step] = in_float64(content).sum(0).cpu(), len(content)
         return tensor
 
     def mean(self, steps: Sequence[int]) -> Float[Tensor, "d_model"]:

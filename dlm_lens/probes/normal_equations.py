@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.placement import float64_device, in_float64
+
 
 class NormalEquations:
     """Sums for a linear regression of targets y on states x; no state is kept.
@@ -21,11 +23,11 @@ class NormalEquations:
     Args:
         width: features of a state.
         targets: number of targets.
-        device: of the sums.
+        device: of the sums, on the CPU if it has no float64.
     """
 
     def __init__(self, width: int, targets: int, device: torch.device | str = "cpu") -> None:
-        self.count = 0
+        self.count, device = 0, float64_device(torch.device(device))
         self.x = torch.zeros(width, dtype=torch.float64, device=device)
         self.xx = torch.zeros(width, width, dtype=torch.float64, device=device)
         self.y = torch.zeros(targets, dtype=torch.float64, device=device)
@@ -34,7 +36,7 @@ class NormalEquations:
 
     def add(self, x: Float[Tensor, "row d_model"], y: Float[Tensor, "row target"]) -> None:
         """Add rows to the sums."""
-        x, y = x.to(self.x.device, torch.float64), y.to(self.x.device, torch.float64)
+        x, y = (in_float64(part.to(self.x.device)) for part in (x, y))
         self.count += len(x)
         self.x += x.sum(0)
         self.xx.addmm_(x.T, x)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.placement import in_float64
 from dlm_lens.recording import LayerStep, PatternReducer, ReceivedAttention, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
@@ -104,10 +105,10 @@ class PatternSimilarity(PatternReducer):
         self, pattern: Float[Tensor, "batch head query key"], keys: Bool[Tensor, "batch key"]
     ) -> Bool[Tensor, "batch head query key"]:
         """The share `keep` of a row's keys with the most attention of each query; padding is no key."""
-        counts = (self.keep * keys.sum(-1).double()).round().long().clamp(min=1)[:, None, None, None]
+        counts = (self.keep * in_float64(keys.sum(-1))).round().long().clamp(min=1)[:, None, None, None]
         most = max(1, round(self.keep * keys.shape[-1]))  # of any row, known without waiting for the device
         order = pattern.masked_fill(~keys[:, None, None], -1).topk(most, -1).indices
-        first = torch.arange(order.shape[-1], device=order.device) < counts
+        first = torch.arange(order.shape[-1], device=order.device) < counts.to(order.device)
         chosen = torch.zeros_like(pattern, dtype=torch.bool)
         return chosen.scatter_(-1, order, first.expand_as(order))
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.head import final_norm, head_logits
-from dlm_lens.placement import execution_device
+from dlm_lens.placement import execution_device, in_float64
 
 ENTRIES_AT_ONCE = 2**22
 """Logits in float64 at a time, 32 MiB each of a few."""
@@ -54,7 +54,7 @@ class Unembedding:
 
     def log_probabilities(self, stream: Float[Tensor, "state d_model"]) -> Float[Tensor, "state d_vocab"]:
         """Log-probabilities ln p, in float64."""
-        return self.logits(stream).double().log_softmax(-1)
+        return in_float64(self.logits(stream)).log_softmax(-1)
 
 
 def positions_at_once(model: Any) -> int:

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.arguments import Rule, checked_arguments, is_real, one_of, whole
 from dlm_lens.attention import SinkLayout, attention_blocks, attention_stacks, exclusive
+from dlm_lens.placement import in_float64
 from dlm_lens.recording import ReceivedAttention, rerun
 from dlm_lens.sampling import DenoisingRun, StoredCanvases
 
@@ -116,7 +117,7 @@ def input_norms(
         """A hook that adds the inputs of a step to the layer's norms."""
 
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = inputs[0].double()
+            x = in_float64(inputs[0])
             x = x[:, None] if x.ndim == 2 else x  # of a row, for all its positions: the noise level of a DiT
             x = x * kept[step].to(x.device)[..., None]
             norms[name] += x.flatten(0, -2).norm(dim=0).cpu()

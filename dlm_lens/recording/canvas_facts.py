@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import BlockLayout, beside_sinks, observed_order, sees_observed_first
+from dlm_lens.placement import in_float64
 from dlm_lens.recording.query_classes import QueryClass, checked_class
 
 
@@ -174,9 +175,10 @@ class CanvasFacts:
             return torch.empty_like(each).scatter(-1, order, each)
         if self.blocks is not None:
             # Key j is seen by the queries from its block's start on; query i sees the keys up to its block's end.
-            start, end = self.block_bounds()
-            each = queries.double() / seen.cumsum(-1).gather(-1, end).clamp(min=1)
-            return (each.flip(-1).cumsum(-1).flip(-1).gather(-1, start) * seen).float()
+            wide = in_float64(queries)
+            start, end, seen = (part.to(wide.device) for part in (*self.block_bounds(), seen))
+            each = wide / seen.cumsum(-1).gather(-1, end).clamp(min=1)
+            return (each.flip(-1).cumsum(-1).flip(-1).gather(-1, start) * seen).to(queries)
         if not self.causal and self._whole:
             each = queries.sum(-1, keepdim=True) / (seen.sum(-1, keepdim=True) + self.sinks).clamp(min=1)
             return beside_sinks(seen, self.sinks, value=True) * each
@@ -185,9 +187,10 @@ class CanvasFacts:
             each = queries / seen.cumsum(-1).clamp(min=1)
             return each.flip(-1).cumsum(-1).flip(-1) * seen
         # Differences of sums over long canvases: in float32 they would lose digits.
-        each = queries.double() / self._in_window(seen.long()).clamp(min=1)
+        wide = in_float64(queries)
+        each = wide / self._in_window(seen.long()).clamp(min=1).to(wide.device)
         even = self._in_window(each.flip(-1)).flip(-1)  # turned round: the queries that see a key
-        return even.masked_fill(~seen | (self.viewers(name) == 0), 0.0).float()
+        return even.to(queries).masked_fill(~seen | (self.viewers(name) == 0), 0.0)
 
     def _viewers(self, name: QueryClass) -> Float[Tensor, "*run key"]:
         queries, seen = self.queries(name).float(), self.visible

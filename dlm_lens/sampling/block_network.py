@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from dlm_lens.attention import BlockLayout, additive_mask, decoder_of, position_ids
 from dlm_lens.attention.cache_argument import cache_argument
+from dlm_lens.placement import on_input_device
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits, LogitsRequest
 
@@ -126,7 +127,8 @@ class BlockLogits(CanvasLogits):
         begin, cache = self._cached, DynamicCache() if self._cache is None and start else self._cache
         decoder = decoder_of(self.model)
         inputs = self._inputs(canvas, begin, finished) | {"use_cache": cache is not None}
-        output = decoder(input_ids=self._halves(canvas)[:, begin:], **inputs, **cache_argument(decoder, cache))
+        inputs = on_input_device(self.model, {"input_ids": self._halves(canvas)[:, begin:], **inputs})
+        output = decoder(**inputs, **cache_argument(decoder, cache))
         states: Tensor = output.last_hidden_state.to(canvas.device)
         if cache is not None and canvas.shape[1] > start:
             cache.crop(start - canvas.shape[1])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.attention import decoder_of, position_ids
 from dlm_lens.attention.cache_argument import cache_argument
+from dlm_lens.placement import on_input_device
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
 
@@ -185,4 +186,5 @@ class CachedLogits(CanvasLogits):
             where = slice(*span)
             ids = ids[:, where]
             inputs |= {"position_ids": self.positions[:, where], "query_start": span[0]}
-        return network(input_ids=ids, **inputs, **cache_argument(network, kept.enter(canvas.shape[1], span)))
+        given = on_input_device(self.model, {"input_ids": ids, **inputs})
+        return network(**given, **cache_argument(network, kept.enter(canvas.shape[1], span)))

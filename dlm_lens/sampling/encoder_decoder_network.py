@@ -8,11 +8,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.encoder_decoder import new_cache
-from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import decoder_of, position_ids
 from dlm_lens.attention.cache_argument import cache_argument
+from dlm_lens.placement import input_device
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.network import LogitsRequest, most_likely
+from dlm_lens.sampling.network import LogitsRequest, logits_of, most_likely
 
 
 class EncodedPrefix:
@@ -119,8 +119,7 @@ class EncoderDecoderLogits:
 
     def head(self, states: Float[Tensor, "1 needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
         """Logits of (some of) these states."""
-        logits: Tensor = head_logits(self.model, states[0])
-        return logits.to(states.device)
+        return logits_of(self.model, states[0])
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """A pass of the step without the head, with an encoder's cache of such passes, which no hook has edited."""
@@ -139,19 +138,22 @@ class EncoderDecoderLogits:
         self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], prefix: EncodedPrefix
     ) -> Any:
         start, stop = self._span
-        model, content, cache = decoder_of(self.model), self.content[:, :stop], prefix.enter(canvas[:, :start])
+        model, cache = decoder_of(self.model), prefix.enter(canvas[:, :start])
+        device = input_device(self.model)
+        canvas, whole, positions = (part.to(device) for part in (canvas, self.content, self.positions))
+        content = whole[:, :stop]
         # The prompt in one pass and every finished canvas in one of its own, as when each was finished. What is
         # kept for later steps has no graph.
         with torch.no_grad():
             for end in range(self.prompt_length, start + 1, self.length):
-                model.encode(canvas, self.content, self.positions, cache, end)
+                model.encode(canvas, whole, positions, cache, end)
         given: dict[str, Any] = {} if bool(content.all()) else {"attention_mask": content}
         return network(
             input_ids=canvas[:, :stop],
             canvas_start=start,
-            position_ids=self.positions[:, :stop],
+            position_ids=positions[:, :stop],
             **cache_argument(network, cache),
-            self_conditioning_logits=self.conditioning,
+            self_conditioning_logits=None if self.conditioning is None else self.conditioning.to(device),
             **given,
         )
 
@@ -242,5 +244,5 @@ class StoredConditioning(EncoderDecoderLogits):
         if before is not None:
             states = self._states[before].to(self.content.device)
             self._plan = self._plans[before]
-            self.condition(head_logits(self.model, states))
+            self.condition(logits_of(self.model, states))
             self._plan = plan

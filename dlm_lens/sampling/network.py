@@ -14,6 +14,7 @@ from torch import Tensor
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import SinkLayout, decoder_of, position_ids, predicting_position
 from dlm_lens.attention.cache_argument import cache_argument, returned_cache
+from dlm_lens.placement import execution_device, on_input_device
 from dlm_lens.sampling.denoising_run import StepPlan
 
 
@@ -171,8 +172,8 @@ class CanvasLogits:
 
     def everywhere(self, canvas: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_vocab"]:
         """Logits of every position, through the model's own forward."""
-        logits = self.model(input_ids=self._halves(canvas), **self.inputs_of(canvas)).logits.to(canvas.device)
-        logits = self._guided(logits)
+        inputs = on_input_device(self.model, {"input_ids": self._halves(canvas), **self.inputs_of(canvas)})
+        logits = self._guided(self.model(**inputs).logits.to(canvas.device))
         source = self._source(canvas)
         return logits if source is None else logits[self._rows(canvas), source]
 
@@ -199,12 +200,12 @@ class CanvasLogits:
 
     def head(self, states: Float[Tensor, "half needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
         """Logits of (some of) these states."""
-        logits = head_logits(self.model, states.flatten(0, 1)).to(states.device)
-        return self._guided(logits)
+        return self._guided(logits_of(self.model, states.flatten(0, 1)))
 
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """The pass of `at` without the head."""
-        return decoder_of(self.model)(input_ids=self._halves(canvas), **self.inputs_of(canvas))
+        inputs = {"input_ids": self._halves(canvas), **self.inputs_of(canvas)}
+        return decoder_of(self.model)(**on_input_device(self.model, inputs))
 
     def inputs_of(self, canvas: Int[Tensor, "batch position"]) -> dict[str, Any]:
         """Arguments of a pass over the canvas, beside the ids."""
@@ -261,6 +262,7 @@ class PrefixLogits:
             inputs["attention_mask"] = self.content[:, :stop].long()
         span = slice(self._cached, stop)
         inputs |= {"input_ids": canvas[:, span], "position_ids": self.positions[:, span]}
+        inputs = on_input_device(self.model, inputs)
         if request.own_forward:
             with request.graph():
                 output = network(**inputs)
@@ -281,12 +283,18 @@ class PrefixLogits:
 
     def head(self, states: Float[Tensor, "1 needed d_model"]) -> Float[Tensor, "needed d_vocab"]:
         """Logits of (some of) these states."""
-        logits: Tensor = head_logits(self.model, states[0])
-        return logits.to(states.device)
+        return logits_of(self.model, states[0])
 
     def forward(self, canvas: Int[Tensor, "batch prefix"]) -> Any:
         """A pass over a whole prefix without the head and without the cache."""
-        return decoder_of(self.model)(input_ids=canvas, **network_inputs(self.content[:, : canvas.shape[1]]))
+        inputs = {"input_ids": canvas, **network_inputs(self.content[:, : canvas.shape[1]])}
+        return decoder_of(self.model)(**on_input_device(self.model, inputs))
+
+
+def logits_of(model: Any, states: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_vocab"]:
+    """`head_logits` of states on any device, there."""
+    found = head_logits(model, states.to(execution_device(model.get_output_embeddings())))
+    return found.to(states.device)
 
 
 def most_likely(scores: Float[Tensor, "n d_vocab"]) -> Int[Tensor, "n"]:

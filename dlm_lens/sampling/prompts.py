@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.arguments import is_whole, level_of_caller
-from dlm_lens.placement import input_device
+from dlm_lens.placement import canvas_device
 from dlm_lens.printable import shown
 
 MOST_CONTEXTS = 64
@@ -81,7 +81,7 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
     if mask.ndim == 2 and bool(mask[:, ids.shape[1] :].all()):
         mask = mask[:, : ids.shape[1]]
     _check(ids, mask, rows=rows, may_be_empty=empty == [])
-    device = input_device(model)
+    device = canvas_device(model)
     return Prompts(ids.to(device), mask.bool().to(device))
 
 

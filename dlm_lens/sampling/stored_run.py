@@ -16,7 +16,7 @@ from torch import Tensor
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import HookLike, attention_stack, checked, computed_span, decoder_of
-from dlm_lens.placement import input_device
+from dlm_lens.placement import canvas_device, on_input_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of, algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, check_run
@@ -84,7 +84,7 @@ class StoredCanvases:
             _warn_of_model(run, model)
             _warn_of_hooks(run, self.hooks)
         self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
-        self._progress, self.device = run.progress, input_device(model)
+        self._progress, self.device = run.progress, canvas_device(model)
         self.content = run.attention_mask.to(self.device)
         self.sampler = rerun_sampler(with_one_plan(run).settings)
         self.sampler.attention = run.attention.to(self.device)
@@ -194,7 +194,7 @@ class StoredCanvases:
         if self._canvas:  # a forward pass of a model with an encoder (`record_forward`)
             assert self._at is not None
             inputs = {**inputs, "canvas_start": self.first(self._at)}
-        return decoder_of(self.model)(input_ids=canvas, **inputs)
+        return decoder_of(self.model)(**on_input_device(self.model, {"input_ids": canvas, **inputs}))
 
     def start(self, observer: RunObserver) -> None:
         """Begin the run for an observer."""

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from dlm_lens.attention import decoder_of
 from dlm_lens.attention.cache_argument import cache_argument
+from dlm_lens.placement import on_input_device
 from dlm_lens.sampling.block_network import BlockLogits
 
 
@@ -42,7 +43,7 @@ class KeptBlock(DynamicCache):
         if layer_idx == len(self.kept):  # the first pass computes the whole block
             self.kept.append((key_states, value_states))
         else:
-            fresh = self.fresh[:, None, self.first : stop, None]
+            fresh = self.fresh[:, None, self.first : stop, None].to(key_states.device)
             both = zip(self.kept[layer_idx], (key_states, value_states), strict=True)
             parts = [(old, torch.where(fresh, new, old[:, :, self.first : stop])) for old, new in both]
             keys, values = (torch.cat([old[:, :, : self.first], new, old[:, :, stop:]], 2) for old, new in parts)
@@ -191,7 +192,8 @@ class SubBlockLogits(BlockLogits):
         inputs |= {"position_ids": inputs["position_ids"][:, :length]}
         cache = KeptBlock(self._cache, self._kept, fresh[:, start:], first - start)
         decoder = decoder_of(self.model)
-        output = decoder(input_ids=canvas[:, first:stop], **inputs, **cache_argument(decoder, cache))
+        inputs = on_input_device(self.model, {"input_ids": canvas[:, first:stop], **inputs})
+        output = decoder(**inputs, **cache_argument(decoder, cache))
         computed = output.last_hidden_state.to(canvas.device)
         states = computed.new_zeros(len(canvas), canvas.shape[1] - start + 1, computed.shape[-1])
         states[:, first - start + 1 : stop - start + 1] = computed

@@ -21,6 +21,7 @@ from dlm_lens.attention import (
 )
 from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.attention.model_access import has_listeners
+from dlm_lens.placement import on_input_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.kept_keys import keeps_keys
 from dlm_lens.sampling.network import CanvasLogits
@@ -196,7 +197,7 @@ class TwoCopyLogits(CanvasLogits):
             self._halves(canvas), self._halves(self.clean), blocks, position_ids(content),
             dtype=self.model.dtype, content=content, **self._attention(self._halves(canvas)),
         )  # fmt: skip
-        return decoder_of(self.model)(**inputs, use_cache=False)
+        return decoder_of(self.model)(**on_input_device(self.model, inputs), use_cache=False)
 
     def states(
         self, canvas: Int[Tensor, "batch position"], needed: Bool[Tensor, "batch position"]
@@ -242,12 +243,13 @@ class TwoCopyLogits(CanvasLogits):
             seen = content & (blocks <= number)
             visible = torch.where((blocks == number)[:, :, None], of_noisy, of_clean)
             visible = (visible & seen[:, :, None] & seen[:, None, :])[:, None, :stop, :stop]
-            states = decoder_of(self.model)(
-                input_ids=shown[:, :stop],
-                attention_mask=additive_mask(visible, self.model.dtype),
-                position_ids=position_ids(content)[:, :stop],
-                use_cache=False,
-            ).last_hidden_state.to(canvas.device)
+            inputs = {
+                "input_ids": shown[:, :stop],
+                "attention_mask": additive_mask(visible, self.model.dtype),
+                "position_ids": position_ids(content)[:, :stop],
+            }
+            output = decoder_of(self.model)(**on_input_device(self.model, inputs), use_cache=False)
+            states = output.last_hidden_state.to(canvas.device)
             halves, (row, _) = states.reshape(-1, int(some.sum()), stop, states.shape[-1]), chosen[some].nonzero().T
             parts.append(halves[:, row, (self.outputs % length)[chosen]])
             places.append(order[chosen])
@@ -281,22 +283,18 @@ class TwoCopyLogits(CanvasLogits):
         given = {"content": content, **self._attention(noisy)}
         both = two_copies(noisy, clean, blocks, positions, dtype=self.model.dtype, **given)["attention_mask"]
         keys = CleanKeys()
-        first = decoder(
-            input_ids=clean[texts],
-            attention_mask=both[texts][..., length:, length:],
-            position_ids=positions[texts],
-            **cache_argument(decoder, keys),
-            use_cache=True,
-        )
+        given_clean = {
+            "input_ids": clean[texts],
+            "attention_mask": both[texts][..., length:, length:],
+            "position_ids": positions[texts],
+        }
+        # The keys of x_0 come first here.
+        visible = both[..., :length, :].roll(length, -1)
+        given_noisy = {"input_ids": noisy, "attention_mask": visible, "position_ids": positions}
+        options = {**cache_argument(decoder, keys), "use_cache": True}
+        first = decoder(**on_input_device(self.model, given_clean), **options)
         keys.row = which
-        second = decoder(
-            input_ids=noisy,
-            # The keys of x_0 come first here.
-            attention_mask=both[..., :length, :].roll(length, -1),
-            position_ids=positions,
-            **cache_argument(decoder, keys),
-            use_cache=True,
-        )
+        second = decoder(**on_input_device(self.model, given_noisy), **options)
         seen, shared = (one.last_hidden_state.to(canvas.device) for one in (second, first))
         return torch.cat([seen, shared[which]], 1)
 

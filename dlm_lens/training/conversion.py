@@ -14,7 +14,7 @@ from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.attention import Placement
 from dlm_lens.attention.softmax_variants import Softmax
-from dlm_lens.placement import seeded
+from dlm_lens.placement import in_float64, seeded
 
 logger = logging.getLogger(__name__)
 
@@ -179,4 +179,4 @@ def _copy(source: Any, model: Any, mask: int) -> None:
 
 
 def _mean(rows: Tensor, number: int) -> Tensor:
-    return rows.double().mean(0, keepdim=True).to(rows.dtype).expand(number, -1)
+    return in_float64(rows).mean(0, keepdim=True).to(rows).expand(number, -1)

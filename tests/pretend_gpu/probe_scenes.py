@@ -115,13 +115,18 @@ def sinks_in_the_stream(model: Any, family: str) -> Any:
     ]
 
 
-PROBES: dict[str, Scene] = {
-    "commitment": commitment,
+PRECISE: dict[str, Scene] = {
     "activation patching": precise(patched("z")),
     "activation patching of keys": precise(patched("k")),
     "attribution patching": precise(attributed),
     "edge attribution": precise(edges),
     "column attribution": precise(columns),
+}
+"""Left out for that family where a device has no float64."""
+
+PROBES: dict[str, Scene] = {
+    **PRECISE,
+    "commitment": commitment,
     "clock": clock,
     "anatomy": anatomy,
     "copying heads": lambda m, f: numbers(probes.retrieval_heads(m, run(m, f)).table()),

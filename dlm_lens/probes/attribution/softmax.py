@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.attention import AttentionInputs
 from dlm_lens.attention.softmax_variants import softmax
+from dlm_lens.placement import float64_device
 
 TILE_ENTRIES = 2**21
 """Entries of [batch, head, query, key] at a time, in float64."""
@@ -33,9 +34,12 @@ class SoftmaxEffects:
     """
 
     def __init__(self, inputs: AttentionInputs, gradient: Float[Tensor, "batch position head d_head"]) -> None:
-        q, k, v = (each.detach() for each in (inputs.q, inputs.k, inputs.v))
-        self.inputs = replace(inputs, q=q, k=k, v=v)
-        queries = gradient if gradient.shape[1] == q.shape[2] else gradient[:, inputs.own]
+        device = float64_device(gradient.device)
+        names = ("q", "k", "v", "z", "visible")
+        parts = {name: part.detach().to(device) for name in names if (part := getattr(inputs, name)) is not None}
+        self.inputs, gradient = replace(inputs, **parts), gradient.to(device)
+        q, k = self.inputs.q, self.inputs.k
+        queries = gradient if gradient.shape[1] == q.shape[2] else gradient[:, self.inputs.own]
         self.gradient = queries.transpose(1, 2)
         self.groups = q.shape[1] // k.shape[1]
         self._wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -129,8 +133,9 @@ class SoftmaxEffects:
         self, rows: slice, q: Tensor | None = None, k: Tensor | None = None
     ) -> Float[Tensor, "batch head tile key"]:
         q, k = self.inputs.q if q is None else q, self.inputs.k if k is None else k
-        grouped = rearrange(q[:, :, rows].to(self._wide), "b (g n) q d -> b g n q d", n=self.groups)
-        scores = grouped @ k.to(self._wide).unsqueeze(2).mT * self.inputs.scale
+        device = self.gradient.device
+        grouped = rearrange(q[:, :, rows].to(device).to(self._wide), "b (g n) q d -> b g n q d", n=self.groups)
+        scores = grouped @ k.to(device).to(self._wide).unsqueeze(2).mT * self.inputs.scale
         return rearrange(scores, "b g n q k -> b (g n) q k").double()
 
     def _pattern(self, scores: Tensor, rows: slice) -> Float[Tensor, "batch head tile key"]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, is_real, one_of, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.placement import in_float64
 from dlm_lens.probes.clock.fitting import (
     ClockSums,
     GroupMeans,
@@ -433,7 +434,7 @@ def _add(
         found.baseline[number, kind].index_add_(0, row, (guess - label).square())
     for place, layer in enumerate(clock.layers):
         stream = states.streams[layer]
-        x = stream[where.to(stream.device)].double()
+        x = in_float64(stream[where.to(stream.device)])
         weight = torch.cat([clock.weight[kind], clock.null_weight[:, kind, place]]).to(x.device)
         bias = torch.cat([clock.bias[kind], clock.null_bias[:, kind, place]]).to(x.device)
         every = (x @ weight.T + bias).cpu()

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.placement import float64_device, in_float64
 from dlm_lens.probes.clock.states import POSITIONS, QUANTITIES, StepStates, quantities_of
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.sampling import DenoisingRun, StoredRun
@@ -114,13 +115,13 @@ class ClockSums:
     def _add_layer(
         self, key: tuple[int, int], stream: Tensor, where: Tensor, y: Tensor, bin_of: Tensor, half: Tensor
     ) -> None:
-        width, device = stream.shape[-1], stream.device
+        width, device = stream.shape[-1], float64_device(stream.device)
         if key not in self.equations:
             one, other = (NormalEquations(width, 1 + self.shuffles, device) for _ in range(2))
             self.equations[key] = one, other
             self.curves[key] = torch.zeros(self.bins, width, dtype=torch.float64, device=device)
         if len(where):
-            x = stream[where.to(device)].double()
+            x = in_float64(stream[where.to(stream.device)])
             for number, equations in enumerate(self.equations[key]):
                 inside = half == number
                 equations.add(x[inside.to(device)], y[inside])

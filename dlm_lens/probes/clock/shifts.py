@@ -14,6 +14,7 @@ from dlm_lens.arguments import checked_arguments, is_real, one_of, whole
 from dlm_lens.attention import Hook, SinkLayout, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import SteerAlong, at_layers
+from dlm_lens.placement import in_float64
 from dlm_lens.probes.clock.clocks import DenoisingClock
 from dlm_lens.probes.clock.states import EMBEDDING
 from dlm_lens.probes.residual_reader import ResidualReader, reading
@@ -324,7 +325,7 @@ def _outputs(
     with stored.at(step), reading(stored.model, reader, attention=False):
         states = stored.states(step)
     kind = clock.reading.kind_index("open")
-    x = reader.residual[layer].double().cpu()
+    x = in_float64(reader.residual[layer]).cpu()
     return states, x @ clock.weight[kind, -1] + clock.bias[kind, -1]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import decoder_of
 from dlm_lens.attention.cache_argument import cache_argument
+from dlm_lens.placement import on_input_device
 from dlm_lens.sampling.kept_keys import empty_cache, keeps_keys
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items, logits_in_pieces
@@ -91,7 +92,8 @@ def _after_prompts(scorer: Scorer, prompts: Sequence[Query], answers: Sequence[_
     longer = [answer for answer in answers if len(answer.pair.answer) > 1]
     decoder = decoder_of(model)
     kept = {"use_cache": True, **cache_argument(decoder, cache)} if longer else {}
-    states = decoder(input_ids=batch.canvas, **network_inputs(batch.content) | kept).last_hidden_state
+    inputs = on_input_device(model, {"input_ids": batch.canvas, **network_inputs(batch.content)})
+    states = decoder(**inputs | kept).last_hidden_state
     logits = head_logits(model, states[:, -1])
     first = torch.tensor([int(answer.pair.answer[0]) for answer in answers], device=logits.device)
     begun = _compare([(0, logits[[answer.row for answer in answers]])], first)
@@ -139,7 +141,8 @@ def _continued(
         inputs["attention_mask"] = torch.cat([seen, new], 1).long()
     decoder = decoder_of(model)
     inputs |= {"use_cache": True, **cache_argument(decoder, _rows_of(cache, rows, model))}
-    states = decoder(input_ids=ids.to(device), **inputs).last_hidden_state
+    inputs = on_input_device(model, {"input_ids": ids, **inputs})
+    states = decoder(**inputs).last_hidden_state
     written = span.to(states.device) < torch.tensor(sizes, device=states.device)[:, None]
     found = logits_in_pieces(lambda _, piece: head_logits(model, piece[0]), states[written][None])
     losses, greedy = _compare(found, torch.cat([answer.pair.answer[1:] for answer in answers]))
@@ -163,6 +166,7 @@ def _compare(
     losses, greedy = torch.empty(len(targets), dtype=torch.float64), torch.empty(len(targets), dtype=torch.bool)
     for first, logits in pieces:
         own = targets[first : first + len(logits)].to(logits.device)
-        losses[first : first + len(own)] = torch.nn.functional.cross_entropy(logits.float(), own, reduction="none")
+        loss = torch.nn.functional.cross_entropy(logits.float(), own, reduction="none")
+        losses[first : first + len(own)] = loss.cpu()
         greedy[first : first + len(own)] = most_likely(logits) == own
     return losses, greedy

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import BlockLayout, attends_observed_first, padding_before
-from dlm_lens.placement import execution_device, input_device
+from dlm_lens.placement import canvas_device, execution_device
 from dlm_lens.sampling.block_network import BlockLogits, FirstBlockLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.network import ROWS, CanvasLogits, NonFiniteLogitsError, keep_freed_memory
@@ -281,7 +281,7 @@ def check_items(
 
 def assemble(model: Any, queries: Sequence[Query]) -> Batch:
     """Put queries into rows, padded on the left."""
-    device = input_device(model)
+    device = canvas_device(model)
     width = max(len(query.masked) for query in queries)
 
     def padded(rows: list[Tensor], fill: int) -> Tensor:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import MIN_VIEWERS, received_by_class
+from dlm_lens.placement import in_float64
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.recording.reducers.base import LayerStep, Reducer
@@ -132,8 +133,9 @@ class SplitAttention(Reducer):
             keys[:, inside.cpu()] = drawn
             keys = keys.to(inside.device)
         # Numbers below 1 apart, so that blocks stay together; what is no query comes last.
-        keys = torch.where(inside, keys.double() + 2 * block, torch.inf)
-        return keys.argsort(dim=-1, stable=True).argsort(-1)
+        wide = in_float64(keys)
+        keys = torch.where(inside.to(wide.device), wide + 2 * block.to(wide.device), torch.inf)
+        return keys.argsort(dim=-1, stable=True).argsort(-1).to(inside.device)
 
 
 def received_of_split(recording: Recording, by: SplitBy = "random", draw: int = 0) -> tuple[Received, Received]:

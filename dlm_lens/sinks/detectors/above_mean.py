@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.arguments import store_plain_numbers
+from dlm_lens.placement import in_float64
 from dlm_lens.sinks.detector_registry import DetectorEntry
 from dlm_lens.sinks.detectors.base import Detector, Quantity, settings_as_floats
 
@@ -63,8 +64,8 @@ class AboveMean(Detector):
         undefined = scores.isnan()
         others = scores.shape[-1] - 1 - undefined.sum(-1, keepdim=True)
         # In place: on large inputs fetching fresh memory costs more than the arithmetic.
-        wide = scores.to(torch.float64, copy=True).nan_to_num_(nan=0.0)
+        wide = in_float64(scores, copy=True).nan_to_num_(nan=0.0)
         total = wide.sum(-1, keepdim=True)
         # 0 / 0 where there are no others: no threshold.
-        level = wide.neg_().add_(total).div_(others).add_(self.eps)
-        return level.to(scores.dtype).masked_fill_(undefined | (others < 1), torch.nan)
+        level = wide.neg_().add_(total).div_(others.to(wide.device)).add_(self.eps)
+        return level.to(scores).masked_fill_(undefined | (others < 1), torch.nan)

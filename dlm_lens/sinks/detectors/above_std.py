@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.arguments import store_plain_numbers
+from dlm_lens.placement import in_float64
 from dlm_lens.sinks.detector_registry import DetectorEntry, check_setting
 from dlm_lens.sinks.detectors.base import Detector, mean_and_std, settings_as_floats
 
@@ -32,7 +33,7 @@ SOFT_SIGMOID = DetectorEntry(
 def _constant(scores: Tensor, mean: Tensor, std: Tensor, level: Tensor) -> Tensor:
     """One threshold for all defined keys; none where the scores differ by rounding alone."""
     level = level.masked_fill(std <= 1e-6 * mean.abs(), torch.nan)
-    return level.expand(scores.shape).to(scores.dtype).masked_fill(scores.isnan(), torch.nan)
+    return level.expand(scores.shape).to(scores).masked_fill(scores.isnan(), torch.nan)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class SoftSigmoid(Detector):
     def weights(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
         """w_j, the soft sink weight of each key, from 0 to 1; NaN where it is undefined."""
         mean, std = mean_and_std(scores)
-        return torch.sigmoid(self.alpha * (scores.double() - mean - self.k * std)).to(scores.dtype)
+        return torch.sigmoid(self.alpha * (in_float64(scores) - mean - self.k * std)).to(scores)
 
     def thresholds(self, scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
         """The score at which w_j is `above`: mean + k std + logit(above) / alpha."""

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.arguments import store_plain_numbers
+from dlm_lens.placement import in_float64
 from dlm_lens.printable import shown
 from dlm_lens.sinks.detector_registry import check_setting, parse_detector
 
@@ -146,9 +147,9 @@ class MedianDetector(Detector):
 
 def mean_and_std(scores: Float[Tensor, "*axes key"]) -> tuple[Float[Tensor, "*axes 1"], Float[Tensor, "*axes 1"]]:
     """Mean and standard deviation (population) over the defined keys, in float64."""
-    undefined = scores.isnan()
+    wide = in_float64(scores, copy=True).nan_to_num_(nan=0.0)
+    undefined = scores.isnan().to(wide.device)
     count = scores.shape[-1] - undefined.sum(-1, keepdim=True)
-    wide = scores.to(torch.float64, copy=True).nan_to_num_(nan=0.0)
     mean = wide.sum(-1, keepdim=True) / count
     off = wide.sub_(mean).masked_fill_(undefined, 0.0)
     return mean, (off.square_().sum(-1, keepdim=True) / count).sqrt()

@@ -46,6 +46,7 @@ c10::Storage on_device(const c10::Storage& storage, Device device) {
 
 Tensor on_device(const Tensor& tensor, Device device) {
   TORCH_CHECK(tensor.layout() == at::kStrided, "the pretended device has strided tensors only");
+  check_dtype(tensor.scalar_type());
   return tensor_over(on_device(tensor.storage(), device), tensor, DispatchKey::CUDA);
 }
 
@@ -175,12 +176,14 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
 Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
              std::optional<Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+  check_dtype(c10::dtype_or_default(dtype));
   auto& memory = memories[device_or_current(device).index()];
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &memory, c10::DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
+  check_dtype(c10::dtype_or_default(dtype));
   auto& memory = memories[device_or_current(device).index()];
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &memory,
                                            c10::DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype));
@@ -192,6 +195,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_cuda() && source.is_cuda()) {
     ++(self.device() == source.device() ? counters.launches : counters.between);
   } else {
+    if (self.scalar_type() != source.scalar_type()) check_dtype(self.scalar_type());  // the device converts
     ++(self.is_cuda() ? counters.to_device : counters.to_host);
     if (!non_blocking) wait(self.is_cuda() ? "copy to the device" : "copy to the host");
   }

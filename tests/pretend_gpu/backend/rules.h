@@ -1,9 +1,10 @@
-// What a real CUDA device refuses, and where it makes the program wait.
+// What a real CUDA device refuses, and where it makes the program wait; on request, what Apple's refuse.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <cstdlib>
 #include <string>
 #include <unordered_set>
 #include <vector>
@@ -41,6 +42,18 @@ inline const Names kWaiting = {
     "_local_scalar_dense", "equal", "nonzero", "nonzero.out", "masked_select", "masked_select.out", "_unique", "_unique2", "unique_dim",
     "unique_consecutive", "unique_dim_consecutive", "repeat_interleave.Tensor", "bincount", "linalg_cholesky_ex.L", "_linalg_solve_ex.result",
     "linalg_inv_ex.inverse"};
+
+// Apple's GPUs ("mps") have no float64. Read once, when the process starts.
+inline const bool kNoFloat64 = [] {
+  const char* given = std::getenv("PRETEND_GPU_NO_FLOAT64");
+  return given != nullptr && std::string(given) == "1";
+}();
+
+// Called wherever a tensor of the device comes into being.
+inline void check_dtype(at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(!kNoFloat64 || (dtype != at::kDouble && dtype != at::kComplexDouble), "Cannot convert a pretended Tensor to ", dtype,
+                   " dtype: the device has no float64 (PRETEND_GPU_NO_FLOAT64=1)");
+}
 
 inline bool is_index_mask(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;

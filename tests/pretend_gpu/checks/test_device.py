@@ -1,5 +1,6 @@
 """The pretended device itself: what it refuses and counts as a real one does."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from dlm_lens.placement import float64_device, in_float64
 from tests.pretend_gpu.plugin import GPU
 
+NO_FLOAT64 = os.environ.get("PRETEND_GPU_NO_FLOAT64") == "1"
 ON_BOTH = "same device|either on cpu or on the same device"
 
 
@@ -75,6 +78,26 @@ def test_numbers_are_the_cpus_and_random_numbers_follow_the_seed() -> None:
     assert drawn[0].equal(drawn[1])
     with pytest.raises(RuntimeError, match="device type for generator"):
         torch.rand(4, device="cuda", generator=torch.Generator())
+
+
+@pytest.mark.skipif(NO_FLOAT64, reason="the devices of this process refuse float64")
+def test_float64_stays_where_it_is() -> None:
+    assert in_float64(on(1)).device == torch.device("cuda:1")
+
+
+@pytest.mark.skipif(not NO_FLOAT64, reason="PRETEND_GPU_NO_FLOAT64 is not set")
+def test_float64_is_refused_where_it_is_not_there() -> None:
+    for call in (
+        on(0).double,
+        lambda: on(0).softmax(-1, dtype=torch.float64),
+        lambda: torch.ones(2).double().cuda(),
+    ):
+        with pytest.raises(TypeError, match="no float64"):
+            call()
+    with pytest.raises(TypeError, match="no float64"):  # the device would convert
+        on(0).to("cpu", torch.float64)
+    assert in_float64(on(1)).equal(on(1).cpu().double())
+    assert float64_device(torch.device("cuda:1")) == torch.device("cpu")
 
 
 def test_memory_that_was_not_written_is_not_a_number() -> None:
