@@ -86,12 +86,12 @@ def seeded(seed: int) -> Iterator[None]:
     `torch.manual_seed` would seed every GPU, and nothing would put their generators back.
     """
     default = torch.get_default_device()
-    gpus = [default] if default.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus, device_type="cuda"):
+    others = [default] if default.type not in ("cpu", "meta") else []
+    with torch.random.fork_rng(devices=others, device_type=default.type if others else "cuda"):
         torch.default_generator.manual_seed(seed)
-        for gpu in gpus:
-            with torch.cuda.device(gpu):
-                torch.cuda.manual_seed(seed)
+        for device in others:
+            state = torch.Generator(device).manual_seed(seed).get_state()
+            torch.get_device_module(device).set_rng_state(state, device)
         yield
 
 
@@ -107,6 +107,8 @@ def float32_products(device: torch.device) -> str:
 
     `torch.set_float32_matmul_precision` and `torch.backends` tell it.
     """
+    if device.type == "mps":  # where torch has no other product of them
+        return "float32"
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     found = str(backend.matmul.fp32_precision)
     return "float32" if found in ("none", "ieee") else found
@@ -121,7 +123,7 @@ def execution_device(module: nn.Module) -> torch.device:
     for part in module.modules():
         for hook in _align_hooks(part):
             if hook.execution_device is not None:
-                return _device(hook.execution_device)
+                return named_device(hook.execution_device)
     tensors = [*module.parameters(), *module.buffers()]
     for tensor in tensors:
         if tensor.device.type != "meta":
@@ -218,5 +220,14 @@ def _align_hooks(module: nn.Module) -> Iterator[Any]:
             yield each
 
 
-def _device(given: Any) -> torch.device:
-    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+def named_device(given: int | str | torch.device) -> torch.device:
+    """The device of a device map's entry; a number counts the accelerators of this machine, CUDA's if it has none.
+
+    Raises:
+        RuntimeError: no device has this name.
+        TypeError: something else.
+    """
+    if not isinstance(given, int):
+        return torch.device(given)
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cuda" if accelerator is None else accelerator.type, given)

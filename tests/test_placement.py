@@ -23,11 +23,14 @@ from dlm_lens.placement import (
     canvas_device,
     devices,
     execution_device,
+    float32_products,
     float64_device,
     in_float64,
     input_device,
+    named_device,
     named_weights,
     resident,
+    seeded,
 )
 from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.testing import tiny
@@ -208,3 +211,37 @@ def test_memory_that_runs_out_says_nothing_of_float64(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "zeros", full)
     with pytest.raises(torch.OutOfMemoryError):
         float64_device(torch.device("cuda:7"))
+
+
+def test_seeded_seeds_an_accelerator_of_any_kind_and_puts_its_generator_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_the_cpu = torch.Generator
+    before, after = (of_the_cpu().manual_seed(seed).get_state() for seed in (9, 3))
+    states = [before]
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": of_the_cpu())
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda device: states[-1])
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state, device: states.append(state))
+    with seeded(3):
+        assert states[-1].equal(after)
+    assert states[-1].equal(before)
+
+
+def test_products_on_mps_are_of_float32_whatever_is_set() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert [float32_products(torch.device(kind)) for kind in ("cpu", "mps")] == ["bf16", "float32"]
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(None, "cuda:1"), ("xpu", "xpu:1")])
+def test_a_number_names_a_device_of_this_machines_kind(
+    kind: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = None if kind is None else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    assert named_device(1) == torch.device(expected)
+    assert named_device("cpu") == torch.device("cpu")

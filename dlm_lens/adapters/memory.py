@@ -13,6 +13,7 @@ from dlm_lens.adapters.hub import check_name, local_file, optional_file
 from dlm_lens.adapters.quantisation import floating_dtype
 from dlm_lens.adapters.weight_headers import read_header
 from dlm_lens.files.json_objects import read_object
+from dlm_lens.placement import named_device
 from dlm_lens.printable import printable_name, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -125,7 +126,7 @@ def _device(device_map: Any) -> torch.device | None:
     if place in ("auto", "balanced", "balanced_low_0", "sequential", "disk"):
         return None
     try:
-        device = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+        device = named_device(place)
     except (RuntimeError, TypeError) as error:
         raise ValueError(refusal) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
