@@ -12,7 +12,7 @@ from torch import Tensor
 from dlm_lens.attention import decoder_of
 from dlm_lens.files.tensor_files import read_tensors
 from dlm_lens.findings import Finding
-from dlm_lens.placement import input_device
+from dlm_lens.placement import in_float64, input_device
 from dlm_lens.printable import counted
 
 SINGLE, HALF = 1e-3, 0.1
@@ -35,8 +35,8 @@ def relative_gap(ours: Float[Tensor, "*entries"], theirs: Float[Tensor, "*entrie
     Infinite or no number where one of them is not finite in `ours`. [MASK] has the logit -inf in some networks.
     """
     finite = theirs.isfinite()
-    expected = theirs[finite].double()
-    return float((ours[finite].double() - expected).square().mean().sqrt() / expected.std())
+    expected = in_float64(theirs[finite])
+    return float((in_float64(ours[finite]) - expected).square().mean().sqrt() / expected.std())
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ SOME = "or".join(f"({case})" for case in ("llada-one", "duo-one", "causal-one", 
 CHECKS |= {
     "test_calls.py without float64": f"test_calls.py -k {SOME}",
     "test_device.py without float64": "test_device.py",
+    "test_models.py without float64": "test_models.py",
 }
 
 
