@@ -20,10 +20,10 @@ def findings() -> Iterator[Finding]:
     """Run the checks one by one; nothing is downloaded or written."""
     for requirement in declared():
         yield _package(requirement)
-    if not torch.cuda.device_count():
+    if not (gpus := _gpus()):
         yield Finding("CUDA", "none: everything runs on the CPU", None)
-    for index in range(torch.cuda.device_count()):
-        yield checked(f"cuda:{index}", partial(_computes, torch.device("cuda", index)))
+    for device in gpus:
+        yield checked(str(device), partial(_computes, device))
     for name, check in (("toy:denoise", _denoises), ("toy:nnsight", _traces), ("toy:bridge", _bridges)):
         yield checked(name, check)
 
@@ -42,6 +42,14 @@ def _denoises() -> str:
     return f"toy wrote {run.answers[0]!r} in {run.steps} steps"
 
 
+def _gpus() -> list[torch.device]:
+    """The GPUs that torch computes on: CUDA's, or Intel's ("xpu"), or Apple's ("mps"), which has no number."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type == "mps":
+        return [] if kind is None else [kind]
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
 @torch.no_grad()
 def _computes(device: torch.device) -> str:
     """Run the embedded model and the attention kernels on a GPU, and compare both with the CPU.
@@ -49,7 +57,8 @@ def _computes(device: torch.device) -> str:
     Raises:
         RuntimeError: the numbers differ.
     """
-    name = torch.cuda.get_device_name(device)
+    module = torch.get_device_module(device)
+    name = module.get_device_name(device) if hasattr(module, "get_device_name") else str(device)
     plain, model = dlm_lens.load("toy"), dlm_lens.load("toy", device_map=str(device))
     ids = torch.tensor([model.tokenizer(PROMPT)["input_ids"]])
     gap = float((model(input_ids=ids.to(device)).logits.cpu() - plain(input_ids=ids).logits).abs().max())
@@ -74,7 +83,7 @@ def _kernels(device: torch.device) -> str:
         raise RuntimeError(f"attention statistics on {device} differ from the CPU's by {gap:.2g}; set {SWITCH}=off")
     if not turned_on():
         return f"attention kernels off ({SWITCH}=off)"
-    kernels = usable(q.to(device), k.to(device))
+    kernels = device.type == "cuda" and usable(q.to(device), k.to(device))
     return "attention kernels run" if kernels else "attention kernels do not run, tiles in PyTorch are used"
 
 

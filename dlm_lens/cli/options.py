@@ -34,7 +34,7 @@ STEPS = typer.Option(help="Steps, such as 0,16,-1; all by default.")
 QUERIES = typer.Option(help="Which queries count: all, masked, unmasked, prompt or block, as recorded.")
 HOOKS = typer.Option(help='Interventions, such as "mask_sinks(above_mean(3), top=5)"; parsed, never executed.')
 SEED = typer.Option(help="Seed of all random numbers.")
-DEVICE = typer.Option(help="Where the model runs: cpu, cuda, cuda:1 or auto; a free GPU by default.")
+DEVICE = typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps or auto; a CUDA GPU by default, if any.")
 DTYPE = typer.Option(help="Dtype of the weights: bfloat16, float32, ...; the checkpoint's own by default.")
 SETTINGS = typer.Option(
     "--set", help="Another setting of the model's sampler, such as cfg_scale=1.5 or top_p=0.9; repeatable."
@@ -157,7 +157,7 @@ def check_device(text: str | None) -> None:
         ValueError: it does not.
     """
     if text is not None and not re.fullmatch(r"[a-z_]+(:[0-9]+)?", text):
-        raise ValueError(f"--device is {text!r}; it is cpu, cuda, cuda:1 or auto")
+        raise ValueError(f"--device is {text!r}; it is cpu, cuda, cuda:1, mps or auto")
 
 
 def check_rule(recording: Path, detector: str, level: str = "head", queries: str = "all") -> None:

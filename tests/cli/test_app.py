@@ -283,6 +283,17 @@ def test_the_doctor_names_what_is_wrong_and_fails(monkeypatch: pytest.MonkeyPatc
     assert (found["torch"], found["nnsight"], found["einops"], found.get("CUDA")) == (True, False, False, None)
 
 
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_the_doctor_computes_on_gpus_of_every_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor, "_computes", lambda device: f"computed on {device}")
+    found = {finding.subject: finding.found for finding in doctor.findings()}
+    subject = {"mps": "mps", "xpu": "xpu:0"}[kind]  # as `device_map=` takes them
+    assert found[subject] == f"computed on {subject}"
+    assert "CUDA" not in found
+
+
 def test_the_doctor_finds_the_models_well_in_every_host() -> None:
     checks = {finding.subject: finding for finding in doctor.findings()}
     assert all(checks[name].good for name in ("toy:denoise", "toy:nnsight", "toy:bridge", "torch"))
