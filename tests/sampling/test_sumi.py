@@ -40,6 +40,17 @@ def alpha_at(step: int, steps: int, schedule: str = "linear", low: float = -9.0,
     return 1 / (1 + math.exp(-bounded))
 
 
+def quantiles(likely: Tensor, generator: torch.Generator) -> Tensor:
+    """Of every row the token whose interval of [0, 1) holds the row's next random number."""
+    found = []
+    for row in likely.tolist():
+        left, token = float(torch.rand(1, generator=generator, dtype=torch.float64)) * sum(row), 0
+        while left >= row[token]:
+            left, token = left - row[token], token + 1
+        found.append(token)
+    return torch.tensor(found)
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("bounds", [(-9.0, 9.0), (-3.0, 2.0)])
 def test_the_schedule(schedule: str, bounds: tuple[float, float]) -> None:
@@ -71,8 +82,7 @@ def test_every_draw_and_confidence_is_that_of_a_float64_network(settings: dict[s
         )
         logits = forward64(model, canvas[None])["logits"][0, free]
         likely = (logits / settings.get("temperature", 1.0)).softmax(-1)
-        uniform = torch.rand(len(free), SIZE, generator=generator, dtype=torch.float64)
-        drawn = (bayes(likely, canvas[free], alpha_t, alpha_s) / -uniform.log()).argmax(-1)
+        drawn = quantiles(bayes(likely, canvas[free], alpha_t, alpha_s), generator)
         text = alpha_s * likely[torch.arange(len(free)), drawn]
         certain = text / (text + (1 - alpha_s) / SIZE)
         torch.testing.assert_close(run.confidence[step, 0, free].double(), certain, atol=1e-4, rtol=1e-4)
@@ -86,7 +96,32 @@ def test_every_draw_and_confidence_is_that_of_a_float64_network(settings: dict[s
         assert run.revised[step, 0].equal(decided & (now | (canvas != before)))
         opened = now
     assert run.tokens[0].equal(canvas)
-    assert run.answers == [model.tokenizer.decode(canvas[start : start + 10])] or EOS in canvas[start : start + 10]
+    answer = canvas[start : start + 10].tolist()
+    answer = answer[: answer.index(EOS)] if EOS in answer else answer
+    assert run.answers == [model.tokenizer.decode(answer, skip_special_tokens=True)]
+
+
+@pytest.mark.parametrize("remasking", ["ancestral", "adaptive"])
+def test_the_frequencies_of_one_step(remasking: str) -> None:
+    """One step of 4000 positions that see the same token and the same logits, against the weights of the draw."""
+    model, positions = tiny("sumi", max_position_embeddings=512), 500
+    logits = 2 * torch.randn(SIZE, generator=torch.Generator().manual_seed(2))
+    run = dl.denoise(
+        model, [[1]] * 8, gen_length=positions, canvas_length=positions, delimiter=False, steps=2,
+        remasking=remasking, tokens_per_step=positions, seed=list(range(8)),
+        on_canvas=lambda step, canvas: torch.full_like(canvas, 7) if step == 1 else None,
+        on_logits=lambda step, canvas, found: logits.expand(found.shape),
+    )  # fmt: skip
+    likely = logits.double().softmax(-1)
+    if remasking == "ancestral":
+        likely = bayes(likely[None], torch.tensor([7]), alpha_at(1, 2), alpha_at(2, 2))[0]
+    counts = torch.bincount(run.tokens[:, 1:].flatten(), minlength=SIZE).double()
+    often = likely * 4000 >= 5
+    rest = torch.stack([counts[~often].sum(), likely[~often].sum() * 4000])
+    statistic = ((counts - 4000 * likely) ** 2 / (4000 * likely))[often].sum() + (rest[0] - rest[1]) ** 2 / rest[1]
+    freedom = int(often.sum())
+    assert freedom > 10
+    assert float(statistic) < freedom + 4 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize("settings", [{"tokens_per_step": 3}, {"temperature": 0.0}, {"remasking": "greedy"}])
@@ -108,8 +143,7 @@ def test_adaptive_steps_write_what_the_network_would_change_most(settings: dict[
         torch.testing.assert_close(run.confidence[step, 0, free].double(), wanted, atol=1e-4, rtol=1e-4)
         best = likely.argmax(-1)
         if not greedy and settings.get("temperature", 1.0):
-            uniform = torch.rand(len(free), SIZE, generator=generator, dtype=torch.float64)
-            best = (likely / -uniform.log()).argmax(-1)
+            best = quantiles(likely, generator)
         chosen = torch.ones(len(free), dtype=torch.bool)
         if not greedy:
             chosen = torch.zeros(len(free), dtype=torch.bool)

@@ -17,7 +17,7 @@ from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.mdlm import SelectLikelier
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
-from dlm_lens.sampling.samplers.uniform_posterior import Levels, PosteriorPropose, UniformPropose
+from dlm_lens.sampling.samplers.uniform_posterior import Levels, PosteriorPropose, UniformPropose, inverse_cdf
 from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, random_settings
 from dlm_lens.sampling.special_ids import SpecialIds
 
@@ -106,6 +106,21 @@ def probabilities(
     return (wide if temperature == 1 else wide / max(temperature, 1e-6)).softmax(-1)
 
 
+def drawn_once(
+    noise: Noise,
+    weights: Float[Tensor, "evaluated d_vocab"],
+    evaluated: Bool[Tensor, "batch position"],
+    eligible: Bool[Tensor, "batch position"],
+) -> Int[Tensor, "evaluated"]:
+    """A token for each row of weights from one random number; the most likely one where nothing is written.
+
+    A vocabulary of 100,000 takes as many numbers for Gumbel's trick at each of 2,000 positions, in every step.
+    """
+    chosen = inverse_cdf(weights, noise.columns(evaluated, eligible, 1).to(weights))
+    written = eligible[evaluated].to(chosen.device)
+    return chosen if bool(written.all()) else torch.where(written, chosen, most_likely(weights))
+
+
 class SumiAncestral(PosteriorPropose):
     """x_s drawn from q(x_s | x_t, x), with the probabilities of the softmax in float64.
 
@@ -129,7 +144,7 @@ class SumiAncestral(PosteriorPropose):
     ) -> Int[Tensor, "evaluated"]:
         """A token for each row of weights; the original draws for the prompt too."""
         if not self.reference_quirks:
-            return super().drawn(weights, evaluated, eligible)
+            return drawn_once(self.noise, weights, evaluated, eligible)
         return self.noise.tokens_among(weights, evaluated, torch.ones_like(evaluated))
 
     def weights(
@@ -170,10 +185,10 @@ class SumiAdaptive(UniformPropose):
         wanted = likely.amax(-1) - likely.gather(-1, seen[:, None])[:, 0]
         if self.temperature == 0:
             return most_likely(likely), wanted
-        drawn = probabilities(logits, self.temperature, wide)
+        drawn = likely if self.temperature == 1 else probabilities(logits, self.temperature, wide)
         if self.reference_quirks:
             return self.noise.tokens_among(drawn, evaluated, torch.ones_like(evaluated)), wanted
-        return self.noise.tokens(drawn, evaluated, eligible), wanted
+        return drawn_once(self.noise, drawn, evaluated, eligible), wanted
 
 
 class SumiSampler(UniformNoiseSampler):

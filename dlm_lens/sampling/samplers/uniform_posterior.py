@@ -56,9 +56,21 @@ def posterior(
     alpha_t, alpha_s = levels.alpha_t, levels.alpha_s
     size, ratio = likely.shape[-1], alpha_t / alpha_s
     noise = (1 - ratio) * (1 - alpha_s) / size
-    weights = float(alpha_s - alpha_t) * likely + float(noise)
+    weights = (float(alpha_s - alpha_t) * likely).add_(float(noise))
     here = seen[:, None]
-    return weights.scatter_add(-1, here, float(alpha_t * size) * likely.gather(-1, here) + float(ratio - alpha_t))
+    return weights.scatter_add_(-1, here, float(alpha_t * size) * likely.gather(-1, here) + float(ratio - alpha_t))
+
+
+def inverse_cdf(weights: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n 1"]) -> Int[Tensor, "n"]:
+    """The first token j with w_0 + ... + w_j > u sum w: a draw with the weights w from one number u for each row.
+
+    Args:
+        weights: w, in float64, in which the sums of rare tokens are not rounded away.
+        uniform: u, from 0 and below 1.
+    """
+    sums = weights.cumsum(-1)
+    found: Tensor = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)[:, 0]
+    return found.clamp(max=weights.shape[-1] - 1)
 
 
 class UniformPropose(nn.Module):
