@@ -29,6 +29,7 @@ from benchmarks.sampling import VOCABULARY, restated
 from benchmarks.timing import machine, without_kernels
 from dlm_lens import hooks
 from dlm_lens.attention import hooked_attentions
+from dlm_lens.attention.softmax_variants import Softmax
 from dlm_lens.testing import tiny
 
 ANSWER, BLOCK = 64, 32
@@ -46,7 +47,7 @@ STATISTICS = (
 PATTERN_STATISTICS = (dlm_lens.recording.AttentionEntropy(), dlm_lens.RegionMass())
 
 
-def build(length: int, layers: int = 0) -> Any:
+def build(length: int, layers: int = 0, softmax: Softmax = "standard") -> Any:
     """A random LLaDA: 12 layers (or so many) of width 768 on a CPU, the 8B's shape in bfloat16 on a GPU."""
     wide = torch.cuda.is_available()
     width, depth, heads = (4096, 32, 32) if wide else (768, 12, 12)
@@ -62,6 +63,7 @@ def build(length: int, layers: int = 0) -> Any:
         mask_token_id=VOCABULARY - 1,
         initializer_range=0.02,
     )
+    model.config.softmax = softmax
     return model.to("cuda", torch.bfloat16) if wide else model
 
 
@@ -151,9 +153,11 @@ def clock() -> float:
     return time.process_time()
 
 
-def times(length: int, steps: int, rounds: int, rows: list[str], layers: int = 0) -> dict[str, float]:
+def times(
+    length: int, steps: int, rounds: int, rows: list[str], layers: int = 0, softmax: Softmax = "standard"
+) -> dict[str, float]:
     """Best seconds per step of every row; the candidates take turns."""
-    model = build(length, layers)
+    model = build(length, layers, softmax)
     chosen = {name: run for name, run in candidates(model, length, steps).items() if name in rows}
     best = dict.fromkeys(chosen, float("inf"))
     for turn in range(rounds + 1):
@@ -249,6 +253,7 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="Where to draw the memory over the lengths.")] = None,
     layers: Annotated[int, typer.Option(help="Layers of the model; 0 for 12, or the 8B's 32 on a GPU.")] = 0,
     exact: Annotated[bool, typer.Option("--exact", help="Peak of torch's own allocations, not max RSS.")] = False,
+    off_by_one: Annotated[bool, typer.Option("--off-by-one", help="Time a softmax with a spare entry.")] = False,
     row: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Measure and print the tables."""
@@ -264,9 +269,8 @@ def main(
         return
     for length in sizes:
         everything = ("reference", PLAIN, "received", "statistics", "all", "masked", "patterns", "eager")
-        found = times(
-            length, steps, rounds, [PLAIN, *(named or [*everything, "transformerlens", "nnsight"])], layers
-        )
+        chosen = [PLAIN, *(named or [*everything, "transformerlens", "nnsight"])]
+        found = times(length, steps, rounds, chosen, layers, "off_by_one" if off_by_one else "standard")
         print(f"\n{length} positions, {ANSWER} of them answer, blocks of {BLOCK}, {steps} steps; {machine()}\n")
         print("| | seconds per step | over denoise |\n|---|---:|---:|")
         for name, value in found.items():
