@@ -171,6 +171,7 @@ def test_statistics_form_no_pattern_and_hooks_do(softmax: str) -> None:
     reducers = [dlm_lens.ReceivedAttention(), dlm_lens.RegionMass(), dlm_lens.recording.AttentionEntropy()]
     recording = dlm_lens.record(found, "w1 w2 w3", reducers, **run)
     assert recording.run.canvases.equal(plain.canvases)
+    assert recording.run.confidence.equal(plain.confidence)
     point = found.model.layers[1].self_attn.hook_pattern
     handle = point.register_forward_hook(lambda module, args, value: patterns.append(value))
     formed = dlm_lens.record(found, "w1 w2 w3", reducers, **run)
