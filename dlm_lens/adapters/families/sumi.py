@@ -73,7 +73,7 @@ FAMILY = Family(
     samplers={"sumi": SUMI_SAMPLER},
     has_mask_token=False,
     hub_names=("tohoku-nlp/sumi-7b",),
-    # config.json has them; a file without them names none.
+    # For a config.json without them; the released one has all three.
     special_ids={100278: {"bos": 100256, "eos": 100257, "pad": 100277}},
     tiny={"bos_token_id": 60, "sampler_defaults": {"canvas_length": 32}},
 )
