@@ -7,6 +7,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,10 @@ def unpacked_sdist(name: str, version: str | None = None) -> Path:
         with tempfile.TemporaryDirectory(dir=_cache()) as folder:
             _download(folder, "--no-binary", name, f"{name}=={version}")
             (archive,) = Path(folder).glob("*.tar.gz")
+            # Python before 3.11.4 has no filters.
+            options: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
             with tarfile.open(archive) as held:
-                held.extractall(Path(folder) / "unpacked", filter="data")
+                held.extractall(Path(folder) / "unpacked", **options)
             (root,) = (Path(folder) / "unpacked").iterdir()
             _put(root, target)
     return target
