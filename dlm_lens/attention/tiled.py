@@ -417,7 +417,7 @@ def batched_received_sums(
     causal: bool,
     lse: Tensor | None = None,
 ) -> Float[Tensor, "batch klass head key"]:
-    """`received_sums` in tiles over all rows and heads, with a gradient."""
+    """`received_sums` in tiles over all rows and heads; with a gradient where `lse` is left out."""
     received = q.new_zeros(q.shape[0], q.shape[1], weights.shape[1], k.shape[2], dtype=torch.float32)
     for rows, scores in _batched_scores(q, k, scale, visible, causal):
         empty = (scores == -torch.inf).all(-1, keepdim=True)
@@ -443,7 +443,8 @@ def pattern_tiles(
     batch, heads, queries, _ = inputs.q.shape
     tile = tile or max(1, min(queries, TILE_ENTRIES // (batch * heads * inputs.k.shape[2])))
     short = queries * inputs.k.shape[2] <= SHORT_HEAD
-    by_head = inputs.q.device.type == "cpu" and not needs_grad(inputs.q, inputs.k) and not short
+    differentiable = (inputs.q, inputs.k) if inputs.spare is None else (inputs.q, inputs.k, inputs.spare)
+    by_head = inputs.q.device.type == "cpu" and not needs_grad(*differentiable) and not short
     keys = inputs.k.float().contiguous()
     for start in range(0, queries, tile):
         rows = slice(start, min(start + tile, queries))
@@ -482,6 +483,7 @@ def _tile_by_head(inputs: AttentionInputs, keys: Tensor, rows: slice) -> Float[T
     visible = inputs.seen(rows)
     hidden = None if visible is None else (~visible).view(torch.uint8)
     pattern = q.new_empty(*q.shape[:3], keys.shape[2])
+    spare = None if inputs.spare is None else inputs.spare.float() * LOG2E
     groups = q.shape[1] // keys.shape[1]
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
@@ -489,7 +491,7 @@ def _tile_by_head(inputs: AttentionInputs, keys: Tensor, rows: slice) -> Float[T
             if hidden is not None:
                 hide_(scores, hidden[row % len(hidden), head % hidden.shape[1]].expand_as(scores))
             top, total = exponentials_(scores)
-            if inputs.spare is not None:
-                total = total + (inputs.spare[head] * LOG2E - top[..., 0]).exp2()
+            if spare is not None:
+                total = total + (spare[head] - top[..., 0]).exp2()
             torch.div(scores, total[:, None], out=pattern[row, head])
     return pattern

@@ -1,5 +1,6 @@
 """Softmax with a spare entry, against float64, in the fused and the materialising path."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,7 +152,9 @@ def test_statistics_of_rows_with_a_spare_entry(length: int, known: bool, hidden:
     assert stats.sums is not None
     torch.testing.assert_close(stats.sums.double(), expected, **close)
     tiles = TileStats(inputs, weights, QUERY_STATS)
-    for some, tile in pattern_tiles(inputs):
+    halved = replace(inputs, spare=spare.bfloat16())  # of a model in bfloat16, which holds these numbers exactly
+    for (some, tile), (_, again) in zip(pattern_tiles(inputs), pattern_tiles(halved), strict=True):
+        torch.testing.assert_close(again, tile)
         torch.testing.assert_close(tile.double(), pattern[:, :, some], **close)
         tiles.add(some, tile)
     for name, values in rows.items():
@@ -181,3 +184,17 @@ def test_statistics_form_no_pattern_and_hooks_do(softmax: str) -> None:
     for name in names:
         found, expected = getattr(recording, name), getattr(formed, name)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4, equal_nan=True, msg=name)
+
+
+def test_tiles_of_long_heads_have_the_gradient_of_a_learned_entry() -> None:
+    """Of frozen projections and a learned b: tiles in a CPU's cache have no gradient."""
+    draw = torch.Generator().manual_seed(1)
+    q, k, v, weights = (torch.randn(1, 2, 700, width, generator=draw) for width in (4, 4, 4, 700))
+    spare = torch.tensor([0.5, -1.0], requires_grad=True)
+    inputs = AttentionInputs(0, q, k, v, 0.5, spare=spare)
+    torch.stack([(weights[:, :, rows] * tile).sum() for rows, tile in pattern_tiles(inputs)]).sum().backward()
+    pattern = softmax64(q.double() @ k.double().mT * 0.5, spare.detach().double())
+    # dA_ij / db = -A_ij (1 - sum_k A_ik)
+    expected = -(weights * pattern * (1 - pattern.sum(-1, keepdim=True))).sum((0, 2, 3))
+    assert spare.grad is not None
+    torch.testing.assert_close(spare.grad.double(), expected, atol=1e-4, rtol=1e-3)
