@@ -146,4 +146,5 @@ def _first_rows(inputs: AttentionInputs, rows: int) -> AttentionInputs:
         dropped=dropped,
         pattern=cut(inputs.pattern),
         z=cut(inputs.z),
+        lse=cut(inputs.lse),
     )

@@ -355,3 +355,14 @@ def test_a_run_without_steps_has_no_replay() -> None:
     assert run.steps == 0
     with pytest.raises(ValueError, match="replay: the run has no steps, as its prompts leave nothing to decide"):
         replay(model, run, [mask_positions(0)])
+
+
+def test_long_guided_runs_are_replayed_as_their_conditional_rows() -> None:
+    """From 128 positions on the kernel's log-sum-exp is read, which a guided pass has for both halves."""
+    model = tiny("llada", max_position_embeddings=256)
+    prompt = [[number % 60 for number in range(130)]]
+    run = dl.denoise(model, prompt, steps=2, gen_length=8, block_length=8, cfg_scale=1.0)
+    found = replay(model, run, [mask_positions(1)])
+    expected = dl.received_over_steps(model, run)
+    assert found.received is not None
+    torch.testing.assert_close(found.received.values, expected.values, equal_nan=True)
