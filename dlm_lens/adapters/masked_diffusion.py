@@ -63,6 +63,17 @@ DMAX_SAMPLER = {
 }
 """Of czg1225/DMax's evaluation on mathematics (eval_llada_dmax_math.sh); gen_length is ours (theirs is 2048)."""
 
+LLADA2_MULTI_BLOCK_SAMPLER = {
+    "gen_length": 128,
+    "block_length": 32,
+    "running_blocks": 2,
+    "add_block_threshold": 0.1,
+    "semi_complete_threshold": 0.9,
+    "threshold": 0.95,
+    "temperature": 0.0,
+}
+"""Of the evaluation of MBD-LLaDA2-mini on mathematics (SJTU-DENG-Lab/Diffulex); gen_length is ours (4096 there)."""
+
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 
@@ -115,6 +126,14 @@ SDAR_SAMPLER = {
     "threshold": 0.85,
 }
 """The defaults of JetAstra/SDAR's block_diffusion_generate; block_length is that of the released models."""
+
+SDAR_MULTI_BLOCK_SAMPLER = {
+    **LLADA2_MULTI_BLOCK_SAMPLER,
+    "block_length": 4,
+    "running_blocks": 4,
+    "semi_complete_threshold": 0.25,
+}
+"""Of the evaluation of MBD-SDAR-8B-Chat-b4 on mathematics; with blocks of 32 the second threshold is 0.9 there."""
 
 
 @dataclass(kw_only=True)

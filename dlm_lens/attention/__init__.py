@@ -77,6 +77,7 @@ from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_k
 from dlm_lens.attention.model_access import exclusive, in_use
 from dlm_lens.attention.pattern_reductions import PatternStats, TileStats, pattern_stats
 from dlm_lens.attention.received import attention_lse, received_sums
+from dlm_lens.attention.running_blocks import BlockCounts, RunningBlocks
 from dlm_lens.attention.self_check import check_hook_points, check_ids
 from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, beside_sinks, sink
 from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
@@ -94,6 +95,7 @@ __all__ = [
     "SITES",
     "AttentionInputs",
     "AttentionPass",
+    "BlockCounts",
     "BlockLayout",
     "ColumnCall",
     "ColumnHook",
@@ -116,6 +118,7 @@ __all__ = [
     "QueryStat",
     "Reader",
     "RunStep",
+    "RunningBlocks",
     "SinkLayout",
     "SinkToken",
     "Site",

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.attention.block_layout import BlockLayout
 from dlm_lens.attention.column_stats import ColumnStats
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.visibility import AttentionPass
@@ -110,14 +109,14 @@ class RunStep:
             self.computed[key] = compute()
         return self.computed[key]
 
-    def until(self, stop: int, blocks: BlockLayout | None = None) -> "RunStep":
+    def until(self, stop: int, seen: Bool[Tensor, "row position"] | None = None) -> "RunStep":
         """The same step, of a canvas cut off at `stop`.
 
-        With `blocks`, positions after the end of a row's own block are neither content nor masked nor answer.
+        Positions outside `seen`, after the end of a row's own blocks, are neither content nor masked nor answer.
         """
         cut, ends = {name: getattr(self, name)[:, :stop] for name in _PER_POSITION}, self.ends
-        if blocks is not None:
-            seen = blocks.until(self.span, stop)
+        if seen is not None:
+            seen = seen[:, :stop]
             cut |= {name: cut[name] & seen.to(cut[name].device) for name in ("masked", "valid", "answer")}
             ends = cut["valid"].shape[1] - cut["valid"].flip(-1).int().argmax(-1)
         # Progress stays that of the whole answer.

@@ -130,7 +130,7 @@ def _observed(observing: RunObservers, sampler: Sampler, plan: StepPlan, canvas:
     if edited is canvas:
         return canvas
     _known_ids(edited, rows, "an edit of the canvas")
-    if sampler.planned(plan, opened(edited), edited != canvas) != plan:
+    if plan.computed is not None and sampler.planned(plan, opened(edited), edited != canvas) != plan:
         raise ValueError(
             f"an observer edited step {plan.index} outside positions {plan.computed}, where the cache keeps "
             "keys and values; edit with on_canvas, which makes the step compute everything, or leave cache out"

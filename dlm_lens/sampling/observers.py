@@ -246,7 +246,8 @@ class StepObserver(RunObserver):
             share=progress_by_steps(self.sampler, plan, canvas) if self.share is None else self.share,
             alike=self.sampler.attends_alike(self.model.config),
         )
-        self.now = now if plan.seen is None else now.until(plan.seen, self.sampler.attention.blocks)
+        own = self.sampler.attention.until_block(self._content, masked, plan.span)
+        self.now = now if plan.seen is None else now.until(plan.seen, own)
         return canvas
 
     def stop(self) -> None:

@@ -11,9 +11,11 @@ LIKELIHOOD_METHODS = ("mc", "chain_rule", "greedy_completion")
 """What `log_likelihood(method=)` takes; here, since a command line names them before torch is imported."""
 
 ELSEWHERE = {
+    "accept_threshold": ("threshold",),
     "alg": ("remasking",),
     "anchor_eosbos": ("delimiter",),
     "block_size": ("block_length",),
+    "buffer_size": ("running_blocks",),
     "confidence_threshold": ("threshold",),
     "denoising_steps": ("steps_per_block",),
     "diffusion_steps": ("steps",),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.attention import (
     BlockLayout,
+    RunningBlocks,
     in_window,
     padding_before,
     until_window,
@@ -33,6 +34,7 @@ class StepAttention:
         mask_reach: masks so many positions or more after their row's first are not seen (WeDLM); None for none.
         ends_with_span: nothing after the step's span is seen (likelihoods in blocks).
         observed_first: attention is causal in the order of `attention.observed_order`, observed tokens first.
+        running: which blocks a row decodes at once; None for one.
     """
 
     blocks: BlockLayout | None = None
@@ -42,6 +44,7 @@ class StepAttention:
     mask_reach: int | None = None
     ends_with_span: bool = False
     observed_first: bool = False
+    running: RunningBlocks | None = None
 
     @property
     def varies(self) -> bool:
@@ -78,13 +81,30 @@ class StepAttention:
     def in_block(
         self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], span: tuple[int, int]
     ) -> Bool[Tensor, "#batch position"]:
-        """The positions of each row's block at a step: without blocks those of its span, in all rows."""
+        """The positions of each row's block or blocks at a step: without blocks those of its span, in all rows."""
+        where = torch.arange(masked.shape[-1], device=masked.device)
+        in_span = ((where >= span[0]) & (where < span[1]))[None]
         if self.window is not None:
             return in_window(content, masked, self.window)
-        if self.blocks is not None:
+        if self.blocks is None or (self.running is not None and self.running.of_span):
+            return in_span
+        if self.running is None:
             return self.blocks.inside(span, masked.shape[-1])
+        return in_span & self.running.positions(self.blocks, self.within_own_blocks(content), masked)
+
+    def until_block(
+        self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], span: tuple[int, int]
+    ) -> Bool[Tensor, "#batch position"] | None:
+        """The positions up to the end of each row's block, or blocks, at a step; None for all, without blocks."""
+        if self.blocks is None:
+            return None
+        if self.running is None:
+            return self.blocks.until(span, masked.shape[-1])
+        decoded = self.in_block(content, masked, span)
+        # A row without an open position has no block: it sees what the step sees.
+        ends = decoded.flip(-1).cumsum(-1).flip(-1) > 0
         where = torch.arange(masked.shape[-1], device=masked.device)
-        return ((where >= span[0]) & (where < span[1]))[None]
+        return ends | (~decoded.any(-1, keepdim=True) & (where < span[1]))
 
     def counted_blocks(self, content: Bool[Tensor, "batch position"]) -> BlockLayout | None:
         """The layout by which statistics count: the blocks, or that of a window of masks."""

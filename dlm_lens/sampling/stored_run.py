@@ -132,8 +132,8 @@ class StoredCanvases:
         """The positions that a row's predictions of a step may depend on: with blocks, up to the end of its own."""
         run, positions = self.run, self.run.canvases.shape[-1]
         before = (torch.arange(positions) < self.length(step)) & (run.seen_content[step] | ~run.attention_mask)
-        blocks = run.attention.blocks
-        return before if blocks is None else before & blocks.until(run.spans[step], positions)
+        own = run.attention.until_block(run.attention_mask, run.masked[step], run.spans[step])
+        return before if own is None else before & own
 
     def computes(self, step: int) -> Bool[Tensor, "batch position"]:
         """The positions among `seen` whose states a step computes; with a cache those of its span.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from dlm_lens.attention import BlockLayout, ColumnStats, RunStep
+from dlm_lens.attention import ColumnStats, RunStep
 from dlm_lens.attention.cache_argument import returned_cache
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler, StepPlan, collecting_columns, denoise, part_of_run
@@ -131,7 +131,6 @@ class TracedRun(RunObserver):
         self.model, self.interleaver, self.location = model, interleaver, canvas
         self.grad, self.on_start = grad, on_start
         self.now: RunStep | None = None
-        self.layout: BlockLayout | None = None
         self.sampler = Sampler()
         self._forward: Callable[[Tensor], Any] | None = None
         self._clean: Mapping[int, ColumnStats] | None = None
@@ -146,7 +145,7 @@ class TracedRun(RunObserver):
     ) -> None:
         """A run begins."""
         self.on_start(sampler)
-        self.sampler, self.layout = sampler, sampler.attention.blocks
+        self.sampler = sampler
         self.editable = not sampler.autoregressive
         self.cached = sampler.autoregressive and sampler.use_cache
         self.state = {"valid": content} if answer is None else {"valid": content, "answer": answer}
@@ -180,11 +179,13 @@ class TracedRun(RunObserver):
     ) -> None:
         """The canvas of the step after every edit, which hooks see; what is open at the first one is the answer."""
         self.state.setdefault("answer", self.sampler.attention.within_own_blocks(masked))
-        valid = self.sampler.attention.seen_content(self.state["valid"], masked, plan.span[1])
+        attention = self.sampler.attention
+        valid = attention.seen_content(self.state["valid"], masked, plan.span[1])
         given = (canvas, masked, valid, self.state["answer"])
         share = progress_by_steps(self.sampler, plan, canvas)
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed, share=share)
-        self.now = now if plan.seen is None else now.until(plan.seen, self.layout)
+        own = attention.until_block(self.state["valid"], masked, plan.span)
+        self.now = now if plan.seen is None else now.until(plan.seen, own)
         self._clean = None
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from dlm_lens.adapters.group_limited_experts import EXPERTS, GroupLimitedExperts
 from dlm_lens.adapters.masked_diffusion import (
     DMAX_SAMPLER,
     LLADA2_EDITING_SAMPLER,
+    LLADA2_MULTI_BLOCK_SAMPLER,
     LLADA2_SAMPLER,
     MaskedDiffusionMixin,
 )
@@ -190,6 +191,7 @@ RELEASED_2_0 = tuple(
 )
 RELEASED_2_1 = ("inclusionAI/LLaDA2.1-mini", "inclusionAI/LLaDA2.1-flash")
 RELEASED_DMAX = ("Zigeng/DMax-16B", "Zigeng/DMax-Math-16B", "Zigeng/DMax-Coder-16B")
+RELEASED_MULTI_BLOCK = ("SJTU-DENG-Lab/MBD-Math-LLaDA2-mini-16B", "SJTU-DENG-Lab/MBD-Coder-LLaDA2-mini-16B")
 
 FAMILY = Family(
     name="llada2",
@@ -197,10 +199,19 @@ FAMILY = Family(
         "llada2_moe": (LLaDA2Config, LLaDA2ForMaskedLM),
         "llada21_moe": (LLaDA2EditingConfig, LLaDA2EditingForMaskedLM),
     },
-    samplers={"llada2": LLADA2_SAMPLER, "llada2_editing": LLADA2_EDITING_SAMPLER, "dmax": DMAX_SAMPLER},
-    hub_names=(*RELEASED_2_0, *RELEASED_2_1, *RELEASED_DMAX),
-    hub_samplers=dict.fromkeys(RELEASED_2_1, "llada2_editing") | dict.fromkeys(RELEASED_DMAX, "dmax"),
-    hub_block_lengths=dict.fromkeys((*RELEASED_2_0, *RELEASED_2_1, *RELEASED_DMAX), 32),
+    samplers={
+        "llada2": LLADA2_SAMPLER,
+        "llada2_editing": LLADA2_EDITING_SAMPLER,
+        "dmax": DMAX_SAMPLER,
+        "multi_block": LLADA2_MULTI_BLOCK_SAMPLER,
+    },
+    hub_names=(*RELEASED_2_0, *RELEASED_2_1, *RELEASED_DMAX, *RELEASED_MULTI_BLOCK),
+    hub_samplers={
+        **dict.fromkeys(RELEASED_2_1, "llada2_editing"),
+        **dict.fromkeys(RELEASED_DMAX, "dmax"),
+        **dict.fromkeys(RELEASED_MULTI_BLOCK, "multi_block"),
+    },
+    hub_block_lengths=dict.fromkeys((*RELEASED_2_0, *RELEASED_2_1, *RELEASED_DMAX, *RELEASED_MULTI_BLOCK), 32),
     special_ids={157184: {"mask": 156895, "eos": 156892}},
     renames=(
         (r"model\.word_embeddings", "model.embed_tokens"),

@@ -5,7 +5,12 @@ from typing import ClassVar, cast
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dlm_lens.adapters.masked_diffusion import SDAR_SAMPLER, MaskedDiffusionFields, MaskedDiffusionMixin
+from dlm_lens.adapters.masked_diffusion import (
+    SDAR_MULTI_BLOCK_SAMPLER,
+    SDAR_SAMPLER,
+    MaskedDiffusionFields,
+    MaskedDiffusionMixin,
+)
 from dlm_lens.adapters.registry import Family
 from dlm_lens.adapters.weighted_norm import use_weighted_norms
 
@@ -44,7 +49,7 @@ _EXPERTS = (
 FAMILY = Family(
     name="sdar",
     layouts={"sdar": (SDARConfig, SDARModel)},
-    samplers={"sdar": SDAR_SAMPLER},
+    samplers={"sdar": SDAR_SAMPLER, "multi_block": SDAR_MULTI_BLOCK_SAMPLER},
     hub_names=(
         "JetLM/SDAR-1.7B-Chat",
         "JetLM/SDAR-4B-Chat",
