@@ -101,5 +101,5 @@ class RunningBlocks:
         numbers = torch.arange(blocks, device=counts.open.device)
         begin = numbers.masked_fill(kept.open == 0, blocks).amin(-1)
         short = numbers.masked_fill(counts.reached(self.threshold), blocks).amin(-1)
-        end = numbers.masked_fill(counts.open == 0, -1).amax(-1)
+        end = numbers.masked_fill(counts.content == 0, -1).amax(-1)
         return begin, torch.minimum(torch.minimum(short, begin + self.most - 1), end)

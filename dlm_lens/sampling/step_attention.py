@@ -54,8 +54,9 @@ class StepAttention:
     def within_own_blocks(
         self, positions: Bool[Tensor, "*step batch position"]
     ) -> Bool[Tensor, "*step batch position"]:
-        """Those of the positions that are not after their row's own last block."""
-        return positions if self.own_blocks is None else positions & self.own_blocks
+        """Those of the positions, of a canvas or its first part, that are not after their row's own last block."""
+        own = self.own_blocks
+        return positions if own is None else positions & own[:, : positions.shape[-1]]
 
     def seen_content(
         self,
@@ -90,7 +91,7 @@ class StepAttention:
             return in_span
         if self.running is None:
             return self.blocks.inside(span, masked.shape[-1])
-        return in_span & self.running.positions(self.blocks, self.within_own_blocks(content), masked)
+        return (where < span[1]) & self.running.positions(self.blocks, self.within_own_blocks(content), masked)
 
     def until_block(
         self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], span: tuple[int, int]

@@ -118,7 +118,7 @@ def test_released_checkpoints() -> None:
     assert family.special_ids[157184] == {"mask": 156895, "eos": 156892}
     assert set(family.hub_samplers) <= set(family.hub_names)
     assert set(family.hub_block_lengths.values()) == {32}
-    others = {"LLaDA2.1": "llada2_editing", "DMax": "dmax"}
+    others = {"LLaDA2.1": "llada2_editing", "DMax": "dmax", "MBD": "multi_block"}
     assert family.hub_samplers == {
         name: sampler for name in family.hub_names for part, sampler in others.items() if f"/{part}-" in name
     }
@@ -194,7 +194,9 @@ def test_released_checkpoints_are_known_by_name(tmp_path: Path, monkeypatch: pyt
     """A directory of the hub's name is found before the hub."""
     own, dmax = ("LLaDA2.0-mini", "LLaDA2.1-mini"), ("DMax-16B", "DMax-Math-16B", "DMax-Coder-16B")
     names = [*(f"inclusionAI/{name}" for name in own), *(f"Zigeng/{name}" for name in dmax)]
-    for name, sampler in zip(names, ("llada2", "llada2_editing", "dmax", "dmax", "dmax"), strict=True):
+    names.append("SJTU-DENG-Lab/MBD-Math-LLaDA2-mini-16B")
+    samplers = ("llada2", "llada2_editing", "dmax", "dmax", "dmax", "multi_block")
+    for name, sampler in zip(names, samplers, strict=True):
         (tmp_path / name).mkdir(parents=True)
         tiny("llada2").save_pretrained(tmp_path / name)
         monkeypatch.chdir(tmp_path)

@@ -146,11 +146,13 @@ class MultiBlockSampler(BlockwiseSampler):
     Keys and values of a block depend on those of earlier ones, and are kept once all of these are decided.
 
     With `reference_quirks` (one row) a finished block keeps its place among the running ones for one more step, in
-    which the authors' engine stores its keys and values, so that the next block joins later; and of equally likely
-    tokens the last one is proposed.
+    which the authors' engine stores its keys and values, so that the next block joins later; none joins once an end
+    of the text is written; and of equally likely tokens the last one is proposed.
     """
 
+    stores = False
     _before: Bool[Tensor, "batch position"] | None = None
+    _stop: int | None = None
 
     def __init__(
         self, settings: MultiBlockSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
@@ -201,7 +203,7 @@ class MultiBlockSampler(BlockwiseSampler):
         where = self._decoded(masked).any(0).nonzero()
         if not len(where):
             return plan
-        start, stop = int(where.min()), int(where.max()) + 1
+        start, stop = int(where.min()), min(int(where.max()) + 1, self._stop or masked.shape[1])
         return replace(plan, span=(start, stop), seen=stop)
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
@@ -246,16 +248,20 @@ class MultiBlockSampler(BlockwiseSampler):
         number = self.block_layout.numbers(canvas.shape[1])
         least = number.masked_fill(~ends, canvas.shape[1]).amin(-1, keepdim=True)
         self.ended = ~(masked & (number <= least)).any(-1)
+        if self.stores and self._stop is None and bool(ends.any()):
+            self._stop = plan.span[1]
         return bool(self.ended.all())
 
     def state(self) -> dict[str, Tensor]:
-        """The rows that have ended, and what was open at the last step."""
-        return {**super().state(), **({} if self._before is None else {"open_before": self._before})}
+        """The rows that have ended, what was open at the last step, and where the last block that joins ends."""
+        own = {"open_before": self._before, "stop": None if self._stop is None else torch.tensor(self._stop)}
+        return {**super().state(), **{name: value for name, value in own.items() if value is not None}}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from such a state."""
         super().restore(state)
         self._before = state.get("open_before")
+        self._stop = int(state["stop"]) if "stop" in state else None
 
     def _running(self, masked: Bool[Tensor, "batch position"]) -> Bool[Tensor, "batch position"]:
         running = self.attention.running
