@@ -48,8 +48,11 @@ def load_sae(
 
     Raises:
         FileNotFoundError: there is no such directory, or no weights in it.
-        ValueError: a form, setting, name or shape that is not read, or an autoencoder that does not fit the model.
+        ValueError: an empty path, a form, setting, name or shape that is not read, or an autoencoder that does not
+            fit the model.
     """
+    if not str(path).strip():
+        raise ValueError(f"path is {str(path)!r}; give the directory of a sparse autoencoder")
     path = Path(path)
     weights = _weights(path)
     if not (path / "cfg.json").is_file():

@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ watching = False
 
 
 def audit(event: str, arguments: tuple[Any, ...]) -> None:
-    # ast.parse compiles to a syntax tree under the name "<unknown>"; anything else is a program.
-    harmless = event == "compile" and arguments[1] in ("<unknown>", b"<unknown>")
+    # ast.parse compiles to a syntax tree under the name "<unknown>"; anything else is a program. The directory of
+    # an autoencoder, reconstruct('...'), is listed to say what is missing there.
+    harmless = event == "os.listdir" or (event == "compile" and arguments[1] in ("<unknown>", b"<unknown>"))
     if (
         watching
         and not harmless
@@ -40,7 +42,7 @@ def read(text: str) -> str | None:
     try:
         parse_hooks(text)
         refusal = None
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:  # the directory of an autoencoder
         refusal = str(error)
     finally:
         watching = False
@@ -157,3 +159,21 @@ def test_any_expression_is_read_or_refused(audited: None, text: str) -> None:
 def test_any_text_is_read_or_refused(audited: None, text: str) -> None:
     if read(text) is None:
         check_expression(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("", "path is ''; give the directory of a sparse autoencoder"),
+        (" ", "path is ' '; give the directory of a sparse autoencoder"),
+        (".", "holds neither sae_weights.safetensors nor sae.safetensors"),
+        ("nowhere", "nowhere is no directory; give the one that holds cfg.json and the weights"),
+    ],
+)
+def test_directories_of_autoencoders_in_expressions(
+    audited: None, path: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refusal = read(f"reconstruct({path!r})")
+    assert refusal is not None
+    assert sentence in refusal
