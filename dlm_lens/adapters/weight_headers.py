@@ -282,16 +282,16 @@ def check_shapes(
 def _take_experts(
     stored: dict[str, str], whole: dict[str, tuple[int, ...]], expected: _Expected
 ) -> dict[tuple[str, str], set[int]]:
-    """Take out of both what transformers joins of experts that the files hold one by one, and number the experts.
+    """Take out of both what transformers joins or splits, and number the experts that the files hold one by one.
 
     Its loading report tells of their misfits.
     """
     experts: dict[tuple[str, str], set[int]] = {}
     for name, source_name in list(stored.items()):
-        joined = _converted(source_name, expected)
-        if joined is not None:
+        if made := _converted(source_name, expected):
             del stored[name]
-            whole.pop(joined, None)
+            for parameter in made:
+                whole.pop(parameter, None)
             if found := _EXPERT.search(source_name):
                 key = (source_name[: found.start()], source_name[found.end() :])
                 experts.setdefault(key, set()).add(int(found.group(1)))
@@ -383,13 +383,17 @@ def _renamed(name: str, expected: _Expected, layers: int) -> str:
     return name if final else str(found)
 
 
-def _converted(name: str, expected: _Expected) -> str | None:
-    """The parameter that a file's tensor becomes a part of; None where it becomes one by itself."""
-    found, pattern = rename_source_key(name, list(expected.renamings), list(expected.converters), None, None)
+def _converted(name: str, expected: _Expected) -> list[str]:
+    """The parameters that a tensor of a file becomes a part of or is split into; none where it becomes one."""
+    first, pattern = rename_source_key(name, list(expected.renamings), list(expected.converters), None, None)
     if pattern is None:
-        return None
-    outer = f"{expected.prefix}.{found}"
-    return outer if outer in expected.shapes else str(found)
+        return []
+    # A name is made with the first of a converter's targets.
+    head, *others = next(one.target_patterns for one in expected.converters if pattern in one.source_patterns)
+    before, _, after = str(first).rpartition(head)
+    names = [str(first), *(before + other + after for other in others)]
+    outer = [f"{expected.prefix}.{found}" for found in names]
+    return [one if one in expected.shapes else found for one, found in zip(outer, names, strict=True)]
 
 
 def _fused(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.adapters.loading import check_model
+from dlm_lens.adapters.weight_headers import read_header
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.hooks import mask_top_sinks
 from tests.attention.test_hook_points import build
@@ -246,3 +247,21 @@ def test_the_text_ends_as_in_generate(tmp_path: Path) -> None:
         ValueError, match=r"generation_config.json of .* eos_token_id = 'x'; it must be the id of a"
     ):
         dl.load(tmp_path)
+
+
+def test_files_with_tensors_that_transformers_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers splits fused projections of some architectures, Sarvam's in 5.24; their parts were missing."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Split, WeightConverter
+
+    mapping = conversion_mapping._build_checkpoint_conversion_mapping()
+    targets = ["q_proj", "k_proj", "v_proj"]
+    fused = WeightConverter(source_patterns="query_key_value", target_patterns=targets, operations=[Split(dim=0)])
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", {**mapping, "qwen3": [fused]})
+    model, _ = checkpoint("qwen3")
+    model.save_pretrained(tmp_path)
+    names = read_header(tmp_path / "model.safetensors")
+    assert "model.layers.0.self_attn.query_key_value.weight" in names
+    assert not [name for name in names if "q_proj" in name or "v_proj" in name]
+    loaded: Any = dl.load(tmp_path)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
