@@ -132,12 +132,15 @@ def layout_of(source: str) -> dict[str, Any]:
     return dict(PUBLISHED.get(source) or config_values(embedded_path(source), {}))
 
 
-def network_without_weights(source: str, layout: Mapping[str, Any] | None = None) -> PreTrainedModel:
+def network_without_weights(
+    source: str, layout: Mapping[str, Any] | None = None, given: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
     """The network of a config on the meta device, finished as `load` does: nothing but config.json is read.
 
     Args:
         source: as in `layout_of`.
         layout: values in place of those of config.json.
+        given: special ids and sampler, as `load` takes them.
 
     Raises:
         FileNotFoundError: there is no config.json.
@@ -152,7 +155,7 @@ def network_without_weights(source: str, layout: Mapping[str, Any] | None = None
     values["model_type"] = model_type_of(values, source)
     values = text_values(values, f"the config.json of {source}") or values
     family = family_of(values["model_type"])
-    values |= known_values(family, source, values)
+    values |= known_values(family, source, values, given or {})
     config_class, model_class = family.layouts[values["model_type"]]
     config = built_config(config_class, values, f"the config.json of {source}")
     prepare_config(config, family)

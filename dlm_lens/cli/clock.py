@@ -5,7 +5,18 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_lens.cli.options import DEVICE, DTYPE, JSON, LAYERS, OTHER_MODEL, RECORDING, SEED, check_network
+from dlm_lens.cli.options import (
+    DEVICE,
+    DTYPE,
+    JSON,
+    LAYERS,
+    LOADING,
+    OTHER_MODEL,
+    RECORDING,
+    SEED,
+    check_network,
+    loading_options,
+)
 from dlm_lens.cli.output import show_tables
 from dlm_lens.cli.recordings import load_recording, network_of
 from dlm_lens.option_values import one_of, whole_numbers, words
@@ -25,11 +36,13 @@ def clock_command(
     ] = False,
     device: Annotated[str | None, DEVICE] = None,
     dtype: Annotated[str | None, DTYPE] = None,
+    loading: Annotated[list[str] | None, LOADING] = None,
     seed: Annotated[int, SEED] = 0,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Read denoising time from the residual stream with linear probes, on held-out prompts of a recording."""
     check_network(model, dtype, device)
+    chosen_model = loading_options(loading)
     one_of("--target", target, ("time", "progress"))
     chosen = words("--positions", positions)
     for name in chosen:
@@ -41,7 +54,7 @@ def clock_command(
     from dlm_lens.probes import denoising_clock, untrained_twin
 
     loaded = load_recording(recording)
-    network = network_of(loaded, model, device, dtype)
+    network = network_of(loaded, model, device, dtype, chosen_model)
     clock = denoising_clock(network, loaded.run, progress=True, **settings)
     tables = {"layers": clock.table()}
     if untrained:

@@ -1,9 +1,9 @@
 """`dlm-lens doctor`: check the installation, or a checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,11 +11,13 @@ from dlm_lens.cli.options import (
     DEVICE,
     DTYPE,
     JSON,
+    LOADING,
     SEED,
     check_device,
     check_dtype,
     check_least,
     device_or_gpu,
+    loading_options,
     quiet_transformers,
 )
 from dlm_lens.cli.output import show_json
@@ -41,6 +43,7 @@ def doctor_command(
     gen_length: Annotated[int, typer.Option(help="Tokens to denoise.")] = 32,
     device: Annotated[str | None, DEVICE] = None,
     dtype: Annotated[str | None, DTYPE] = None,
+    loading: Annotated[list[str] | None, LOADING] = None,
     seed: Annotated[int, SEED] = 0,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -49,11 +52,12 @@ def doctor_command(
     Of a checkpoint: its special ids, its tokenizer, its patterns, whether it reads text, what it writes, and with
     --reference its logits beside those of another implementation. The exit status is 1 where something is wrong.
     """
-    if model is None and (texts is not None or reference is not None):
-        raise ValueError("--texts and --reference are of a checkpoint; name it: dlm-lens doctor MODEL")
+    if model is None and (texts is not None or reference is not None or loading):
+        raise ValueError("--texts, --reference and --load are of a checkpoint; name it: dlm-lens doctor MODEL")
     check_least(1, gen_length=gen_length)
     check_dtype(dtype)
     check_device(device)
+    chosen_model = loading_options(loading)
     if texts is not None and not texts.is_file():
         raise FileNotFoundError(f"--texts {texts} does not exist; give a file with one text in a line")
     if reference is not None and not reference.is_file():
@@ -70,7 +74,8 @@ def doctor_command(
         source = findings()
     else:
         lines = None if texts is None else read_utf8(texts).splitlines()
-        source = _of_checkpoint(model, lines, reference, gen_length, device, dtype, seed)
+        chosen_model |= {"dtype": dtype, "device_map": device_or_gpu(device)}
+        source = _of_checkpoint(model, lines, reference, gen_length, chosen_model, seed)
     console, found = Console(), []
     for finding in source:
         found.append(finding)
@@ -88,8 +93,7 @@ def _of_checkpoint(
     lines: list[str] | None,
     reference: Path | None,
     gen_length: int,
-    device: str | None,
-    dtype: str | None,
+    loading: Mapping[str, Any],
     seed: int,
 ) -> "Iterator[Finding]":
     """The findings of a checkpoint, which is loaded first."""
@@ -99,6 +103,6 @@ def _of_checkpoint(
     import dlm_lens
     from dlm_lens.evaluation import check_checkpoint
 
-    loaded = dlm_lens.load(model, dtype, device_or_gpu(device))
+    loaded = dlm_lens.load(model, **loading)
     texts = None if lines is None else [line for line in lines if line.strip()]
     return check_checkpoint(loaded, texts, reference=reference, gen_length=gen_length, seed=seed)

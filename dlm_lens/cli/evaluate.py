@@ -12,6 +12,7 @@ from dlm_lens.cli.options import (
     DTYPE,
     HOOKS,
     JSON,
+    LOADING,
     MODEL,
     RECORDED_LAYERS,
     SEED,
@@ -20,6 +21,7 @@ from dlm_lens.cli.options import (
     check_not_options,
     check_storage,
     device_or_gpu,
+    loading_options,
 )
 from dlm_lens.cli.output import show_json
 from dlm_lens.files.paths import check_directory
@@ -53,6 +55,7 @@ def eval_command(
     seed: Annotated[int, SEED] = 0,
     dtype: Annotated[str | None, DTYPE] = None,
     device: Annotated[str | None, DEVICE] = None,
+    loading: Annotated[list[str] | None, LOADING] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Directory of the results; the same command continues an interrupted evaluation."),
@@ -76,6 +79,7 @@ def eval_command(
         _print_presets(as_json)
         return
     _check(model, dtype, device, hooks, batch_size)
+    chosen_model = loading_options(loading)
     for directory in filter(None, (out, record_to)):
         check_directory(directory)
     given = {
@@ -85,7 +89,7 @@ def eval_command(
     pairs = {"likelihood": read_pairs(likelihood), "generation": read_pairs(generation)}
     for group, names in pairs.items():
         check_not_options(context.command, f"--{group}", names)
-    settings = _settings(preset, given, pairs)
+    settings = _settings(preset, given, pairs) | chosen_model
     if record or record_to is not None or record_layers is not None:
         settings |= _recorded(record or "received", record_to, record_layers, record_storage)
     from dlm_lens.evaluation import evaluate

@@ -5,7 +5,18 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_lens.cli.options import DEVICE, DTYPE, JSON, OTHER_MODEL, RECORDING, SEED, STEPS, check_network
+from dlm_lens.cli.options import (
+    DEVICE,
+    DTYPE,
+    JSON,
+    LOADING,
+    OTHER_MODEL,
+    RECORDING,
+    SEED,
+    STEPS,
+    check_network,
+    loading_options,
+)
 from dlm_lens.cli.output import show_tables
 from dlm_lens.cli.recordings import load_recording, network_of
 from dlm_lens.option_values import one_of, whole_numbers, words
@@ -22,11 +33,13 @@ def insertion_command(
     by_step: Annotated[bool, typer.Option("--by-step", help="Also a table by step.")] = False,
     device: Annotated[str | None, DEVICE] = None,
     dtype: Annotated[str | None, DTYPE] = None,
+    loading: Annotated[list[str] | None, LOADING] = None,
     seed: Annotated[int, SEED] = 0,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Insert sparse autoencoders on every canvas of a recorded run: added loss beside zero, mean and two nulls."""
     check_network(model, dtype, device)
+    chosen_model = loading_options(loading)
     chosen = words("--places", places)
     for name in chosen:
         one_of("--places", name, ("all", "open", "decided"))
@@ -40,7 +53,7 @@ def insertion_command(
     from dlm_lens.probes import insertion_loss
 
     loaded = load_recording(recording)
-    network = network_of(loaded, model, device, dtype)
+    network = network_of(loaded, model, device, dtype, chosen_model)
     saes = [load_sae(directory, network) for directory in directories]
     loss = insertion_loss(network, loaded.run, saes, places=chosen, seed=seed, progress=True, **given)
     tables = {"insertions": loss.table(), **({"steps": loss.by_step()} if by_step else {})}

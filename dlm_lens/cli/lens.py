@@ -13,12 +13,14 @@ from dlm_lens.cli.options import (
     JSON,
     LAYERS,
     LEVEL,
+    LOADING,
     OTHER_MODEL,
     RECORDING,
     SEED,
     STEPS,
     check_network,
     check_rule,
+    loading_options,
 )
 from dlm_lens.cli.output import show_tables
 from dlm_lens.cli.recordings import load_recording, network_of, sinks_of
@@ -51,6 +53,7 @@ def lens_command(
     hooks: Annotated[str, HOOKS] = "",
     device: Annotated[str | None, DEVICE] = None,
     dtype: Annotated[str | None, DTYPE] = None,
+    loading: Annotated[list[str] | None, LOADING] = None,
     seed: Annotated[int, SEED] = 0,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -61,6 +64,7 @@ def lens_command(
     from dlm_lens.hooks.expressions import check_given, given_hooks
 
     check_network(model, dtype, device)
+    chosen_model = loading_options(loading)
     check_given(hooks)
     if tuned is not None and not tuned.exists():
         raise FileNotFoundError(f"{tuned} does not exist; --tuned takes a file that TunedLens.save wrote")
@@ -74,7 +78,7 @@ def lens_command(
     loaded = load_recording(recording)
     sinks = sinks_of(loaded, detector, level) if positions is None else None
     where: Any = _on_canvas(loaded, places) if isinstance(places, list) else places or sinks
-    network = network_of(loaded, model, device, dtype)
+    network = network_of(loaded, model, device, dtype, chosen_model)
     lens = logit_lens(
         network,
         loaded.run,

@@ -19,6 +19,10 @@ STORAGES = ("float32", "float16")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float", "float64", "double")
 """Dtypes of a model's weights (`dlm_lens.load`)."""
 
+LOADING_TEXTS = ("attn_implementation", "family", "revision", "sampler", "size")
+LOADING_NAMES = ("check", "eos_token_id", "eot_token_id", "mask_token_id", *LOADING_TEXTS)
+"""The arguments of `dlm_lens.load` that `--load` takes, and those of them that are text."""
+
 MODEL = typer.Argument(help="Embedded model (toy, toy-ar, ...), directory or hub name.")
 OTHER_MODEL = typer.Option(help="The recording's model; the one that it names by default.")
 RECORDING = typer.Argument(help="Directory of a recording (dlm-lens record, or record(..., to=)).")
@@ -38,6 +42,10 @@ DEVICE = typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps or auto
 DTYPE = typer.Option(help="Dtype of the weights: bfloat16, float32, ...; the checkpoint's own by default.")
 SETTINGS = typer.Option(
     "--set", help="Another setting of the model's sampler, such as cfg_scale=1.5 or top_p=0.9; repeatable."
+)
+LOADING = typer.Option(
+    "--load",
+    help="Another argument of dlm_lens.load, such as sampler=dmax or mask_token_id=126336; repeatable.",
 )
 JSON = typer.Option("--json", help="Print JSON.")
 RECORDED_LAYERS = typer.Option(help="Layers to record, such as 0,5,-1; all by default.")
@@ -114,6 +122,27 @@ def sampler_settings(command: Any, own: Mapping[str, Any], others: Iterable[str]
                     "docs/families.md says which ones the family of the model has"
                 )
     return given | read
+
+
+def loading_options(texts: Iterable[str] | None) -> dict[str, Any]:
+    """The arguments of `dlm_lens.load` that `--load` gives as name=value.
+
+    Raises:
+        ValueError: no argument of `dlm_lens.load`, or one that has an option.
+    """
+    read: dict[str, Any] = {}
+    for text in texts or ():
+        name, value = read_setting(text, "sampler=dmax")
+        read[name] = text.partition("=")[2].strip() if name in LOADING_TEXTS else value
+    for name in read:
+        if name in ("dtype", "device", "device_map"):
+            raise ValueError(f"give --{name.removesuffix('_map')} in place of --load {name}=")
+        if name not in LOADING_NAMES:
+            known = sorted(LOADING_NAMES)
+            raise ValueError(
+                f"--load has no argument {name!r}{near_name(name, known, {})}; it has {', '.join(known)}"
+            )
+    return read
 
 
 def check_storage(option: str, value: str) -> None:

@@ -9,6 +9,7 @@ from dlm_lens.cli.options import (
     DEVICE,
     DTYPE,
     HOOKS,
+    LOADING,
     MODEL,
     RECORDED_LAYERS,
     SETTINGS,
@@ -18,6 +19,7 @@ from dlm_lens.cli.options import (
     check_parallel,
     check_storage,
     device_or_gpu,
+    loading_options,
     sampler_settings,
 )
 from dlm_lens.cli.prompts import prompt_places, read_prompts
@@ -64,6 +66,7 @@ def record_command(
     layers: Annotated[str | None, RECORDED_LAYERS] = None,
     device: Annotated[str | None, DEVICE] = None,
     dtype: Annotated[str | None, DTYPE] = None,
+    loading: Annotated[list[str] | None, LOADING] = None,
     storage: Annotated[str, STORAGE] = "float32",
 ) -> None:
     """Denoise prompts and record statistics of attention at every step, without patterns.
@@ -73,6 +76,7 @@ def record_command(
     from dlm_lens.hooks.expressions import check_expression, parse_hooks
 
     check_network(model, dtype, device)
+    chosen_model = loading_options(loading)
     check_directory(out)
     check_storage("--storage", storage)
     check_parallel(cache, threshold, factor)
@@ -96,7 +100,7 @@ def record_command(
     from dlm_lens.adapters import load
     from dlm_lens.recording.record_runs import BatchError, Batches, record_batches
 
-    network = load(model, dtype=dtype, device_map=device_or_gpu(device))
+    network = load(model, dtype=dtype, device_map=device_or_gpu(device), **chosen_model)
     batches = Batches(_ids(network, lines, prompts), (seed,) * len(lines), batch_size)
     made = record_batches(
         network,

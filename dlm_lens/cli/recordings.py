@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,14 @@ def load_recording(path: Path) -> "Recording":
     return Recording.load(path)
 
 
-def network_of(recording: "Recording", model: str | None, device: str | None, dtype: str | None) -> Any:
-    """The recording's model, or the one that the user names."""
+def network_of(
+    recording: "Recording", model: str | None, device: str | None, dtype: str | None, loading: Mapping[str, Any]
+) -> Any:
+    """The recording's model, or the one that the user names, loaded with these arguments of `load`."""
     from dlm_lens.adapters import load
     from dlm_lens.cli.options import device_or_gpu
 
-    return load(model or recording.model, dtype=dtype, device_map=device_or_gpu(device))
+    return load(model or recording.model, dtype=dtype, device_map=device_or_gpu(device), **loading)
 
 
 def detector_of(text: str) -> Any:

@@ -76,7 +76,15 @@ def _number(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"
 
 
-def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: float = 16, **settings: Any) -> RunPlan:
+def plan_run(
+    source: str,
+    *,
+    prompt_length: int = 128,
+    rows: int = 1,
+    bits: float = 16,
+    sampler: str | None = None,
+    **settings: Any,
+) -> RunPlan:
     """What `denoise` costs with these settings. Nothing but config.json is read, and no weight is allocated.
 
     Args:
@@ -84,6 +92,7 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
         prompt_length: tokens of every prompt.
         rows: prompts of the batch.
         bits: per weight of a matrix: 16, or 8 or 4 with a quantization_config; embeddings keep 16.
+        sampler: as `load` takes it.
         **settings: of `denoise`.
 
     Raises:
@@ -97,7 +106,7 @@ def plan_run(source: str, *, prompt_length: int = 128, rows: int = 1, bits: floa
         )
     if rows > MOST_ROWS:
         raise ValueError(f"rows is {rows}; a plan is for at most {MOST_ROWS} prompts in one run")
-    model: Any = network_without_weights(source)
+    model: Any = network_without_weights(source, given={"sampler": sampler})
     algorithm = algorithm_of(model.config)
     trained = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LONGEST
     if prompt_length > MOST_CONTEXTS * trained:

@@ -1,5 +1,6 @@
 """dlm-lens record: a file of prompts, one process and two."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -8,7 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import dlm_lens
 from dlm_lens.cli import app as cli
+from dlm_lens.cli.options import LOADING_NAMES
 from dlm_lens.cli.prompts import read_prompts
 from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, ValueNorm, record
 from dlm_lens.testing import tiny
@@ -88,6 +91,34 @@ def test_every_setting_of_a_sampler_can_be_given(files):
         assert torch.equal(
             found.run.tokens[wanted.run.attention_mask], wanted.run.tokens[wanted.run.attention_mask]
         )
+
+
+def test_arguments_of_load_can_be_given(files):
+    """A directory of MBD weights says nothing of its sampler; one of a toy says which token is [MASK]."""
+    tiny("sdar").save_pretrained(files / "sdar")
+    tiny("sdar").tokenizer.save_pretrained(files / "sdar")
+    (files / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in TEXTS))
+    command = ["record", str(files / "sdar"), "--prompts", str(files / "prompts.jsonl"), "--gen-length", "8"]
+    given = ["--load", "sampler=multi_block", "--load", "mask_token_id=60", "--set", "running_blocks=3"]
+    result = CliRunner().invoke(cli.app, [*command, "--out", str(files / "out"), *given])
+    assert result.exit_code == 0, result.output
+    found = Recording.load(files / "out").run
+    assert (found.settings["sampler"], found.settings["running_blocks"]) == ("multi_block", 3)
+    assert (found.canvases[0][found.masked[0]] == 60).all()
+    # The directory goes on with its own sampler alone.
+    other = CliRunner().invoke(cli.app, [*command, "--out", str(files / "out"), "--load", "mask_token_id=60"])
+    assert other.exit_code == 1
+    assert "running_blocks = '3', and now it is None; give the same to continue it" in str(other.exception)
+    wrong = CliRunner().invoke(cli.app, [*command, "--out", str(files / "no"), "--load", "sampler=llada3"])
+    assert wrong.exit_code == 1
+    assert "'llada3'" in str(wrong.exception)
+    assert not (files / "no").exists()
+
+
+def test_the_arguments_of_load_are_those_of_the_function():
+    names = set(inspect.signature(dlm_lens.load).parameters)
+    own = {"path_or_hub_name", "dtype", "device_map", "quantization_config"}  # the last is an object
+    assert set(LOADING_NAMES) == names - own
 
 
 def test_token_ids_of_a_checkpoint_without_a_tokenizer(files):

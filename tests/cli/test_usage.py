@@ -95,6 +95,22 @@ WRONG = [
     (["norms", "nowhere", "--match", "x"], "--match is 'x'"),
     (["lens", "nowhere", "--steps", "a"], "--steps takes whole numbers"),
     (["lens", "nowhere", "--hooks", "bogus(1)"], "'bogus' is no hook"),
+    (
+        ["lens", "nowhere", "--load", "sampler"],
+        "write name=value, such as sampler=dmax",
+    ),
+    (["clock", "nowhere", "--load", "dtype=float32"], "give --dtype in place of --load dtype="),
+    (
+        ["insertion", "nowhere", "--sae", "x", "--load", "samplers=p2"],
+        "'samplers' (did you mean 'sampler'?); it has attn",
+    ),
+    (["record", "toy", "--prompts", "x", "--out", "y", "--load", "device_map=cpu"], "give --device in place of"),
+    (
+        ["eval", "toy", "--tasks", "x", "--load", "trust_remote_code=true"],
+        "--load has no argument 'trust_remote_code'",
+    ),
+    (["doctor", "--load", "sampler=p2"], "--load are of a checkpoint; name it: dlm-lens doctor MODEL"),
+    (["plan", "toy", "--load", "mask_token_id=3"], "--load mask_token_id: a plan reads config.json alone"),
     (["plot", "nothing", "nowhere"], "there is no picture 'nothing'"),
     (["plot", "sink-positions", "nowhere"], "nowhere holds no recording"),
     (["plot", "sink-positions", "nowhere", "--layer", "x"], "--layer is 'x'; give an index, or mean"),

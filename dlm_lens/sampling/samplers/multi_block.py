@@ -15,7 +15,7 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.base import FirstCanvas, one_block
+from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings
@@ -192,9 +192,15 @@ class MultiBlockSampler(BlockwiseSampler):
         return super().network(model, first)
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
-        """As many steps as the row with the most masks has, at most."""
-        most = int(self._answer.sum(-1).max())
-        return [replace(plan, seen=positions) for plan in one_block(most, 0, positions, 0)]
+        """As many steps as the row with the most masks has, with the spans of one token a step: at most so many."""
+        most, spans = int(self._answer.sum(-1).max()), self.block_layout.spans(self._begin, positions)
+        found = []
+        for step in range(most):
+            first = min(step // self.block_length, len(spans) - 1)
+            last = min(first + self.settings.running_blocks, len(spans)) - 1
+            span = spans[first][0], spans[last][1]
+            found.append(StepPlan(step, most, 0, span, most - step, seen=positions))
+        return found
 
     def planned(
         self, plan: StepPlan, masked: Bool[Tensor, "batch position"], edited: Bool[Tensor, "batch position"]
