@@ -74,6 +74,16 @@ LLADA2_MULTI_BLOCK_SAMPLER = {
 }
 """Of the evaluation of MBD-LLaDA2-mini on mathematics (SJTU-DENG-Lab/Diffulex); gen_length is ours (4096 there)."""
 
+D2F_SAMPLER = {
+    "gen_length": 256,
+    "block_length": 32,
+    "add_block_threshold": 0.1,
+    "semi_complete_threshold": 0.95,
+    "threshold": 0.9,
+    "temperature": 0.0,
+}
+"""Of D2F's evaluation of Dream (eval_dream.sh); gen_length is that of GSM8K."""
+
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 

@@ -93,7 +93,7 @@ class RunningBlocks:
             works = ((counts.open > 0) & (numbers <= held[1][:, None])).any(-1)
             # A step at which nothing could be decided only stores the finished blocks, and is left out.
             first, last = (torch.where(works, old, new) for old, new in zip(held, (first, last), strict=True))
-        return (counts.number >= first[:, None]) & (counts.number <= last[:, None])
+        return content & (counts.number >= first[:, None]) & (counts.number <= last[:, None])
 
     def _bounds(self, counts: BlockCounts, kept: BlockCounts) -> tuple[Int[Tensor, "batch"], Int[Tensor, "batch"]]:
         """The first and the last running block; the first is that of `kept`."""

@@ -60,7 +60,7 @@ ALGORITHM = Algorithm("leftmost", LeftmostSettings, LeftmostSampler, answer_sett
 
 def test_algorithms_are_found_by_their_files() -> None:
     found = algorithms()
-    blocks = ["bd3lm", "dllm_blocks", "dmax", "fast_dllm_v2", "llada2", "llada2_editing", "multi_block"]
+    blocks = ["bd3lm", "d2f", "dllm_blocks", "dmax", "fast_dllm_v2", "llada2", "llada2_editing", "multi_block"]
     blocks += ["sdar", "nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder"]
     others = ["causal", "diffugpt", "diffusion_gemma", "dllm", "dream", "duo", "duo_psi", "entropy_bound", "llada"]
     others += ["mdlm", "p2", "rnd1", "sdlm", "sedd", "smdm", "sumi", "wedlm"]

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.masked_diffusion import DREAM_SAMPLER, P2_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.masked_diffusion import D2F_SAMPLER, DREAM_SAMPLER, P2_SAMPLER, MaskedDiffusionMixin
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family
 
@@ -37,7 +37,7 @@ class DreamModel(MaskedDiffusionMixin, Qwen2ForCausalLM):
 FAMILY = Family(
     name="dream",
     layouts={"Dream": (DreamConfig, DreamModel)},
-    samplers={"dream": DREAM_SAMPLER, "p2": P2_SAMPLER},
+    samplers={"dream": DREAM_SAMPLER, "p2": P2_SAMPLER, "d2f": D2F_SAMPLER},
     hub_names=(
         "Dream-org/Dream-v0-Base-7B",
         "Dream-org/Dream-v0-Instruct-7B",

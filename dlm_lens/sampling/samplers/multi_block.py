@@ -1,6 +1,6 @@
 """Multi-block decoding: consecutive blocks at once, of which the later begin before the earlier are finished."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import FirstCanvas
-from dlm_lens.sampling.samplers.dream import filtered
+from dlm_lens.sampling.samplers.dream import filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings
 from dlm_lens.sampling.samplers.sdar import SdarPropose
@@ -32,7 +32,8 @@ class MultiBlockSettings:
     Args:
         gen_length: tokens of the answer; the last block is decoded whole, `texts` end before.
         block_length: tokens of a block, counted from the text's first token.
-        running_blocks: most blocks of a row that are decoded at once (`buffer_size`); 1 for one after the other.
+        running_blocks: most blocks of a row that are decoded at once (`buffer_size`); 1 for one after the other,
+            None for no limit.
         add_block_threshold: a block joins once this share of the positions of the one before is decided.
         semi_complete_threshold: a block of which no mask is confident enough writes the most confident one, once
             this share of the positions of the block before is decided. The first running block always does.
@@ -48,7 +49,7 @@ class MultiBlockSettings:
 
     gen_length: int
     block_length: int
-    running_blocks: int = 2
+    running_blocks: int | None = 2
     add_block_threshold: float = 0.1
     semi_complete_threshold: float = 0.9
     threshold: float = 0.95
@@ -74,20 +75,26 @@ class MultiBlockSettings:
 
 
 class MultiBlockPropose(SdarPropose):
-    """x0 from softmax(filtered(logits / temperature)) without [MASK], and its probability there as confidence.
+    """x0 from softmax(filtered(logits / temperature)), and its probability there as confidence.
 
-    The filters change the confidence at temperature 0 too.
+    The filters, top_p before top_k, change the confidence at temperature 0 too.
 
     Attributes:
+        of_others: whether the probabilities are those of the tokens that may be x0, without [MASK]; with a filter
+            they always are.
         last_of_equals: of equally likely tokens the last, as in the authors' code; otherwise the first.
     """
 
+    of_others = True
     last_of_equals = False
 
     def _kept(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
-        logits = without(logits, self.never)
         logits = logits / self.temperature if self.temperature > 0 else logits
-        return without(filtered(logits, self.top_p, self.top_k or None), self.never)
+        chooses = filters(self.top_p, self.top_k or None, logits.shape[-1])
+        if self.of_others or chooses:
+            logits = without(logits, self.never)
+        # A filter gives [MASK] the dtype's minimum again.
+        return without(filtered(logits, self.top_p, self.top_k or None), self.never) if chooses else logits
 
     def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
         likely, choice = self._probabilities(logits)
@@ -159,11 +166,19 @@ class MultiBlockSampler(BlockwiseSampler):
     ) -> None:
         super().__init__(settings.of_blocks, noise, ids)
         self.settings, self.stores = settings, reference_quirks
-        self.propose = MultiBlockPropose(
-            noise, [ids.mask], temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p
-        )
-        self.propose.in_float32, self.propose.last_of_equals = True, reference_quirks
+        self.propose = self.proposal(settings, noise, [ids.mask])
+        self.propose.last_of_equals = reference_quirks
         self.select = SelectInBlocks(settings.threshold)
+
+    def proposal(
+        self, settings: MultiBlockSettings, noise: Noise, never: Sequence[int | None]
+    ) -> MultiBlockPropose:
+        """The module that proposes tokens, never these."""
+        propose = MultiBlockPropose(
+            noise, never, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p
+        )
+        propose.in_float32 = True
+        return propose
 
     @classmethod
     def attention_of(
@@ -171,7 +186,7 @@ class MultiBlockSampler(BlockwiseSampler):
     ) -> StepAttention:
         """Block by block, of which a row runs several at once."""
         running = RunningBlocks(
-            int(settings.get("running_blocks", 1)),
+            int(settings.get("running_blocks") or settings.get("gen_length", 1)),
             float(settings.get("add_block_threshold", 1.0)),
             of_span=bool(settings.get("reference_quirks")),
         )
@@ -197,7 +212,7 @@ class MultiBlockSampler(BlockwiseSampler):
         found = []
         for step in range(most):
             first = min(step // self.block_length, len(spans) - 1)
-            last = min(first + self.settings.running_blocks, len(spans)) - 1
+            last = min(first + (self.settings.running_blocks or len(spans)), len(spans)) - 1
             span = spans[first][0], spans[last][1]
             found.append(StepPlan(step, most, 0, span, most - step, seen=positions))
         return found
