@@ -20,8 +20,10 @@ from dlm_lens.adapters import smollm2
 from dlm_lens.adapters.config_fields import REFUSALS, built_config, check_fields
 from dlm_lens.adapters.head import check_head, decoder_logits
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
+from dlm_lens.adapters.lora import merge_adapter
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
 from dlm_lens.adapters.model_names import check_model_name, embedded_models, embedded_path
+from dlm_lens.adapters.parameter_names import expected_parameters
 from dlm_lens.adapters.quantisation import check_quantisation, check_quantised, floating_dtype
 from dlm_lens.adapters.registry import Family, families, family_of, model_type_of
 from dlm_lens.adapters.text_part import text_class, text_values
@@ -66,6 +68,7 @@ def load(
     eot_token_id: int | None = None,
     sampler: str | None = None,
     family: str | None = None,
+    adapter: str | Path | None = None,
     check: bool = True,
 ) -> PreTrainedModel:
     """Load a masked DLM or an AR baseline (a causal LM of transformers), ready to denoise, in eval mode.
@@ -96,6 +99,7 @@ def load(
             for block diffusion checkpoints of A2D-Qwen3); released ones are known by their hub names.
         family: name of the checkpoint's family, where its config.json is that of the AR model that it was made from
             ("diffugpt" for DiffuLLaMA in a directory); released ones are known by their hub names.
+        adapter: directory or hub name of a LoRA adapter of PEFT, which is merged into the weights.
         check: run a few tokens and check that hook points change nothing and show what attention does
             (`dlm_lens.attention.check_hook_points`), and that the logits are the
             output embedding of the decoder's states.
@@ -143,6 +147,9 @@ def load(
         if text is not None:
             extras: Any = model
             extras.__class__, extras._weight_conversions = model_class, None  # saved as a text network is
+        if adapter is not None:
+            names = expected_parameters(read_as, config, what, owner, renames)
+            merge_adapter(model, str(adapter), owner, names, quantised=bool(quantised or own))
         if eos_token_id is not None:
             model.generation_config.eos_token_id = eos_token_id
         finish_model(model, owner, tokenizer)

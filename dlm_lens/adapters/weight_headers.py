@@ -1,24 +1,26 @@
 """The tensors of a checkpoint, by the headers of its files: checked against its config before anything is built."""
 
-import copy
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from dlm_lens.adapters.config_fields import REFUSALS, written_name
+from dlm_lens.adapters.config_fields import written_name
+from dlm_lens.adapters.parameter_names import (
+    ExpectedParameters,
+    converted_tensor,
+    expected_parameters,
+    fused_shapes,
+    renamed_tensor,
+)
 from dlm_lens.adapters.registry import Family
-from dlm_lens.printable import one_line, printable_name, shown
+from dlm_lens.printable import printable_name, shown
 
 LONGEST_HEADER = 100_000_000
 """Bytes, the safetensors library's own bound."""
@@ -163,34 +165,8 @@ AXIS_FIELDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 """Ends of parameter names -> the fields of Llama's config that each axis is the product of."""
 
-_ROTARY = "RotaryEmbedding"
 _FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_NUMBERED = re.compile(r"(?:^|\.)(\w+)\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """Parameters of the network that a config describes, and how the files' names become theirs."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    whole_numbers: frozenset[str]
-    tied: Mapping[str, str]
-    renamings: Sequence[WeightRenaming]
-    converters: Sequence[WeightConverter]
-    prefix: str
-    ignored: Sequence[str]
-
-    @property
-    def layer(self) -> re.Pattern[str]:
-        """Where a parameter's name has the index of its layer, whatever the list is called (`h` in GPT-2)."""
-        lists = Counter(found.group(1) for name in self.shapes if (found := _NUMBERED.search(name)))
-        stem = lists.most_common(1)[0][0] if lists else "layers"
-        return re.compile(rf"(?:^|\.){re.escape(stem)}\.(\d+)\.")
-
-    def ignores(self, name: str) -> bool:
-        """Whether the model class leaves a tensor out."""
-        return any(re.search(pattern, name) for pattern in self.ignored)
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
@@ -237,8 +213,8 @@ def check_shapes(
     Raises:
         ValueError: with the field, the config's value and the files', or with the tensors' names.
     """
-    expected = _expected(model_class, config, what, family, renames, layers=1)
-    stored = {_renamed(name, expected, 0): name for name in headers}
+    expected = expected_parameters(model_class, config, what, family, renames, layers=1)
+    stored = {renamed_tensor(name, expected, 0): name for name in headers}
     layer = expected.layer
     layers = {
         int(found.group(1)) for name in stored if (found := layer.search(name)) and not expected.ignores(name)
@@ -252,9 +228,9 @@ def check_shapes(
         )
     if packed:
         return
-    expected = _expected(model_class, config, what, family, renames)
-    stored = {_renamed(name, expected, count): name for name in headers}
-    whole = _fused(expected.shapes, stored, family)
+    expected = expected_parameters(model_class, config, what, family, renames)
+    stored = {renamed_tensor(name, expected, count): name for name in headers}
+    whole = fused_shapes(expected.shapes, stored, family)
     experts = _take_experts(stored, whole, expected)
     problems = {
         "missing_keys": [*_missing(whole, stored, expected), *_missing_experts(experts)],
@@ -280,7 +256,7 @@ def check_shapes(
 
 
 def _take_experts(
-    stored: dict[str, str], whole: dict[str, tuple[int, ...]], expected: _Expected
+    stored: dict[str, str], whole: dict[str, tuple[int, ...]], expected: ExpectedParameters
 ) -> dict[tuple[str, str], set[int]]:
     """Take out of both what transformers joins or splits, and number the experts that the files hold one by one.
 
@@ -288,7 +264,7 @@ def _take_experts(
     """
     experts: dict[tuple[str, str], set[int]] = {}
     for name, source_name in list(stored.items()):
-        if made := _converted(source_name, expected):
+        if made := converted_tensor(source_name, expected):
             del stored[name]
             for parameter in made:
                 whole.pop(parameter, None)
@@ -308,122 +284,7 @@ def _check_dtypes(source: str, what: str, names: Iterable[str], headers: Mapping
             )
 
 
-def _with_layers(config: Any, count: int) -> Any:
-    """A config of the same network with `count` layers."""
-    small = copy.deepcopy(config)
-    small.num_hidden_layers = count
-    if "layer_types" in vars(small) and small.layer_types is not None:  # a property of it follows by itself
-        small.layer_types = small.layer_types[:count]
-    if getattr(small, "num_kv_shared_layers", None):  # they use the keys of earlier layers, which are cut away
-        small.num_kv_shared_layers = 0
-    return small
-
-
-def _expected(
-    model_class: Any, config: Any, what: str, family: Family, renames: Mapping[str, str], layers: int | None = None
-) -> _Expected:
-    """The parameters of a config's network, or of one with fewer layers, from one without memory."""
-    try:
-        config = config if layers is None else _with_layers(config, layers)
-        with torch.device("meta"):
-            model = model_class(config)
-        # With the config of the part that they are in: a text network beside a vision tower has its own.
-        rotary = {type(module): module for module in model.modules() if type(module).__name__.endswith(_ROTARY)}
-        for kind, module in rotary.items():
-            _check_rotary(kind(getattr(module, "config", config)))
-    except REFUSALS as error:
-        raise ValueError(f"{what} describes a network that cannot be built: {one_line(error)}") from error
-    mapping = get_model_conversion_mapping(model, dict(renames))
-    own = [conversion.source_patterns for conversion in _splitting(family)]
-    return _Expected(
-        shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
-        whole_numbers=frozenset(
-            name for name, value in model.state_dict().items() if not value.dtype.is_floating_point
-        ),
-        tied=dict(getattr(model, "all_tied_weights_keys", None) or {}),
-        renamings=[one for one in mapping if isinstance(one, WeightRenaming)],
-        converters=[one for one in mapping if isinstance(one, WeightConverter) and one.source_patterns not in own],
-        prefix=model.base_model_prefix,
-        ignored=(r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())),
-    )
-
-
-def _check_rotary(rotary: Any) -> None:
-    """Refuse rotary frequencies that are not finite and positive."""
-    tables = [value for name, value in rotary.named_buffers() if name.endswith("inv_freq")]
-    # One for each kind of layer in models with several (Gemma 3).
-    scales = [float(value) for name, value in vars(rotary).items() if name.endswith("attention_scaling")]
-    kinds = getattr(rotary, "rope_type", None)
-    if "proportional" in (kinds.values() if isinstance(kinds, Mapping) else [kinds]):
-        tables = [table[table != 0] for table in tables]  # its frequencies of 0 leave a part of each head unrotated
-    numbers = all(len(table) and bool((table.isfinite() & (table > 0)).all()) for table in tables)
-    if not (numbers and all(0 < scale < float("inf") for scale in scales)):
-        raise ValueError(
-            "the frequencies of its rotary positions are not finite and above 0; look at rope_theta and "
-            "rope_scaling, or take the file that came with the weights"
-        )
-
-
-def _renamed(name: str, expected: _Expected, layers: int) -> str:
-    """The parameter that a file's tensor becomes, before tensors are split."""
-
-    def first_layer(parameter: str) -> str:
-        if layers:
-            return parameter
-        return expected.layer.sub(lambda place: place.group(0).replace(place.group(1), "0"), parameter, count=1)
-
-    found, _ = rename_source_key(name, list(expected.renamings), [], None, None)
-    outer, bare = f"{expected.prefix}.{found}", found.removeprefix(f"{expected.prefix}.")
-    if first_layer(outer) in expected.shapes:
-        return outer
-    if found != bare and bare in expected.shapes:
-        return bare
-    # As transformers: a pattern may fit a parameter that has its final name (DeepSeek-V4: ".norm.").
-    final = first_layer(found) not in expected.shapes and first_layer(name) in expected.shapes
-    return name if final else str(found)
-
-
-def _converted(name: str, expected: _Expected) -> list[str]:
-    """The parameters that a tensor of a file becomes a part of or is split into; none where it becomes one."""
-    first, pattern = rename_source_key(name, list(expected.renamings), list(expected.converters), None, None)
-    if pattern is None:
-        return []
-    # A name is made with the first of a converter's targets.
-    head, *others = next(one.target_patterns for one in expected.converters if pattern in one.source_patterns)
-    before, _, after = str(first).rpartition(head)
-    names = [str(first), *(before + other + after for other in others)]
-    outer = [f"{expected.prefix}.{found}" for found in names]
-    return [one if one in expected.shapes else found for one, found in zip(outer, names, strict=True)]
-
-
-def _fused(
-    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, str], family: Family
-) -> dict[str, tuple[int, ...]]:
-    """The parameters as the files hold them: what is split while loading in one tensor, one after another."""
-    whole = dict(shapes)
-    for conversion in _splitting(family):
-        (source,) = conversion.source_patterns
-        for name in stored:
-            if not name.endswith(source):
-                continue
-            stem = name.removesuffix(source)
-            parts = [stem + target for target in conversion.target_patterns if stem + target in shapes]
-            sizes = [shapes[part] for part in parts]
-            for part in parts:
-                whole.pop(part, None)
-            if sizes:
-                whole[name] = (sum(size[0] for size in sizes), *sizes[0][1:])
-    return whole
-
-
-def _splitting(family: Family) -> list[WeightConverter]:
-    """The conversions that split a tensor; the others join experts that the files hold one by one."""
-    return [
-        one for one in family.conversions if len(one.source_patterns) == 1 and "*" not in one.source_patterns[0]
-    ]
-
-
-def _missing(whole: Mapping[str, Any], stored: Mapping[str, str], expected: _Expected) -> list[str]:
+def _missing(whole: Mapping[str, Any], stored: Mapping[str, str], expected: ExpectedParameters) -> list[str]:
     """Parameters that no file holds, themselves, in a fused tensor, or under the name that they are tied to."""
     tied = dict(expected.tied) | {source: target for target, source in expected.tied.items()}
     held = stored.keys() | (expected.shapes.keys() - whole.keys())  # what a fused tensor holds is not in `whole`
@@ -446,7 +307,7 @@ def _missing_experts(experts: Mapping[tuple[str, str], set[int]]) -> list[str]:
     ]
 
 
-def _surplus(name: str, whole: Mapping[str, Any], expected: _Expected) -> bool:
+def _surplus(name: str, whole: Mapping[str, Any], expected: ExpectedParameters) -> bool:
     return name not in whole and not expected.ignores(name)
 
 

@@ -19,7 +19,7 @@ STORAGES = ("float32", "float16")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float", "float64", "double")
 """Dtypes of a model's weights (`dlm_lens.load`)."""
 
-LOADING_TEXTS = ("attn_implementation", "family", "revision", "sampler", "size")
+LOADING_TEXTS = ("adapter", "attn_implementation", "family", "revision", "sampler", "size")
 LOADING_NAMES = ("check", "eos_token_id", "eot_token_id", "mask_token_id", *LOADING_TEXTS)
 """The arguments of `dlm_lens.load` that `--load` takes, and those of them that are text."""
 
