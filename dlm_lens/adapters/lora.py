@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter
 
 from dlm_lens.adapters.hub import optional_file
-from dlm_lens.adapters.parameter_names import (
-    ExpectedParameters,
-    splitting_of,
-)
+from dlm_lens.adapters.parameter_names import ExpectedParameters, splitting_of
 from dlm_lens.adapters.registry import Family
 from dlm_lens.adapters.weight_headers import read_header
 from dlm_lens.files.json_objects import read_object
@@ -90,12 +87,7 @@ class LoraConfig:
         if values.get("bias", "none") != "none":
             raise ValueError(f"{what} says bias = {shown(values['bias'])}: it trains biases; merge it with PEFT")
         rank, alpha = values.get("r"), values.get("lora_alpha")
-        if (
-            not isinstance(rank, int)
-            or not isinstance(alpha, int | float)
-            or not _positive(rank)
-            or not _positive(alpha)
-        ):
+        if not (isinstance(rank, int) and isinstance(alpha, int | float) and _positive(rank) and _positive(alpha)):
             raise ValueError(
                 f"{what} says r = {shown(rank)} and lora_alpha = {shown(alpha)}; both are positive numbers"
             )
@@ -132,8 +124,8 @@ def merge_adapter(
     """Add the products of an adapter's factors to the weights: W + (alpha / r) B A (LoRA, 2106.09685, Eq. 3).
 
     Product and sum are taken in float32, and rounded once. Names are those of the authors' module file or of this
-    library's; the product of a fused projection is split as its weight is. Tensors that
-    the adapter holds whole (`modules_to_save`) replace the weights.
+    library's; the product of a fused projection is split as its weight is. Tensors that the adapter holds whole
+    (`modules_to_save`) replace the weights.
 
     Args:
         model: loaded.
@@ -152,7 +144,7 @@ def merge_adapter(
         )
     values, file = _files(source)
     lora = LoraConfig.of(values, f"the {CONFIG} of {source}")
-    weights, changed = dict(model.named_parameters()), 0
+    weights, changed = dict(model.named_parameters(remove_duplicate=False)), 0
     with safe_open(file, framework="pt") as held:
         factors, whole = _grouped(list(held.keys()), source)
         for module, pair in sorted(factors.items()):
@@ -243,7 +235,7 @@ def _split(value: Tensor, converter: WeightConverter | None, names: list[str], m
 def _add(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> int:
     """Add products to parameters."""
     for name, part in parts.items():
-        _check_shape(weights[name], name, part, source)
+        _check(weights, name, part, source)
         wide = torch.promote_types(weights[name].dtype, torch.float32)
         weights[name].copy_(weights[name].to(wide) + part.to(weights[name].device, wide))
     return len(parts)
@@ -252,17 +244,20 @@ def _add(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], sourc
 def _replace(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> int:
     """Put tensors in place of parameters."""
     for name, part in parts.items():
-        _check_shape(weights[name], name, part, source)
+        _check(weights, name, part, source)
         weights[name].copy_(part)
     return len(parts)
 
 
-def _check_shape(weight: nn.Parameter, name: str, part: Tensor, source: str) -> None:
-    """Refuse a parameter that is offloaded, or of another shape.
+def _check(weights: Mapping[str, nn.Parameter], name: str, part: Tensor, source: str) -> None:
+    """Refuse a parameter that has another name too, is offloaded, or of another shape.
 
     Raises:
         ValueError: naming it.
     """
+    weight = weights[name]
+    if tied := next((other for other, value in weights.items() if value is weight and other != name), None):
+        raise ValueError(f"{source} changes {name}, which is {tied} too in this model; merge it with PEFT")
     if weight.is_meta:
         raise ValueError(f"{name} is offloaded, so that {source} cannot be merged into it; load without offloading")
     if weight.shape != part.shape:

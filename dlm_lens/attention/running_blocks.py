@@ -53,7 +53,7 @@ def _least(size: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class RunningBlocks:
-    """The blocks that each row decodes at a step, the *running set* of MBD-LMs (2606.29215).
+    """The blocks that a row decodes at a step, the *running set* of MBD-LMs (2606.29215) and of D2F (2508.09192).
 
     It begins with the row's first block that has an open position. The block after the running ones joins them as
     soon as the last of these is decided to a share of at least `threshold`, while they are fewer than `most`.

@@ -157,6 +157,17 @@ def test_tensors_that_are_held_whole_replace_weights(tmp_path: Path) -> None:
         dl.load(tmp_path / "model", adapter=adapter)
 
 
+def test_tied_weights_are_refused(tmp_path: Path) -> None:
+    tiny("sdar", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    plain: Any = dl.load(tmp_path / "model")
+    assert plain.lm_head.weight is plain.model.embed_tokens.weight
+    adapter = write_adapter(tmp_path / "adapter", {"lm_head": factors_of(plain.lm_head.weight.shape, 0)})
+    with pytest.raises(
+        ValueError, match=r"changes lm_head.weight, which is model.embed_tokens.weight too in this model"
+    ):
+        dl.load(tmp_path / "model", adapter=adapter)
+
+
 def test_a_command_line_takes_an_adapter(tmp_path: Path) -> None:
     model = tiny("dream")
     model.save_pretrained(tmp_path / "model")

@@ -155,6 +155,9 @@ class MultiBlockSampler(BlockwiseSampler):
     With `reference_quirks` (one row) a finished block keeps its place among the running ones for one more step, in
     which the authors' engine stores its keys and values, so that the next block joins later; none joins once an end
     of the text is written; and of equally likely tokens the last one is proposed.
+
+    Attributes:
+        stores: whether a finished block keeps its place for a step, with `reference_quirks`.
     """
 
     stores = False
