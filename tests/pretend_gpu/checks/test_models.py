@@ -155,3 +155,46 @@ def test_a_tuned_lens_of_an_offloaded_model(tmp_path: Path) -> None:
     ]
     assert lenses[0].digest == lenses[1].digest
     torch.testing.assert_close(lenses[0].bias, lenses[1].bias, rtol=1e-4, atol=1e-5)  # float32, another kernel
+
+
+@pytest.mark.parametrize(
+    ("family", "sampler", "given"),
+    [
+        ("sdar", "multi_block", {"running_blocks": 3, "threshold": 0.05}),
+        ("llada2", "multi_block", {"running_blocks": 2, "threshold": 0.05, "top_p": 0.9}),
+        ("llada", "d2f", {"threshold": 0.05}),
+        ("dream", "d2f", {"threshold": 0.05, "temperature": 0.7}),
+        ("llada2", "dmax", {"threshold": 0.05}),
+    ],
+)
+def test_other_samplers_of_a_family(family: str, sampler: str, given: dict[str, Any]) -> None:
+    recorded = []
+    for device in ("cpu", "cuda:0"):
+        model: Any = tiny(family, sampler=sampler)
+        model.config._experts_implementation = "eager"
+        model.to(device)
+        reducers = [dl.ReceivedAttention(min_viewers=1), dl.ValueNorm()]
+        recorded.append(dl.record(model, PROMPTS, reducers, gen_length=12, block_length=4, **given))
+    cpu, gpu = recorded
+    assert cpu.run.canvases.equal(gpu.run.canvases)
+    assert cpu.run.in_block.equal(gpu.run.in_block)
+    for name, values in cpu.arrays.items():
+        torch.testing.assert_close(gpu.arrays[name], values, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_over_two_devices(tmp_path: Path) -> None:
+    tiny("dream").save_pretrained(tmp_path / "model")
+    name, shape = (
+        "model.layers.1.self_attn.v_proj",
+        tiny("dream").state_dict()["model.layers.1.self_attn.v_proj.weight"].shape,
+    )
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    factors = {"A": torch.ones(2, shape[1]), "B": torch.ones(shape[0], 2)}
+    tensors = {f"base_model.model.{name}.lora_{one}.weight": value for one, value in factors.items()}
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    plain = dl.load(tmp_path / "model", adapter=tmp_path / "adapter")
+    split = dl.load(tmp_path / "model", adapter=tmp_path / "adapter", device_map="balanced")
+    assert len(devices(split)) == 2
+    for key, value in plain.state_dict().items():
+        assert split.state_dict()[key].cpu().equal(value), key
