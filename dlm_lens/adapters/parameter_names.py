@@ -70,6 +70,8 @@ def expected_parameters(
     except REFUSALS as error:
         raise ValueError(f"{what} describes a network that cannot be built: {one_line(error)}") from error
     mapping = get_model_conversion_mapping(model, dict(renames))
+    # Patterns of an instance may name the layer after its last one (Bailing's), which is another in a cut network.
+    owner = model if layers is None else model_class
     own = [conversion.source_patterns for conversion in splitting(family)]
     return ExpectedParameters(
         shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
@@ -80,7 +82,7 @@ def expected_parameters(
         renamings=[one for one in mapping if isinstance(one, WeightRenaming)],
         converters=[one for one in mapping if isinstance(one, WeightConverter) and one.source_patterns not in own],
         prefix=model.base_model_prefix,
-        ignored=(r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())),
+        ignored=(r"rotary_emb\.inv_freq", *(owner._keys_to_ignore_on_load_unexpected or ())),
         layers=config.num_hidden_layers,
     )
 

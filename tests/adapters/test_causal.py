@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import dlm_lens as dl
@@ -265,3 +266,23 @@ def test_files_with_tensors_that_transformers_splits(tmp_path: Path, monkeypatch
     assert not [name for name in names if "q_proj" in name or "v_proj" in name]
     loaded: Any = dl.load(tmp_path)
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_a_class_that_ignores_the_layer_after_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bailing's patterns name that layer by the config; of a network of one layer they named the second."""
+    model, _ = checkpoint("qwen3")
+    kind, count = type(model), model.config.num_hidden_layers
+    begin = kind.__init__
+
+    def init(self: Any, config: Any) -> None:
+        begin(self, config)
+        self._keys_to_ignore_on_load_unexpected = {rf"model\.layers\.{config.num_hidden_layers}\."}
+
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(kind, "__init__", init)
+    loaded: Any = dl.load(tmp_path)
+    assert loaded.config.num_hidden_layers == count > 1
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {f"model.layers.{count}.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"].clone()}
+    save_file({**tensors, **more}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert dl.load(tmp_path).config.num_hidden_layers == count
