@@ -236,6 +236,8 @@ def built_config(config_class: type[Any], values: Mapping[str, Any], what: str) 
         config = config_class.from_dict(config_class._decode_special_floats(kept))
     except REFUSALS as error:
         raise ValueError(f"{what} does not fit {config_class.__name__}: {one_line(error)}") from error
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # CodeGen's has no padding token
+        setattr(config, name, getattr(config, name, None))
     check_agreement(config, values, what)
     return config
 

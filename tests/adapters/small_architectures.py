@@ -6,12 +6,15 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+SINCE_5_24 = Version(transformers.__version__) >= Version("5.24")
 MODEL_TYPES = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 MASKED_TYPES = tuple(sorted(MODEL_FOR_MASKED_LM_MAPPING_NAMES))
 VOCABULARY = 128

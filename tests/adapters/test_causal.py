@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import dlm_lens as dl
+from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.loading import check_model
 from dlm_lens.adapters.weight_headers import read_header
 from dlm_lens.attention import hooked_attentions
@@ -173,7 +174,7 @@ def test_compare_and_replay_run_on_any_causal_model(kind: str) -> None:
     [
         ("bert", {}, "no family loads model_type 'bert'; .*; load an encoder .*, and use dlm_lens.add_hook_points"),
         ("bloom", {}, "BloomAttention .* computes attention without transformers' attention .*; take a model of"),
-        ("gptj", {}, "GPTJAttention .* computes attention without transformers' attention interface"),
+        ("xglm", {}, "XGLMAttention .* computes attention without transformers' attention interface"),
         ("mamba", {}, "MambaForCausalLM has no attention module that calls .* cannot be hooked; take a model of"),
         ("diffllama", {}, "DiffLlamaAttention calls its attention function 2 times in a forward pass"),
     ],
@@ -266,6 +267,14 @@ def test_files_with_tensors_that_transformers_splits(tmp_path: Path, monkeypatch
     assert not [name for name in names if "q_proj" in name or "v_proj" in name]
     loaded: Any = dl.load(tmp_path)
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_configs_without_a_padding_token() -> None:
+    """CodeGen's class has no such field, which raised an AttributeError; transformers 5.24 lets it be loaded."""
+    from transformers import CodeGenConfig
+
+    assert not hasattr(CodeGenConfig(), "pad_token_id")
+    assert built_config(CodeGenConfig, {"model_type": "codegen"}, "a config").pad_token_id is None
 
 
 def test_a_class_that_ignores_the_layer_after_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

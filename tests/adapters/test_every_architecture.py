@@ -16,7 +16,7 @@ from dlm_lens.adapters.head import final_norm, head_logits
 from dlm_lens.attention import attention_blocks, check_hook_points, decoder_of
 from dlm_lens.hooks import ablate
 from dlm_lens.recording.reducers.norms import ResidualNorm
-from tests.adapters.small_architectures import IDS, MASKED_TYPES, MODEL_TYPES, small_model, values_of
+from tests.adapters.small_architectures import IDS, MASKED_TYPES, MODEL_TYPES, SINCE_5_24, small_model, values_of
 
 REASONS = {
     "has no attention: there is nothing to add": "falcon_mamba mamba rwkv",
@@ -43,6 +43,8 @@ REASONS = {
 }
 REFUSED = {model_type: reason for reason, types in REASONS.items() for model_type in types.split()}
 """Model types -> why they are not loaded."""
+if SINCE_5_24:
+    del REFUSED["codegen"], REFUSED["gptj"]  # which call attention through the interface since
 
 WITHOUT_STATISTICS = {
     "deepseek_v4": "heavily_compressed_attention",
@@ -56,7 +58,9 @@ _NOT_BUILT = (
     "longcat_flash mamba2 musicgen musicgen_melody qwen4_exp "
     "qwen4_exp_text reformer xlstm xmod zamba2"
 )
-NOT_BUILT = frozenset(_NOT_BUILT.split())
+NOT_BUILT = frozenset(_NOT_BUILT.split()) | (
+    {"dory", "inkling2_loop_text", "inkling2_text"} if SINCE_5_24 else set()
+)
 """Model types of which `small_model` builds no network: large parts, other packages, sizes that do not agree."""
 
 QUICK = frozenset(
