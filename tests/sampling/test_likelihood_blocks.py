@@ -83,18 +83,26 @@ def test_masks_of_the_whole_answer_have_the_sum_of_the_blocks_bounds_as_their_me
 
 
 @pytest.mark.parametrize(
-    ("options", "family"), [({}, ""), ({"block_length": 2}, ""), ({"block_length": 9}, ""), ({}, "sdar")]
+    ("options", "family", "sampler"),
+    [
+        ({}, "a2d_qwen3", "dllm_blocks"),
+        ({"block_length": 2}, "a2d_qwen3", "dllm_blocks"),
+        ({"block_length": 9}, "a2d_qwen3", "dllm_blocks"),
+        ({}, "sdar", "sdar"),
+        ({}, "sdar", "multi_block"),
+        ({}, "dream", "d2f"),
+    ],
 )
-def test_the_estimate_is_unbiased(options: dict[str, Any], family: str) -> None:
+def test_the_estimate_is_unbiased(options: dict[str, Any], family: str, sampler: str) -> None:
     """8,192 samples in groups of 16: 512 independent estimates, an interval of 4 standard errors.
 
     SDAR's blocks are counted from the text: the first one holds the prompt and the first token of the answer.
     """
-    model = tiny(family) if family else block_model()
+    model = tiny(family, sampler=sampler, sampler_defaults={"block_length": BLOCK})
     got = dl.log_likelihood(model, PROMPT, ANSWER, samples=8192, strata=16, seed=5, **options)
     block = options.get("block_length", BLOCK)
     error = float(got.standard_error)
-    assert float(got.value) == pytest.approx(bound64(model, block, 0 if family else 3), abs=4 * error)
+    assert float(got.value) == pytest.approx(bound64(model, block, 0 if family == "sdar" else 3), abs=4 * error)
     assert error < 0.01 * abs(float(got.value))
     assert got.settings["block_length"] == block
 

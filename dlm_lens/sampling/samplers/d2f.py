@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from dlm_lens.attention import Context
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
+from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.multi_block import MultiBlockSampler, MultiBlockSettings, resolve
@@ -81,4 +82,4 @@ class D2FSampler(MultiBlockSampler):
         return super().network(model, first)
 
 
-ALGORITHM = Algorithm("d2f", D2FSettings, D2FSampler, resolve)
+ALGORITHM = Algorithm("d2f", D2FSettings, D2FSampler, resolve, corruption=CountCorruption())
