@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import WeightConverter
 
-from dlm_lens.adapters.hub import optional_file
+from dlm_lens.adapters.hub import needed_file, optional_file
 from dlm_lens.adapters.parameter_names import ExpectedParameters, splitting_of
 from dlm_lens.adapters.registry import Family
 from dlm_lens.adapters.weight_headers import read_header
@@ -142,7 +142,7 @@ def merge_adapter(
         raise ValueError(
             f"the weights are quantised, and {source} is added to whole ones; merge it before quantising"
         )
-    values, file = _files(source)
+    values, file = _files(str(Path(source).expanduser()) if source.startswith("~") else source)
     lora = LoraConfig.of(values, f"the {CONFIG} of {source}")
     weights, changed = dict(model.named_parameters(remove_duplicate=False)), 0
     with safe_open(file, framework="pt") as held:
@@ -190,7 +190,10 @@ def _parameters_of(
 
 def _files(source: str) -> tuple[dict[str, Any], str]:
     """The config and the file of weights."""
-    found = {name: optional_file(source, name, {}) for name in (CONFIG, WEIGHTS)}
+    if not Path(source).is_dir():  # on the hub, or the reason why it cannot be had
+        found: dict[str, str | None] = {name: needed_file(source, name, {}) for name in (CONFIG, WEIGHTS)}
+    else:
+        found = {name: optional_file(source, name, {}) for name in (CONFIG, WEIGHTS)}
     for name, path in found.items():
         if path is None:
             pickled = optional_file(source, "adapter_model.bin", {}) if name == WEIGHTS else None

@@ -16,7 +16,15 @@ from dlm_lens.adapters.head import final_norm, head_logits
 from dlm_lens.attention import attention_blocks, check_hook_points, decoder_of
 from dlm_lens.hooks import ablate
 from dlm_lens.recording.reducers.norms import ResidualNorm
-from tests.adapters.small_architectures import IDS, MASKED_TYPES, MODEL_TYPES, SINCE_5_24, small_model, values_of
+from tests.adapters.small_architectures import (
+    IDS,
+    MASKED_TYPES,
+    MODEL_TYPES,
+    PAGES_OF_5_23,
+    SINCE_5_24,
+    small_model,
+    values_of,
+)
 
 REASONS = {
     "has no attention: there is nothing to add": "falcon_mamba mamba rwkv",
@@ -249,6 +257,7 @@ def test_a_layer_that_runs_twice_has_no_statistic() -> None:
         model(IDS)
 
 
+@PAGES_OF_5_23
 def test_the_pages_name_these_numbers() -> None:
     root = Path(__file__).parents[2]
     counts = {}

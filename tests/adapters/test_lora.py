@@ -244,6 +244,10 @@ def test_files_that_are_no_adapter_of_the_model_are_refused(names: list[str], me
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     tiny("dream").save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        FileNotFoundError, match=r"nobody/nothing/adapter_config.json is no file here, and on the hub"
+    ):
+        dl.load(tmp_path / "model", adapter="nobody/nothing")
     (tmp_path / "adapter").mkdir()
     with pytest.raises(FileNotFoundError, match=r"the adapter .*adapter has no adapter_config.json"):
         dl.load(tmp_path / "model", adapter=tmp_path / "adapter")
