@@ -277,10 +277,10 @@ class _Call:
             inputs = stream_hidden(given, calls)
             inputs = None if inputs is given else inputs
         if not self.module.hook_z.readers:
-            return _Mixed(self._plain(q, mask) if inputs is None else stream_mix(inputs))
+            return _Mixed(self._plain(q, mask) if inputs is None else stream_mix(inputs, self._learned()))
         sdpa = inputs is not None or self.module.config.wrapped._attn_implementation == "sdpa"
         with fused_lse(q, self.k, mask, sdpa=sdpa) as lse:
-            z = self._plain(q, mask) if inputs is None else stream_mix(inputs)
+            z = self._plain(q, mask) if inputs is None else stream_mix(inputs, self._learned())
         return _Mixed(z, inputs=replace(inputs or self._inputs(q, mask, own_start), lse=lse.value))
 
     def _inputs_with(
@@ -299,13 +299,16 @@ class _Call:
         if self.spare is None:
             z, _ = function(self.module, q, self.k, self.v, mask, **options)
         elif name == "sdpa":
-            learned = None if self.module.config.softmax == "off_by_one" else self.spare
-            wide = with_spare_key(q, self.k, self.v, mask, learned, self.scale)
+            wide = with_spare_key(q, self.k, self.v, mask, self._learned(), self.scale)
             z, _ = function(self.module, *wide, **options)
             z = z[..., : self.v.shape[-1]]
         else:
             z, _ = function(self.module, q, self.k, self.v, mask, s_aux=self.spare, **options)
         return cast(Tensor, z)
+
+    def _learned(self) -> Tensor | None:
+        """The logits of the spare entry; None where they are 0 (off-by-one), or there is none."""
+        return None if self.spare is None or self.module.config.softmax == "off_by_one" else self.spare
 
     def _materialises(self) -> bool:
         """Whether scores and pattern have to be formed."""
@@ -319,8 +322,8 @@ class _Call:
         calls = column_calls(scores, pattern)
         if (calls or self.module.hook_z.readers) and self._unusual():
             return True
-        # Streams mix rows that sum to 1; statistics know of the spare entry.
-        if calls and self.spare is not None:
+        # After the softmax, streams mix rows that sum to 1 without a spare entry.
+        if column_calls(pattern) and self.spare is not None:
             return True
         # They mix the values without dropout, which is 0 but in training.
         if calls and self.dropout:

@@ -19,6 +19,7 @@ from dlm_lens.attention.hook_attachment import ColumnCall
 from dlm_lens.attention.hook_context import PointContext
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.received import attention_lse, received_sums
+from dlm_lens.attention.softmax_variants import with_spare_key
 from dlm_lens.attention.tiled import pattern_rows, pattern_tiles
 
 TILE = 128
@@ -142,34 +143,48 @@ def visibility_of(inputs: AttentionInputs) -> tuple[Bool[Tensor, "batch #head #q
     return inputs.visible if causal or not inputs.causal else inputs.seen(), causal
 
 
-def stream_mix(inputs: AttentionInputs) -> Float[Tensor, "batch query head d_head"]:
-    """Mix the values with the fused kernel, with `visible` and `dropped` applied."""
+def stream_mix(
+    inputs: AttentionInputs, learned: Float[Tensor, "head"] | None = None
+) -> Float[Tensor, "batch query head d_head"]:
+    """Mix the values with the fused kernel, with `visible` and `dropped` applied.
+
+    Args:
+        inputs: of the layer; with a spare entry nothing is dropped.
+        learned: logits of the spare entry; None for 0.
+    """
     values = inputs.v
     if inputs.dropped is not None:
         # A_ij stays and v_j is zero: the entry is gone, its row keeps its normaliser.
         groups = inputs.q.shape[1] // values.shape[1]
         values = values.repeat_interleave(groups, 1)
         values = values.masked_fill(inputs.dropped.columns[..., None], 0.0)
-    z = _fused(inputs, values).transpose(1, 2)
+    z = _fused(inputs, values, learned).transpose(1, 2)
     return z if inputs.dropped is None else _with_kept_rows(inputs, inputs.dropped, z)
 
 
-def _fused(inputs: AttentionInputs, values: Tensor) -> Float[Tensor, "batch head query d_head"]:
+def _fused(
+    inputs: AttentionInputs, values: Tensor, learned: Tensor | None
+) -> Float[Tensor, "batch head query d_head"]:
     groups = inputs.q.shape[1] // inputs.k.shape[1]
     k = inputs.k if values.shape[1] == inputs.k.shape[1] else inputs.k.repeat_interleave(groups, 1)
     mask = inputs.visible
     causal = inputs.causal
-    if mask is not None or (causal and inputs.q.shape[2] != inputs.k.shape[2]):
+    wide = inputs.spare is not None
+    if mask is not None or (causal and (wide or inputs.q.shape[2] != inputs.k.shape[2])):
         mask, causal = inputs.seen(), False
-    return nn.functional.scaled_dot_product_attention(
-        inputs.q,
+    q = inputs.q
+    if wide:
+        q, k, values, mask = with_spare_key(q, k, values, mask, learned, inputs.scale)
+    z = nn.functional.scaled_dot_product_attention(
+        q,
         k,
         values,
         attn_mask=mask,
         is_causal=causal,
         scale=inputs.scale,
-        enable_gqa=k.shape[1] != inputs.q.shape[1],
+        enable_gqa=k.shape[1] != q.shape[1],
     )
+    return z[..., : inputs.v.shape[-1]]
 
 
 def _left_visible(inputs: AttentionInputs, hidden: ColumnMask) -> Bool[Tensor, "batch head #query key"]:
