@@ -20,7 +20,7 @@ from dlm_lens.adapters import smollm2
 from dlm_lens.adapters.config_fields import REFUSALS, built_config, check_fields
 from dlm_lens.adapters.head import check_head, decoder_logits
 from dlm_lens.adapters.hub import config_values, needed_file, optional_file
-from dlm_lens.adapters.lora import merge_adapter
+from dlm_lens.adapters.lora import LoraAdapter
 from dlm_lens.adapters.memory import INDEX, WEIGHTS, check_memory, weight_files
 from dlm_lens.adapters.model_names import check_model_name, embedded_models, embedded_path
 from dlm_lens.adapters.parameter_names import expected_parameters
@@ -129,10 +129,13 @@ def load(
     own = values.get("quantization_config")
     width = check_quantisation(str(source), owner, own, quantization_config, device_map)
     _check_weights(weights, config, kept, device_map, own, width, options)
+    lora = None if adapter is None else LoraAdapter.read(adapter, quantised=bool(quantised or own))
     headers = read_headers(_fetched(weights, options))
     with _LOADING:
         read_as, renames = (model_class, {}) if text is None else text_class(weights, model_class, config, headers)
         check_shapes(weights, what, headers, owner, read_as, config, values, renames, packed=own is not None)
+        if lora is not None:
+            lora.check_names(names := expected_parameters(read_as, config, what, owner, renames), owner)
         model = _load_weights(
             read_as,
             weights,
@@ -147,9 +150,8 @@ def load(
         if text is not None:
             extras: Any = model
             extras.__class__, extras._weight_conversions = model_class, None  # saved as a text network is
-        if adapter is not None:
-            names = expected_parameters(read_as, config, what, owner, renames)
-            merge_adapter(model, str(adapter), owner, names, quantised=bool(quantised or own))
+        if lora is not None:
+            lora.merge_into(model, names, owner)
         if eos_token_id is not None:
             model.generation_config.eos_token_id = eos_token_id
         finish_model(model, owner, tokenizer)
@@ -388,8 +390,8 @@ def _refuse_other_weights(source: str, options: dict[str, Any]) -> None:
     local = Path(source).is_dir()
     if (local or is_peft_available()) and optional_file(source, "adapter_config.json", options) is not None:
         raise ValueError(
-            f"{source} holds adapter_config.json, an adapter of PEFT, which is not loaded: merge it into the "
-            "weights (merge_and_unload of PEFT, then save_pretrained), or remove the file for the weights alone"
+            f"{source} holds adapter_config.json, an adapter of PEFT: give its base model and adapter={source!r}, "
+            "or remove the file for the weights alone"
         )
     shards = sorted(path.name for path in Path(source).iterdir() if _SHARD.match(path.name)) if local else []
     if shards:

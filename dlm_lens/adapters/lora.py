@@ -1,4 +1,4 @@
-"""`merge_adapter`: a LoRA adapter of PEFT, merged into the weights of a model that `load` makes."""
+"""`LoraAdapter`: a LoRA adapter of PEFT, merged into the weights of a model that `load` makes."""
 
 import math
 import re
@@ -117,64 +117,107 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
-@torch.no_grad()
-def merge_adapter(
-    model: nn.Module, source: str, family: Family, expected: ExpectedParameters, *, quantised: bool = False
-) -> None:
-    """Add the products of an adapter's factors to the weights: W + (alpha / r) B A (LoRA, 2106.09685, Eq. 3).
-
-    Product and sum are taken in float32, and rounded once. Names are those of the authors' module file or of this
-    library's; the product of a fused projection is split as its weight is. Tensors that the adapter holds whole
-    (`modules_to_save`) replace the weights.
+@dataclass(frozen=True)
+class LoraAdapter:
+    """An adapter of PEFT, read but for its tensors.
 
     Args:
-        model: loaded.
-        source: directory or hub name of the adapter.
-        family: of the model.
-        expected: the parameters of the model, by the names of its files.
-        quantised: whether its weights are.
-
-    Raises:
-        FileNotFoundError: there is no adapter under that name.
-        ValueError: quantised weights, another kind of adapter, or one that does not fit the model.
+        source: directory or hub name.
+        config: of the factors.
+        file: of the tensors.
+        factors: module -> the names of its factors A and B.
+        whole: names of tensors that replace weights (`modules_to_save`).
     """
-    if quantised:
-        raise ValueError(
-            f"the weights are quantised, and {source} is added to whole ones; merge it before quantising"
-        )
-    values, file = _files(str(Path(source).expanduser()) if source.startswith("~") else source)
-    lora = LoraConfig.of(values, f"the {CONFIG} of {source}")
-    weights, changed = dict(model.named_parameters(remove_duplicate=False)), 0
-    with safe_open(file, framework="pt") as held:
-        factors, whole = _grouped(list(held.keys()), source)
-        for module, pair in sorted(factors.items()):
-            a, b = (held.get_tensor(name).float() for name in pair)
-            if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-                raise ValueError(
-                    f"the factors of {printable_name(module)} in {source} have the shapes {list(a.shape)} and "
-                    f"{list(b.shape)}; they are [r, in] and [out, r]"
-                )
-            product = lora.scale(module, a.shape[0], f"the {CONFIG} of {source}") * (b @ a)
-            names, converter = _parameters_of(f"{module}.weight", expected, family, source)
-            parts = _split(product.T if lora.transposed else product, converter, names, model)
-            changed += _add(weights, dict(zip(names, parts, strict=True)), source)
-        for name in whole:
-            names, converter = _parameters_of(name.removeprefix(_PREFIX), expected, family, source)
-            parts = _split(held.get_tensor(name), converter, names, model)
-            changed += _replace(weights, dict(zip(names, parts, strict=True)), source)
-    if not changed:
-        raise ValueError(f"{source} holds no factors of LoRA: {WEIGHTS} has no tensor lora_A")
+
+    source: str
+    config: LoraConfig
+    file: str
+    factors: Mapping[str, tuple[str, str]]
+    whole: tuple[str, ...]
+
+    @classmethod
+    def read(cls, source: Any, *, quantised: bool = False) -> "LoraAdapter":
+        """Read an adapter's config and the names of its tensors.
+
+        Args:
+            source: directory or hub name.
+            quantised: whether the weights of the model are.
+
+        Raises:
+            FileNotFoundError: there is no adapter under that name.
+            ValueError: quantised weights, or another kind of adapter.
+        """
+        if not isinstance(source, str | Path) or not str(source).strip():
+            raise ValueError(f"adapter is {shown(source)}; give the directory or the hub name of a LoRA adapter")
+        name = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
+        if quantised:
+            raise ValueError(
+                f"the weights are quantised, and {name} is added to whole ones; merge it before quantising"
+            )
+        values, file = _files(name)
+        config = LoraConfig.of(values, f"the {CONFIG} of {name}")
+        factors, whole = _grouped(list(read_header(Path(file))), name)
+        if not factors and not whole:
+            raise ValueError(f"{name} holds no factors of LoRA: {WEIGHTS} has no tensor lora_A")
+        return cls(name, config, file, factors, whole)
+
+    def check_names(self, expected: ExpectedParameters, family: Family) -> None:
+        """Raise unless the model has every weight that the adapter changes.
+
+        Args:
+            expected: the parameters of the model, by the names of its files.
+            family: of the model.
+
+        Raises:
+            ValueError: naming a weight.
+        """
+        for name in (*(f"{module}.weight" for module in self.factors), *self.whole):
+            _parameters_of(name, expected, family, self.source)
+
+    @torch.no_grad()
+    def merge_into(self, model: nn.Module, expected: ExpectedParameters, family: Family) -> None:
+        """Add the products of the factors to the weights: W + (alpha / r) B A (LoRA, 2106.09685, Eq. 3).
+
+        Product and sum are taken in float32, and rounded once. Names are those of the authors' module file or of
+        this library's; the product of a fused projection is split as its weight is. Tensors that the adapter holds
+        whole replace the weights.
+
+        Args:
+            model: loaded.
+            expected: its parameters, by the names of its files.
+            family: of the model.
+
+        Raises:
+            ValueError: the adapter does not fit the model.
+        """
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        with safe_open(self.file, framework="pt") as held:
+            for module, pair in sorted(self.factors.items()):
+                a, b = (held.get_tensor(name).float() for name in pair)
+                if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+                    raise ValueError(
+                        f"the factors of {printable_name(module)} in {self.source} have the shapes {list(a.shape)} "
+                        f"and {list(b.shape)}; they are [r, in] and [out, r]"
+                    )
+                product = self.config.scale(module, a.shape[0], f"the {CONFIG} of {self.source}") * (b @ a)
+                names, converter = _parameters_of(f"{module}.weight", expected, family, self.source)
+                parts = _split(product.T if self.config.transposed else product, converter, names, model)
+                _add(weights, dict(zip(names, parts, strict=True)), self.source)
+            for name in self.whole:
+                names, converter = _parameters_of(name, expected, family, self.source)
+                parts = _split(held.get_tensor(name), converter, names, model)
+                _replace(weights, dict(zip(names, parts, strict=True)), self.source)
 
 
 def _parameters_of(
     name: str, expected: ExpectedParameters, family: Family, source: str
 ) -> tuple[list[str], WeightConverter | None]:
-    """The parameters that a weight becomes, and what splits it.
+    """The parameters that a weight of the adapter becomes, and what splits it.
 
     Raises:
         ValueError: the model has no such parameter, or it is joined of several.
     """
-    names, converter = splitting_of(name, expected, family)
+    names, converter = splitting_of(name.removeprefix(_PREFIX), expected, family)
     if converter is not None and len(converter.target_patterns) == 1:
         raise ValueError(
             f"{source} changes {printable_name(name)}, which is joined with others while loading; merge it with "
@@ -199,12 +242,10 @@ def _files(source: str) -> tuple[dict[str, Any], str]:
             pickled = optional_file(source, "adapter_model.bin", {}) if name == WEIGHTS else None
             why = "; pickled weights are refused, since loading them executes code" if pickled else ""
             raise FileNotFoundError(f"the adapter {source} has no {name}{why}")
-    config, weights = str(found[CONFIG]), str(found[WEIGHTS])
-    read_header(Path(weights))
-    return read_object(config, f"the {CONFIG} of {source}"), weights
+    return read_object(str(found[CONFIG]), f"the {CONFIG} of {source}"), str(found[WEIGHTS])
 
 
-def _grouped(names: list[str], source: str) -> tuple[dict[str, tuple[str, str]], list[str]]:
+def _grouped(names: list[str], source: str) -> tuple[dict[str, tuple[str, str]], tuple[str, ...]]:
     """The names of both factors of every module, and those of tensors that are held whole."""
     pairs: dict[str, dict[str, str]] = {}
     whole = []
@@ -220,7 +261,7 @@ def _grouped(names: list[str], source: str) -> tuple[dict[str, tuple[str, str]],
     for module, held in pairs.items():
         if len(held) < 2:
             raise ValueError(f"{source} holds one factor of {printable_name(module)} alone; fetch the files again")
-    return {module: (held["A"], held["B"]) for module, held in pairs.items()}, whole
+    return {module: (held["A"], held["B"]) for module, held in pairs.items()}, tuple(whole)
 
 
 def _split(value: Tensor, converter: WeightConverter | None, names: list[str], model: Any) -> list[Tensor]:
@@ -235,21 +276,19 @@ def _split(value: Tensor, converter: WeightConverter | None, names: list[str], m
     return [parts[target] for target in targets]
 
 
-def _add(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> int:
+def _add(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> None:
     """Add products to parameters."""
     for name, part in parts.items():
         _check(weights, name, part, source)
         wide = torch.promote_types(weights[name].dtype, torch.float32)
         weights[name].copy_(weights[name].to(wide) + part.to(weights[name].device, wide))
-    return len(parts)
 
 
-def _replace(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> int:
+def _replace(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> None:
     """Put tensors in place of parameters."""
     for name, part in parts.items():
         _check(weights, name, part, source)
         weights[name].copy_(part)
-    return len(parts)
 
 
 def _check(weights: Mapping[str, nn.Parameter], name: str, part: Tensor, source: str) -> None:

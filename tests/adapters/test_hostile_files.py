@@ -95,7 +95,7 @@ def cases(root: Path, plain: Path, marker: Path) -> dict[str, tuple[Path, str | 
     (path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
     path = case("pickle_named_safetensors", "is no readable safetensors file")
     (path / "model.safetensors").write_bytes(pickle.dumps(Bomb(marker)))
-    path = case("adapter", "holds adapter_config.json, an adapter of PEFT, which is not loaded")
+    path = case("adapter", "holds adapter_config.json, an adapter of PEFT: give its base model and adapter=")
     rewrite(path / "adapter_config.json", base_model_name_or_path=str(root / "plain"), peft_type="LORA")
     path = case(
         "distributed", "holds shard-00001-model-00001-of-00001.safetensors, a part of a distributed checkpoint"

@@ -13,6 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import dlm_lens as dl
+from dlm_lens.adapters import loading
 from dlm_lens.cli import app as cli
 from dlm_lens.testing import tiny
 
@@ -240,6 +241,16 @@ def test_files_that_are_no_adapter_of_the_model_are_refused(names: list[str], me
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=message):
         dl.load(tmp_path / "model", adapter=adapter)
+
+
+@pytest.mark.parametrize("adapter", [-1, True, "", " ", ["x"]])
+def test_names_that_are_none_are_refused_before_weights_are_read(
+    adapter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("dream").save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "_load_weights", None)
+    with pytest.raises(ValueError, match=r"adapter is .*; give the directory or the hub name of a LoRA adapter"):
+        dl.load(tmp_path, adapter=adapter)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ WRONG = [
     (["clock", "nowhere", "--load", "dtype=float32"], "give --dtype in place of --load dtype="),
     (
         ["insertion", "nowhere", "--sae", "x", "--load", "samplers=p2"],
-        "'samplers' (did you mean 'sampler'?); it has attn",
+        "'samplers' (did you mean 'sampler'?); it has adapter",
     ),
     (["record", "toy", "--prompts", "x", "--out", "y", "--load", "device_map=cpu"], "give --device in place of"),
     (
