@@ -424,7 +424,8 @@ class StoredRun(StoredCanvases):
         own = algorithm_of(model.config).name
         if name != own:
             raise ValueError(
-                f"the run has the sampler {name!r} and the model samples with {own!r}: is it another model's?"
+                f"the run has the sampler {name!r} and the model samples with {own!r}: is it another model's? "
+                f"If not, load it with sampler={name!r} (--load sampler={name})"
             )
         if decided and not self.sampler.edits:
             raise ValueError(

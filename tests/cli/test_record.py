@@ -115,6 +115,20 @@ def test_arguments_of_load_can_be_given(files):
     assert not (files / "no").exists()
 
 
+def test_a_recording_of_another_sampler_says_how_the_model_is_loaded(files):
+    tiny("dream").save_pretrained(files / "dream")
+    tiny("dream").tokenizer.save_pretrained(files / "dream")
+    (files / "one.jsonl").write_text(json.dumps({"prompt": TEXTS[2]}))
+    command = ["record", str(files / "dream"), "--prompts", str(files / "one.jsonl"), "--out", str(files / "rec")]
+    recorded = CliRunner().invoke(cli.app, [*command, "--gen-length", "8", "--load", "sampler=d2f"])
+    assert recorded.exit_code == 0, recorded.output
+    (held,) = (files / "rec").glob("rows-*")
+    lens = ["lens", str(held), "--positions", "3"]
+    refused = CliRunner().invoke(cli.app, lens)
+    assert "If not, load it with sampler='d2f' (--load sampler=d2f)" in str(refused.exception)
+    assert CliRunner().invoke(cli.app, [*lens, "--load", "sampler=d2f"]).exit_code == 0
+
+
 def test_the_arguments_of_load_are_those_of_the_function():
     names = set(inspect.signature(dlm_lens.load).parameters)
     own = {"path_or_hub_name", "dtype", "device_map", "quantization_config"}  # the last is an object
