@@ -308,7 +308,8 @@ class _Call:
 
     def _learned(self) -> Tensor | None:
         """The logits of the spare entry; None where they are 0 (off-by-one), or there is none."""
-        return None if self.spare is None or self.module.config.softmax == "off_by_one" else self.spare
+        # Configs of transformers with sink logits (gpt-oss) have no such field.
+        return None if getattr(self.module.config, "softmax", None) == "off_by_one" else self.spare
 
     def _materialises(self) -> bool:
         """Whether scores and pattern have to be formed."""

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 import dlm_lens as dl
 from dlm_lens.attention import ColumnMask, hide_columns
@@ -12,6 +15,7 @@ from dlm_lens.hooks import (
     at_layers,
     at_progress,
     at_steps,
+    attach_hooks,
     freeze_sinks,
     keep_only,
     mask_positions,
@@ -21,6 +25,7 @@ from dlm_lens.hooks import (
     mask_top_sinks,
 )
 from dlm_lens.testing import tiny
+from tests.attention.test_hook_points import build
 from tests.hooks.by_hand import FAMILIES, PROMPTS, model_of, settings_of
 
 HOOKS: dict[str, Any] = {
@@ -103,6 +108,28 @@ def test_a_run_without_a_pattern_is_the_run_with_one_token_for_token(name: str) 
         same = streamed.confidence.equal(plain.confidence) and streamed.proposals.equal(plain.proposals)
         changed += not same
     assert changed >= len(HOOKS) - 3  # Dream's confidence is random, so that only other proposals show a change
+
+
+def test_sink_logits_of_transformers_are_streamed() -> None:
+    """gpt-oss under an attention function of its own kind, as its kernels on a GPU are: against formed patterns."""
+    AttentionInterface.register("takes_s_aux", eager_attention_forward)
+    AttentionMaskInterface.register("takes_s_aux", eager_mask)
+    formed, streamed = build("gpt_oss"), build("gpt_oss")
+    with torch.no_grad():
+        for name, value in formed.named_parameters():
+            if name.endswith("sinks"):
+                value.copy_(torch.linspace(-1, 2, len(value)))
+    streamed.load_state_dict(formed.state_dict())
+    streamed.set_attn_implementation("takes_s_aux")
+    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+    assert streamed(ids).logits.equal(formed(ids).logits)
+    for hook in (mask_top_sinks(2), mask_positions(3, 5, keep_self=True), mask_top_sinks(1, stage="after")):
+        found = []
+        for model in (formed, streamed):
+            with attach_hooks(dl.add_hook_points(model), hook), torch.no_grad():
+                found.append(model(ids).logits)
+        torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=1e-4)
+    assert not torch.allclose(found[0], formed(ids).logits, atol=1e-3)
 
 
 @pytest.mark.long
