@@ -12,7 +12,7 @@ from dlm_lens.recording import rerun
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 from tests.sampling.interrupted import resumed_as_unbroken
-from tests.sampling.test_multi_block import running_by_hand
+from tests.sampling.test_multi_block import chosen_by_hand, running_by_hand
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = json.loads((GOLDEN / "d2f" / "sampling.json").read_text())
@@ -78,16 +78,10 @@ def test_the_rule_by_hand(family: str, given: dict[str, Any]) -> None:
             assert run.in_block[step, row].nonzero().flatten().tolist() == list(range(begin, last + 1))
             places = [place for place in range(begin, last + 1) if answer[place]]
             assert sure.isfinite().nonzero().flatten().tolist() == places
+            chosen = chosen_by_hand((begin, last), answer, sure, settings)
             wanted = canvas.clone()
-            for start in range(begin, last + 1, 4):
-                block = [place for place in places if start <= place < start + 4]
-                above = [place for place in block if sure[place] > settings["threshold"]]
-                decided = 1.0 if start == begin else 1 - sum(answer[start - 4 : start]) / 4
-                if block and not above and decided >= settings["semi_complete_threshold"]:
-                    above = [max(block, key=lambda place: float(sure[place]))]
-                for place in above:
-                    wanted[place] = x0[place]
-                    written += 1
+            wanted[chosen] = x0[chosen]
+            written += len(chosen)
             assert run.canvases[step + 1, row].equal(wanted)
             keep = run.attention_mask[row].clone()
             keep[last + 1 :] = False

@@ -70,6 +70,22 @@ def running_by_hand(
     return blocks[begin][0], blocks[last][-1]
 
 
+def chosen_by_hand(
+    bounds: tuple[int, int], masked: list[bool], sure: Tensor, settings: dict[str, Any], length: int = 4
+) -> list[int]:
+    """The positions that a step writes in one row, block by block of its running ones."""
+    begin, last = bounds
+    chosen = []
+    for start in range(begin, last + 1, length):
+        block = [place for place in range(start, min(start + length, last + 1)) if masked[place]]
+        above = [place for place in block if sure[place] > settings["threshold"]]
+        decided = 1.0 if start == begin else 1 - sum(masked[start - length : start]) / length
+        if block and not above and decided >= settings["semi_complete_threshold"]:
+            above = [max(block, key=lambda place: float(sure[place]))]
+        chosen += above
+    return chosen
+
+
 @pytest.mark.parametrize("use_cache", [True, False])
 @BY_NAME
 def test_reference_quirks_reproduce_the_original(case: dict[str, Any], use_cache: bool) -> None:
@@ -119,16 +135,10 @@ def test_the_rule_by_hand(family: str, given: dict[str, Any]) -> None:
             assert run.in_block[step, row].nonzero().flatten().tolist() == list(range(begin, last + 1))
             places = [place for place in range(begin, last + 1) if masked[place]]
             assert sure.isfinite().nonzero().flatten().tolist() == places
+            chosen = chosen_by_hand(bounds, masked, sure, given)
             wanted = canvas.clone()
-            for start in range(begin, last + 1, 4):
-                block = [place for place in places if start <= place < start + 4]
-                above = [place for place in block if sure[place] > given["threshold"]]
-                decided = 1.0 if start == begin else 1 - sum(masked[start - 4 : start]) / 4
-                if block and not above and decided >= given["semi_complete_threshold"]:
-                    above = [max(block, key=lambda place: float(sure[place]))]
-                for place in above:
-                    wanted[place] = x0[place]
-                    written += 1
+            wanted[chosen] = x0[chosen]
+            written += len(chosen)
             assert run.canvases[step + 1, row].equal(wanted)
             keep = content.clone()
             keep[last + 1 :] = False
