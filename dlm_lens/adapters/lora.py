@@ -207,6 +207,8 @@ class LoraAdapter:
                 names, converter = _parameters_of(name, expected, family, self.source)
                 parts = _split(held.get_tensor(name), converter, names, model)
                 _replace(weights, dict(zip(names, parts, strict=True)), self.source)
+        extras: Any = model
+        extras.merged_adapter = Path(self.source).name
 
 
 def _parameters_of(

@@ -33,10 +33,23 @@ def load_recording(path: Path) -> "Recording":
 def network_of(
     recording: "Recording", model: str | None, device: str | None, dtype: str | None, loading: Mapping[str, Any]
 ) -> Any:
-    """The recording's model, or the one that the user names, loaded with these arguments of `load`."""
+    """The recording's model, or the one that the user names, loaded with these arguments of `load`.
+
+    Raises:
+        ValueError: the recording's model had an adapter, and none is given.
+    """
     from dlm_lens.adapters import load
+    from dlm_lens.adapters.model_names import WITH_ADAPTER
     from dlm_lens.cli.options import device_or_gpu
 
+    base, adapted, adapter = recording.model.partition(WITH_ADAPTER)
+    if model is None and adapted:
+        if "adapter" not in loading:
+            raise ValueError(
+                f"the recording is of {base} with the adapter {adapter}: give --load adapter= with its directory "
+                "or hub name"
+            )
+        model = base
     return load(model or recording.model, dtype=dtype, device_map=device_or_gpu(device), **loading)
 
 

@@ -188,7 +188,12 @@ def test_a_command_line_takes_an_adapter(tmp_path: Path) -> None:
     assert dl.denoise(adapted, "w1 w2 w3", gen_length=6).tokens.equal(found["adapted"])
     mixed = CliRunner().invoke(cli.app, [*command, "--out", str(tmp_path / "adapted")])
     assert mixed.exit_code == 1
-    assert "weights" in str(mixed.exception)
+    assert "model name" in str(mixed.exception)
+    (held,) = (tmp_path / "adapted").glob("rows-*")
+    lens = ["lens", str(held), "--positions", "3"]
+    base = CliRunner().invoke(cli.app, lens)
+    assert "model with the adapter adapter: give --load adapter=" in str(base.exception)
+    assert CliRunner().invoke(cli.app, [*lens, "--load", f"adapter={adapter}"]).exit_code == 0
 
 
 @pytest.mark.parametrize(
