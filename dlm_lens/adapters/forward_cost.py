@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from dlm_lens.adapters.config_fields import active_experts, built_config
 from dlm_lens.adapters.hub import config_values
-from dlm_lens.adapters.loading import finish_model, known_values, prepare_config
 from dlm_lens.adapters.model_names import embedded_path
+from dlm_lens.adapters.model_preparation import finish_model, known_values, prepare_config
 from dlm_lens.adapters.registry import family_of, model_type_of
 from dlm_lens.adapters.text_part import text_values
 from dlm_lens.attention import head_width, hooked_attentions

@@ -142,6 +142,11 @@ def text_class(
     return type(model_class.__name__, (model_class,), others), renames
 
 
+def restore_class(model: Any, model_class: type[PreTrainedModel]) -> None:
+    """Make a model that was read as a class of `text_class` one of its own class, as which it is saved."""
+    model.__class__, model._weight_conversions = model_class, None
+
+
 def _weight_name(network: Any, end: str) -> str:
     """The name of the weight of a network's input or output embedding."""
     weight = getattr(network, f"get_{end}_embeddings")().weight

@@ -18,8 +18,8 @@ from transformer_lens.model_bridge.supported_architectures.qwen2 import Qwen2Arc
 from transformer_lens.model_bridge.supported_architectures.qwen3 import Qwen3ArchitectureAdapter
 
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.loading import finish_model, prepare_config
 from dlm_lens.adapters.model_names import embedded_path
+from dlm_lens.adapters.model_preparation import finish_model, prepare_config
 from dlm_lens.attention import SinkLayout
 from dlm_lens.bridging.components import (
     DiffusionAttentionBridge,

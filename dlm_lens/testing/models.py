@@ -7,7 +7,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from dlm_lens.adapters.loading import finish_model, prepare_config
+from dlm_lens.adapters.model_preparation import finish_model, prepare_config
 from dlm_lens.adapters.registry import families
 from dlm_lens.placement import seeded
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dlm_lens.adapters import load
-from dlm_lens.adapters.loading import finish_model, prepare_config
+from dlm_lens.adapters.model_preparation import finish_model, prepare_config
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.attention import Placement
 from dlm_lens.attention.softmax_variants import Softmax

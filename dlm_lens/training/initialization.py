@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from dlm_lens.adapters import family_of, load
 from dlm_lens.adapters.families.smdm import SIZES, SMDMConfig, SMDMForMaskedLM
-from dlm_lens.adapters.loading import finish_model, prepare_config
+from dlm_lens.adapters.model_preparation import finish_model, prepare_config
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.arguments import level_of_caller
 from dlm_lens.placement import seeded

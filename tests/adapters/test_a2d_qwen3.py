@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2ForCaus
 
 import dlm_lens
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.loading import prepare_config
+from dlm_lens.adapters.model_preparation import prepare_config
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect

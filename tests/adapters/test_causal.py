@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.adapters.config_fields import built_config
-from dlm_lens.adapters.loading import check_model
+from dlm_lens.adapters.model_preparation import check_model
 from dlm_lens.adapters.weight_headers import read_header
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.hooks import mask_top_sinks

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import dlm_lens
 from dlm_lens.adapters.families.diffugpt import DiffuGPTConfig, DiffuGPTModel, DiffuLlamaConfig, DiffuLlamaModel
-from dlm_lens.adapters.loading import prepare_config
+from dlm_lens.adapters.model_preparation import prepare_config
 from dlm_lens.adapters.registry import family_of, model_type_of
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_lens.adapters.loading import check_model
+from dlm_lens.adapters.model_preparation import check_model
 from dlm_lens.testing import tiny
 
 

@@ -134,7 +134,7 @@ def test_an_architecture_that_is_not_implemented_is_refused(option: str, value: 
 
 def test_special_ids_of_the_released_vocabulary_are_known(tmp_path: Path) -> None:
     from dlm_lens.adapters import family_of
-    from dlm_lens.adapters.loading import prepare_config
+    from dlm_lens.adapters.model_preparation import prepare_config
 
     config = LLaDAConfig(vocab_size=126464)
     prepare_config(config, family_of("llada"))

@@ -253,7 +253,7 @@ def test_names_that_are_none_are_refused_before_weights_are_read(
     adapter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny("dream").save_pretrained(tmp_path)
-    monkeypatch.setattr(loading, "_load_weights", None)
+    monkeypatch.setattr(loading, "load_weights", None)
     with pytest.raises(ValueError, match=r"adapter is .*; give the directory or the hub name of a LoRA adapter"):
         dl.load(tmp_path, adapter=adapter)
 

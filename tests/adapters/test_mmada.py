@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import dlm_lens
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.families.mmada import ImageLayout, MMaDAConfig
-from dlm_lens.adapters.loading import prepare_config
+from dlm_lens.adapters.model_preparation import prepare_config
 from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
 

@@ -9,7 +9,7 @@ from scipy import stats
 
 import dlm_lens as dl
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.loading import finish_model
+from dlm_lens.adapters.model_preparation import finish_model
 from dlm_lens.experiments import find_experiment, list_experiments, run_experiment
 from dlm_lens.experiments.attention_sinks.prompt_scores import exact_match
 from dlm_lens.experiments.intervals import over_seeds, paired_over_seeds, plus_minus, wilson

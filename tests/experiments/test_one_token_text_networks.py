@@ -8,7 +8,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.loading import finish_model
+from dlm_lens.adapters.model_preparation import finish_model
 from dlm_lens.experiments.one_token import sink_statistics, tables
 from dlm_lens.experiments.one_token.miniature import LONGER, VARIANTS, Miniature, data, network, trained
 from dlm_lens.experiments.one_token.text_corpus import LENGTH

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DogeConfig, DogeForCausalLM, Qwen3NextConfig
 
 import dlm_lens
-from dlm_lens.adapters.loading import finish_model
+from dlm_lens.adapters.model_preparation import finish_model
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.attention import (
     ColumnStats,

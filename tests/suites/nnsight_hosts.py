@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import dlm_lens as dl
-from dlm_lens.adapters.loading import finish_model, prepare_config
+from dlm_lens.adapters.model_preparation import finish_model, prepare_config
 from dlm_lens.adapters.registry import family_of
 from dlm_lens.tracing import diffusion_lm as tracing
 from dlm_lens.tracing.traced_run import RowBatcher
