@@ -161,14 +161,14 @@ def test_reruns_see_the_progress_of_a_run_that_ended_early(name: str) -> None:
 
 def test_rows_have_the_answer_that_their_batch_planned() -> None:
     # The original of Fast-dLLM v2 continues every prompt up to the length that the longest one gets.
-    model, live, again = tiny("fast_dllm_v2"), See(), See()
+    model, live, again = tiny("fast_dllm_v2").double(), See(), See()
     run = dl.denoise(model, PROMPTS, hooks=[live], gen_length=8, block_length=4, reference_quirks=True)
     assert run.masked[0].sum(-1).tolist() == [8, 8, 9]  # and this run ends before
     dl.replay(model, run, [again])
     for step, progress in live.seen.items():
         assert progress.tolist() == run.progress[step].tolist() == again.seen[step].tolist()
     planned = torch.tensor([13, 13, 14])  # 22 positions, and a prompt's last token that is written over
-    torch.testing.assert_close(run.progress[2], torch.tensor([1, 2, 2]) / planned)
+    torch.testing.assert_close(run.progress[2], torch.tensor([1, 1, 2]) / planned)
 
 
 @pytest.mark.parametrize("order", [1, -1])

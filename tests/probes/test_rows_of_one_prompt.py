@@ -39,7 +39,7 @@ READ: dict[str, Callable[[Any, DenoisingRun], list[Estimate]]] = {
     ],
     "faithfulness": lambda model, run: [
         probes.faithfulness(
-            model, run, HALF, probes.edge_attribution(model, run, HALF, steps=[1]).circuit(20), steps=[1]
+            model, run, HALF, probes.edge_attribution(model, run, HALF, steps=[1]).circuit(64), steps=[1]
         ).normalised
     ],
 }
@@ -91,7 +91,7 @@ def paths_of(model: Any, run: DenoisingRun) -> sinks.Trajectories:
 
 @pytest.mark.parametrize("name", READ)
 def test_an_interval_of_repeated_prompts_is_that_of_the_prompts(name: str) -> None:
-    model = tiny("llada")
+    model = tiny("llada").double()  # in float32 another processor's rounding is in differences of logits
     once, often = (
         READ[name](model, dl.denoise(model, PROMPTS * copies, steps=4, gen_length=8)) for copies in (1, 8)
     )
