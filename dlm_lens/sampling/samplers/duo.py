@@ -17,7 +17,7 @@ from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.mdlm import NoiseConditionedSampler, SelectLikelier, log_probabilities
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
-from dlm_lens.sampling.samplers.uniform_posterior import Levels, PosteriorPropose
+from dlm_lens.sampling.samplers.uniform_posterior import Levels, UniformPosteriorPropose
 from dlm_lens.sampling.settings import at_least_one, inner_eps, not_negative, nucleus, of_run, random_settings
 from dlm_lens.sampling.special_ids import SpecialIds
 
@@ -78,7 +78,7 @@ def levels_of(settings: DuoSettings, index: int, *, reference_quirks: bool = Fal
     return levels._replace(alpha_s=alpha_of(s))
 
 
-class DuoPropose(PosteriorPropose):
+class DuoPropose(UniformPosteriorPropose):
     """x_s of Duo: the tokens' probabilities are those within the nucleus."""
 
     def __init__(self, settings: DuoSettings, noise: Noise, *, reference_quirks: bool) -> None:

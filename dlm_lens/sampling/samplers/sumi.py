@@ -17,7 +17,7 @@ from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.mdlm import SelectLikelier
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
-from dlm_lens.sampling.samplers.uniform_posterior import Levels, PosteriorPropose, UniformPropose, inverse_cdf
+from dlm_lens.sampling.samplers.uniform_posterior import Levels, UniformPosteriorPropose, UniformPropose, drawn_once
 from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, random_settings
 from dlm_lens.sampling.special_ids import SpecialIds
 
@@ -106,22 +106,7 @@ def probabilities(
     return (wide if temperature == 1 else wide / max(temperature, 1e-6)).softmax(-1)
 
 
-def drawn_once(
-    noise: Noise,
-    weights: Float[Tensor, "evaluated d_vocab"],
-    evaluated: Bool[Tensor, "batch position"],
-    eligible: Bool[Tensor, "batch position"],
-) -> Int[Tensor, "evaluated"]:
-    """A token for each row of weights from one random number; the most likely one where nothing is written.
-
-    A vocabulary of 100,000 takes as many numbers for Gumbel's trick at each of 2,000 positions, in every step.
-    """
-    chosen = inverse_cdf(weights, noise.columns(evaluated, eligible, 1).to(weights))
-    written = eligible[evaluated].to(chosen.device)
-    return chosen if bool(written.all()) else torch.where(written, chosen, most_likely(weights))
-
-
-class SumiAncestral(PosteriorPropose):
+class SumiAncestral(UniformPosteriorPropose):
     """x_s drawn from q(x_s | x_t, x), with the probabilities of the softmax in float64.
 
     With `reference_quirks` in float32, with the original's products, by `torch.multinomial` for every position.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dlm_lens.sampling.denoising_run import Proposal
 from dlm_lens.sampling.network import most_likely
+from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.mdlm import exponential
 
 ENTRIES = 2**25
@@ -73,6 +74,21 @@ def inverse_cdf(weights: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n 1
     return found.clamp(max=weights.shape[-1] - 1)
 
 
+def drawn_once(
+    noise: Noise,
+    weights: Float[Tensor, "evaluated d_vocab"],
+    evaluated: Bool[Tensor, "batch position"],
+    eligible: Bool[Tensor, "batch position"],
+) -> Int[Tensor, "evaluated"]:
+    """A token for each row of weights from one random number; the most likely one where nothing is written.
+
+    A vocabulary of 100,000 takes as many numbers for Gumbel's trick at each of 2,000 positions, in every step.
+    """
+    chosen = inverse_cdf(weights, noise.columns(evaluated, eligible, 1).to(weights))
+    written = eligible[evaluated].to(chosen.device)
+    return chosen if bool(written.all()) else torch.where(written, chosen, most_likely(weights))
+
+
 class UniformPropose(nn.Module):
     """A token and a confidence for every position, each from its own logits: of a part of the positions at a time.
 
@@ -122,14 +138,13 @@ class UniformPropose(nn.Module):
 class PosteriorPropose(UniformPropose):
     """x_s drawn from q(x_s | x_t, x_theta), and the probability that its token is the text's and not noise.
 
-    Given x_s = j the latter is alpha_s x_j / (alpha_s x_j + (1 - alpha_s) / V), whatever x_t is: the two terms of
-    the prior of `posterior`. It is 1 where the noise is removed.
+    A process of noise is a subclass with `weights` and `share`.
 
     Attributes:
-        levels: of the step.
+        greedy: whether the most likely tokens of the text are taken, in place of draws.
     """
 
-    levels = Levels(0.0, torch.tensor(0.5), torch.tensor(1.0))
+    greedy: bool = False
 
     def proposed(
         self,
@@ -140,10 +155,9 @@ class PosteriorPropose(UniformPropose):
     ) -> tuple[Int[Tensor, "evaluated"], Float[Tensor, "evaluated"]]:
         """X_s of every evaluated position, and the probability that it is the text's."""
         likely = self.probabilities(logits)
-        if self.levels.drawn:
-            chosen = self.drawn(self.weights(likely, seen), evaluated, eligible)
-        else:
-            chosen = most_likely(likely)
+        if self.greedy:
+            return (chosen := most_likely(likely)), self.share(likely, seen, chosen)
+        chosen = self.drawn(self.weights(likely, seen), evaluated, eligible)
         return chosen, self.share(likely, seen, chosen)
 
     def drawn(
@@ -160,6 +174,43 @@ class PosteriorPropose(UniformPropose):
         self, likely: Float[Tensor, "evaluated d_vocab"], seen: Int[Tensor, "evaluated"]
     ) -> Float[Tensor, "evaluated d_vocab"]:
         """Of x_s, up to a factor for each position."""
+        raise NotImplementedError
+
+    def share(
+        self,
+        likely: Float[Tensor, "evaluated d_vocab"],
+        seen: Int[Tensor, "evaluated"],
+        chosen: Int[Tensor, "evaluated"],
+    ) -> Float[Tensor, "evaluated"]:
+        """The probability that the tokens `chosen` are the text's."""
+        raise NotImplementedError
+
+    def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
+        """P(x_0)."""
+        raise NotImplementedError
+
+
+class UniformPosteriorPropose(PosteriorPropose):
+    """The same for noise that is uniform over the vocabulary.
+
+    Given x_s = j the probability that it is the text's is alpha_s x_j / (alpha_s x_j + (1 - alpha_s) / V), whatever
+    x_t is: the two terms of the prior of `posterior`. It is 1 where the noise is removed.
+
+    Attributes:
+        levels: of the step.
+    """
+
+    levels = Levels(0.0, torch.tensor(0.5), torch.tensor(1.0))
+
+    @property
+    def greedy(self) -> bool:  # type: ignore[override]
+        """Whether the step removes the noise without draws."""
+        return not self.levels.drawn
+
+    def weights(
+        self, likely: Float[Tensor, "evaluated d_vocab"], seen: Int[Tensor, "evaluated"]
+    ) -> Float[Tensor, "evaluated d_vocab"]:
+        """Of x_s, up to a factor for each position."""
         return posterior(likely, seen, self.levels)
 
     def share(
@@ -171,7 +222,3 @@ class PosteriorPropose(UniformPropose):
         """The probability that the tokens `chosen` are the text's."""
         text = float(self.levels.alpha_s) * likely.gather(-1, chosen[:, None])[:, 0]
         return (text / (text + float(1 - self.levels.alpha_s) / likely.shape[-1])).nan_to_num(1.0)
-
-    def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
-        """P(x_0)."""
-        raise NotImplementedError
