@@ -32,6 +32,8 @@ class Case:
         """Of a short run in which positions are decided, revised and opened again."""
         if self.family in ("duo", "sumi"):
             return {"gen_length": 16, "seed": 1, "steps": 4}
+        if self.family == "gidd_dit":
+            return {"gen_length": 16, "seed": 1, "steps": 4, "correction_steps": 2}
         steps = {"steps_per_block": 3} if self.family == "diffusion_gemma" else {"steps": 5}
         return {"gen_length": 16, "seed": 1, "entropy_bound": 12.0, "stability_threshold": None, **steps}
 

@@ -98,7 +98,7 @@ def test_calls_on_a_model_offloaded_to_the_disk_equal_those_on_the_cpu(what: str
         assert call(model).equal(call(plain)), name
 
 
-@pytest.mark.parametrize("family", ["sedd", "mdlm", "duo"])
+@pytest.mark.parametrize("family", ["sedd", "mdlm", "duo", "gidd_dit"])
 def test_networks_that_take_a_noise_level_run_offloaded(family: str, tmp_path: Path) -> None:
     plain, model = offloaded(saved(family, tmp_path), "all")
     runs = [dl.denoise(each, IDS, gen_length=4, steps=4) for each in (plain, model)]

@@ -116,6 +116,10 @@ class DiTConfig(OriginalFields, LlamaConfig):
         """The ids that an empty prompt stands for: the model writes without any."""
         return []
 
+    def level_of(self, masked: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """What the network is given where a share of the tokens is masked: sigma of the log-linear schedule."""
+        return sigma_of((1 - NOISE_EPS) * masked)
+
 
 class NoiseEmbedding(nn.Module):
     """The condition: silu of a two-layer MLP of 128 cosines and 128 sines of sigma."""
@@ -294,8 +298,8 @@ class DiTModel(LlamaModel):
             past_key_values: keys and values of positions before.
             inputs_embeds: instead of ids.
             use_cache: keep keys and values.
-            sigma: the noise level of every row, -ln(1 - m) where a share m of the tokens is masked, or random. Of
-                no effect without `time_conditioning`.
+            sigma: the noise level of every row, -ln(1 - m) where a share m of the tokens is masked, or random; in
+                GIDD the time t. Of no effect without `time_conditioning`.
             **kwargs: of the attention function.
 
         Raises:
@@ -350,7 +354,7 @@ class DiTModel(LlamaModel):
             if attention_mask is not None and attention_mask.shape == ids.shape:
                 content = attention_mask.bool()
             masks = ((ids == self.config.mask_token_id) & content).sum(-1)
-            sigma = sigma_of((1 - NOISE_EPS) * masks / content.sum(-1).clamp(min=1))
+            sigma = self.config.level_of(masks / content.sum(-1).clamp(min=1))
         return cast(Tensor, self.sigma_map(sigma))
 
     def _earlier_blocks(self, attention_mask: Tensor | None, hidden: Tensor) -> Any:
@@ -381,7 +385,7 @@ class DiTForMaskedLM(MaskedDiffusionMixin, LlamaForCausalLM):
     _no_split_modules: ClassVar[list[str]] = ["DiTLayer"]
     # Buffers of the originals that are computed here: rotary frequencies; bounds of the noise in training.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
-        r"rotary_emb\.inv_freq$", r"sampling_eps_(min|max)$",
+        r"rotary_emb\.(inv_freq|(cos|sin)_cached)$", r"sampling_eps_(min|max)$",
     ]  # fmt: skip
 
     def __init__(self, config: DiTConfig, *args: Any, **kwargs: Any) -> None:

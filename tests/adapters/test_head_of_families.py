@@ -37,7 +37,14 @@ def test_a_family_without_an_output_embedding_is_refused_by_name() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("family", "fields"),
-    [("llada", {}), ("sink_qwen", {"num_sinks": 2}), ("modernbert", {}), ("sedd", {}), ("bd3lm", {})],
+    [
+        ("llada", {}),
+        ("sink_qwen", {"num_sinks": 2}),
+        ("modernbert", {}),
+        ("sedd", {}),
+        ("gidd_dit", {}),
+        ("bd3lm", {}),
+    ],
 )
 def test_families_pass_in_two_forward_passes(family: str, fields: dict[str, Any], dtype: torch.dtype) -> None:
     model, passes = tiny(family, **fields).to(dtype), list[int]()

@@ -43,6 +43,7 @@ CHECKPOINTS = {
     "llada2": False,
     "sdar": False,
     "mdlm": False,
+    "gidd_dit": False,
     "diffugpt": True,
     "stable_diffcoder": False,
     "sumi": False,

@@ -70,7 +70,7 @@ HOSTS = {"nnsight": "nnsight", "TransformerLens": "transformer_lens"}
 def scenes_of(family: str) -> dict[str, Scene]:
     records = {f"record: {name}": recorded(name) for name in reducers_of(family)}
     masked = {} if family == "causal" else dict(MASKED_ONLY)
-    if family in ("dream", "mdlm", "bd3lm", "sedd"):
+    if family in ("dream", "mdlm", "bd3lm", "sedd", "gidd_dit"):
         del masked["guidance"]  # their samplers have none
     asked = dict(PROBES) if family in probe_scenes.FAMILIES else {}
     if family == "diffusion_gemma" and os.environ.get("PRETEND_GPU_NO_FLOAT64") == "1":

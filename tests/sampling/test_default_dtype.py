@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "diffusion_gemma": MDLM,
     "uniform_qwen": MDLM,
     "duo": MDLM | {"temperature": 0.7},
+    "gidd_dit": MDLM | {"temperature": 0.7, "correction_steps": 3},
 }
 
 
@@ -69,7 +70,7 @@ def test_runs_and_recordings_are_the_same(family: str, float64: Callable[[bool],
         )
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "mdlm", "bd3lm", "sedd", "causal", "sdar"])
+@pytest.mark.parametrize("family", ["llada", "dream", "mdlm", "bd3lm", "sedd", "gidd_dit", "causal", "sdar"])
 def test_likelihoods_are_the_same(family: str, float64: Callable[[bool], None]) -> None:
     model, found = tiny(family), []
     for wide in (False, True):

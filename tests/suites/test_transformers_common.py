@@ -24,6 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mdlm": ("mdlm", {}),
     "mdlm, given the noise": ("mdlm", {"time_conditioning": True}),
     "sedd": ("sedd", {}),
+    "gidd_dit": ("gidd_dit", {}),
     "fast-dllm v2": ("fast_dllm_v2", {}),
     "sdar": ("sdar", {}),
     "nemotron": ("nemotron_labs_diffusion", {}),
@@ -99,6 +100,9 @@ EXCLUDED = {
     "sedd": {
         "test_inputs_embeds": "embeddings do not show how many tokens are masked; sigma has to be passed with them",
     },
+    "gidd_dit": {
+        "test_inputs_embeds": "embeddings do not show how many tokens are masked; sigma has to be passed with them",
+    },
     "nemotron": {
         "test_sliding_window_mask": "their diffusion passes have no window; one in config.json is dropped"
     },
@@ -172,5 +176,5 @@ def test_common_model_tests(model: str):
     assert not surprising
     assert not set(REQUIRED) - outcome.passed - set(EXCLUDED.get(model, {}))
     assert len(outcome.passed) + len(EXCLUDED.get(model, {})) >= 95
-    if family in ("llada", "mmada", "smdm", "mdlm", "sedd"):
+    if family in ("llada", "mmada", "smdm", "mdlm", "sedd", "gidd_dit"):
         assert {"test_reverse_loading_mapping", "test_can_load_from_already_mapped_keys"} <= outcome.passed

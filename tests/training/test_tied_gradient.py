@@ -17,7 +17,18 @@ from dlm_lens.training import masked_loss
 from dlm_lens.training.losses import loss_forward
 from dlm_lens.training.tied_gradient import HeadGradient, tied_gradient
 
-FAMILIES = ["sink_qwen", "sink_llama", "llada", "dream", "smdm", "mdlm", "sedd", "modernbert", "diffugpt"]
+FAMILIES = [
+    "sink_qwen",
+    "sink_llama",
+    "llada",
+    "dream",
+    "smdm",
+    "mdlm",
+    "sedd",
+    "gidd_dit",
+    "modernbert",
+    "diffugpt",
+]
 
 
 def tied(family: str, **settings: Any) -> Any:

@@ -1,0 +1,161 @@
+"""Parity with GIDD's original network, its checkpoints' format, and the time that it is given."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dlm_lens as dl
+from dlm_lens.adapters.families.gidd_dit import GiddDiTConfig, hybrid_shares, time_of
+from dlm_lens.attention import check_hook_points
+from dlm_lens.testing import tiny
+from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
+from tests.dit64 import dit64
+
+GIDD = GOLDEN / "gidd_dit"
+BUFFERS = {"rotary_emb.cos_cached", "rotary_emb.sin_cached"}
+
+
+@pytest.mark.parametrize(("path", "case"), cases(GIDD))
+@torch.no_grad()
+def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
+    model: Any = dl.load(path)
+    golden = load_file(path / "forward.safetensors")
+    stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
+    ids, time = stored.pop("input_ids"), stored.pop("sigma")
+    seen: dict[str, Any] = {}
+    parts = {"cond": model.model.sigma_map, "hidden.final_norm": model.model.norm.norm_final}
+    parts |= {f"modulation{index}": layer.modulation for index, layer in enumerate(model.model.layers)}
+    handles = [
+        part.register_forward_hook(lambda _m, _a, out, name=name: seen.__setitem__(name, out))
+        for name, part in parts.items()
+    ]
+    seen = collect(model, ids, sigma=time) | seen
+    for handle in handles:
+        handle.remove()
+    for key, expected in stored.items():
+        torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
+    # cond, embedding, final norm, logits; per layer block, q, k, v, pattern, z, two outputs, modulation.
+    assert len(stored) == 4 + 9 * model.config.num_hidden_layers
+    assert float(stored["logits"].std()) > 3
+
+
+@pytest.mark.parametrize("p_uniform", [0.0, 0.1, 0.2, 0.9])
+def test_the_shares_and_the_time_of_a_share_of_masks(p_uniform: float) -> None:
+    times = torch.linspace(0, 1, 21, dtype=torch.float64)
+    alpha, masked, random = hybrid_shares(times, p_uniform)
+    torch.testing.assert_close(alpha + masked + random, torch.ones_like(times), atol=1e-15, rtol=0)
+    least = 2.0611536181902037e-09  # exp(-20), of p_uniform = 0
+    assert float(random[10]) == pytest.approx(max(p_uniform, least), rel=1e-9)
+    # Text and masks keep their ratio: what random tokens take is in proportion from both.
+    torch.testing.assert_close(alpha * times, masked * (1 - times), atol=1e-15, rtol=0)
+    torch.testing.assert_close(time_of(masked, p_uniform), times, atol=1e-9, rtol=0)
+
+
+def test_the_shares_are_the_originals() -> None:
+    """In float64, of a B that the original holds in float32."""
+    for entry in json.loads((GIDD / "loss.json").read_text())["entries"]:
+        shares = hybrid_shares(torch.tensor(entry["t"], dtype=torch.float64), entry["p_uniform"])
+        for name, found in zip(("alpha", "masked", "random"), shares, strict=True):
+            expected = torch.tensor(entry[name], dtype=torch.float64)
+            torch.testing.assert_close(found, expected, atol=1e-16, rtol=2e-6)
+
+
+@torch.no_grad()
+def test_the_time_changes_the_logits_and_is_taken_from_the_masks() -> None:
+    model: Any = tiny("gidd_dit", p_uniform=0.2)
+    ids = torch.tensor([[1, 2, 63, 63, 5, 63], [61, 61, 7, 63, 8, 9]])
+    content = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    times = torch.tensor([0.5528, 0.2963])
+    strength = 2 * 0.2 / 0.8
+    for _ in range(200):  # t = m (1 + B sqrt(t (1 - t))), by iteration
+        times = torch.tensor([3 / 6, 1 / 4]) * (1 + strength * (times * (1 - times)).sqrt())
+    expected = model(input_ids=ids, attention_mask=content, sigma=times).logits
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=content).logits, expected, atol=1e-5, rtol=1e-5)
+    other = model(input_ids=ids, attention_mask=content, sigma=times / 2).logits
+    assert (other - expected).abs().amax((1, 2)).min() > 0.02
+    ends = model(input_ids=torch.tensor([[1, 2], [63, 63]])).logits
+    given = model(input_ids=torch.tensor([[1, 2], [63, 63]]), sigma=torch.tensor([1e-4, 1 - 1e-4])).logits
+    assert ends.equal(given)
+
+
+@torch.no_grad()
+def test_padded_rows_are_what_they_are_alone() -> None:
+    model: Any = dl.load(GIDD)
+    ids = torch.arange(10)[None]
+    alone = dit64(model, ids, sigma=0.7)["logits"]
+    content = torch.ones(1, 13, dtype=torch.long)
+    content[0, :3] = 0
+    padded = torch.cat([torch.full((1, 3), 7), ids], 1)
+    positions = (content.cumsum(-1) - 1).clamp(min=0)
+    time = torch.tensor([0.7])
+    found = model(input_ids=padded, attention_mask=content, position_ids=positions, sigma=time).logits[:, 3:]
+    # The sinusoids of the time are float32: some 1e-7 of a logit of up to 15.
+    torch.testing.assert_close(found.double(), alone, atol=1e-4, rtol=1e-4)
+
+
+def test_the_original_format_is_loaded_and_saved(tmp_path: Path) -> None:
+    model: Any = dl.load(GIDD)
+    check_hook_points(model)
+    assert model.config.mask_token_id == 39
+    assert (model.config.p_uniform, model.config.t_eps, model.config.dropout) == (0.1, 1e-4, 0.0)
+    model.save_pretrained(tmp_path)
+    original, written = load_file(GIDD / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert original.keys() - written.keys() == BUFFERS  # computed here
+    assert written.keys() <= original.keys()
+    assert all(original[name].equal(written[name]) for name in written)
+    values = json.loads((tmp_path / "config.json").read_text())
+    given = json.loads((GIDD / "config.json").read_text())
+    assert set(given.pop("auto_map")) == {"AutoConfig", "AutoModelForMaskedLM"}
+    given.pop("torch_dtype")
+    assert "auto_map" not in values
+    assert {name: values.get(name) for name in given} == given
+    again: Any = dl.load(tmp_path)
+    ids = torch.tensor([[3, 39, 7, 39]])
+    assert again(input_ids=ids).logits.equal(model(input_ids=ids).logits)
+
+
+def test_fields_under_the_authors_names() -> None:
+    config = GiddDiTConfig(timestep_cond_dim=24, max_seq_len=77, attention_dropout=0.25, t_eps=0.01)
+    assert (config.cond_dim, config.max_position_embeddings) == (24, 77)
+    assert (config.dropout, config.attention_dropout) == (0.25, 0.0)
+    values = config.to_dict()
+    assert {name: values[name] for name in ("timestep_cond_dim", "max_seq_len", "attention_dropout")} == {
+        "timestep_cond_dim": 24, "max_seq_len": 77, "attention_dropout": 0.25,
+    }  # fmt: skip
+    again = GiddDiTConfig.from_dict(values)
+    assert (again.dropout, again.attention_dropout, again.sampler_defaults) == (0.25, 0.0, {"eps": 0.01})
+    assert tiny("gidd_dit", t_eps=0.01).sampler_defaults["eps"] == 0.01
+    assert tiny("gidd_dit").sampler_defaults["eps"] == 1e-4
+    (family,) = [family for family in dl.families() if family.name == "gidd_dit"]
+    assert family.special_ids[GiddDiTConfig().vocab_size] == {
+        "mask": 50258,
+        "pad": 50257,
+        "bos": 50256,
+        "eos": 50256,
+    }
+    assert len(family.hub_names) == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"p_uniform": 1.0}, "GIDD config has p_uniform=1.0; it must be a number from 0 and below 1"),
+        ({"p_uniform": -0.1}, "p_uniform=-0.1"),
+        ({"p_uniform": "0.1"}, "p_uniform='0.1'"),
+        ({"t_eps": 0.5}, "t_eps=0.5; it must be a number between 0 and 0.5"),
+        ({"time_conditioning": False}, "its network is given the time"),
+        ({"adaln": False}, "its network is given the time"),
+    ],
+)
+def test_what_is_no_gidd_is_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        GiddDiTConfig(**changed)
+    values = json.loads((GIDD / "config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").symlink_to(GIDD / "model.safetensors")
+    with pytest.raises(ValueError, match=words):
+        dl.load(tmp_path)
