@@ -10,7 +10,8 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.likelihood.uniform_noise import NoisyQuery, UniformCorruption, UniformScorer, nelbo
+from dlm_lens.sampling.likelihood.noisy_texts import NoisyQuery, NoisyScorer
+from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption, nelbo
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
 from tests.sampling.checkpoints import loaded
@@ -43,10 +44,10 @@ def test_every_loss_is_the_originals(entry: dict[str, Any]) -> None:
         alpha = 1 - 0.999 * time
         queries.append(
             NoisyQuery(
-                row, Pair(NOTHING, clean[row]), every, every, sigma=-math.log(alpha), noisy=noisy[row], alpha=alpha
+                row, Pair(NOTHING, clean[row]), every, every, sigma=-math.log(alpha), noisy=noisy[row], level=alpha
             )
         )
-    losses = torch.stack([loss for _, loss in UniformScorer(model).losses(queries)])
+    losses = torch.stack([loss for _, loss in NoisyScorer(model, integrand=nelbo).losses(queries)])
     # The original's function in float64, of the same float32 network: its float32 is up to 1e-5 off.
     wide = torch.tensor(entry["loss_per_token_float64"], dtype=torch.float64)
     torch.testing.assert_close(losses, wide, atol=1e-4, rtol=1e-5)

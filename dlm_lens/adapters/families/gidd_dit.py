@@ -61,6 +61,18 @@ def hybrid_shares(
     return (1 - t) / total, t / total, random / total
 
 
+def hybrid_rates(
+    t: Float[Tensor, "*time"], p_uniform: float
+) -> tuple[Float[Tensor, "*time"], Float[Tensor, "*time"], Float[Tensor, "*time"]]:
+    """The derivatives of `hybrid_shares` in time, for times between 0 and 1.
+
+    They are -(C + (1 - t) c') / C^2, (C - t c') / C^2 and c' / C^2 with c' = B (1 - 2 t) / (2 sqrt(t (1 - t))).
+    """
+    strength, root = math.exp(log_strength_of(p_uniform)), (t * (1 - t)).sqrt()
+    total, rate = 1 + strength * root, strength * (1 - 2 * t) / (2 * root)
+    return -(total + (1 - t) * rate) / total**2, (total - t * rate) / total**2, rate / total**2
+
+
 def time_of(masked: Float[Tensor, "*batch"], p_uniform: float) -> Float[Tensor, "*batch"]:
     """The time at which a share m of the tokens is masked, the inverse of m = t / C of `hybrid_shares`.
 

@@ -21,8 +21,8 @@ from dlm_lens.sampling.likelihood.answer_pairs import Pair, read_pairs
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.corruption import Corruption, CountCorruption, chain_masks
 from dlm_lens.sampling.likelihood.greedy_completion import greedy_completions
+from dlm_lens.sampling.likelihood.noisy_texts import NoisyCorruption, NoisyScorer, noisy_losses
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, cross_entropy
-from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption, UniformScorer, uniform_losses
 from dlm_lens.sampling.prompts import warn_beyond_context
 from dlm_lens.sampling.settings import LIKELIHOOD_METHODS, check_model, row_seeds
 from dlm_lens.sampling.two_copies import Blocks
@@ -263,8 +263,8 @@ def log_likelihood(
             [MASK] allowed in a greedy completion.
         **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream, SMDM,
             DiffuGPT and BD3-LM: eps, protect_ends, scope ("answer" or "both"); of MDLM, SEDD and Duo: eps, scope,
-            stratified; "chain_rule": order ("left_to_right" or "right_to_left"); of a model that decodes blocks:
-            block_length, where it is not the model's own.
+            stratified; of GIDD: eps, scope; "chain_rule": order ("left_to_right" or "right_to_left"); of a model
+            that decodes blocks: block_length, where it is not the model's own.
 
     Raises:
         ValueError: items or settings that cannot work, before anything is computed.
@@ -301,9 +301,9 @@ def log_likelihood(
         strata = strata or batch_size
         bar = tqdm(range(len(pairs)), desc="likelihood", unit="item", disable=not progress)
     record |= {"samples": samples, "strata": strata_of(samples, strata), "seeds": seeds, **asdict(corruption)}
-    if isinstance(corruption, UniformCorruption):
-        scorer = UniformScorer(model, batch_size=batch_size)
-        return _estimate(uniform_losses(scorer, pairs, bar, corruption, record), pairs, record)
+    if isinstance(corruption, NoisyCorruption):
+        scorer = NoisyScorer(model, batch_size=batch_size, integrand=corruption.integrand(model.config))
+        return _estimate(noisy_losses(scorer, pairs, bar, corruption, record), pairs, record)
     return monte_carlo(scorer, pairs, bar, corruption, record)
 
 
@@ -316,7 +316,7 @@ def likelihood_methods(model: Any) -> tuple[str, ...]:
     """The methods of `log_likelihood` that are defined for a model; none for one without any likelihood."""
     algorithm = algorithm_of(model.config)
     if not (algorithm.sampler.autoregressive or family_of(model.config.model_type).has_mask_token):
-        return ("mc",) if isinstance(algorithm.corruption, UniformCorruption) else ()
+        return ("mc",) if isinstance(algorithm.corruption, NoisyCorruption) else ()
     return tuple(name for name in LIKELIHOOD_METHODS if name != "mc" or algorithm.corruption is not None)
 
 
@@ -338,6 +338,10 @@ def check_method(model: Any, method: str | None, cfg_scale: float) -> str:
         raise ValueError(f"the sampler {algorithm.name!r} has no mc likelihood; use method='chain_rule'")
     if causal and cfg_scale:
         raise ValueError(f"cfg_scale is {cfg_scale}, but an AR model has no mask token to guide with; leave it out")
+    if cfg_scale and method == "mc" and isinstance(algorithm.corruption, NoisyCorruption):
+        raise ValueError(
+            f"cfg_scale is {cfg_scale}, and the mc likelihood of {algorithm.name} has no guidance; leave it out"
+        )
     if cfg_scale < 0:
         raise ValueError(f"cfg_scale is {cfg_scale}; it must be 0 (no guidance) or positive")
     return method

@@ -1,6 +1,5 @@
 """The likelihood of models of uniform noise: texts with random tokens, and the NELBO of continuous time."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,7 @@ from torch import Tensor
 from dlm_lens.adapters.dit import NOISE_EPS
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
-from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble
-
-ENTRIES = 2**22
-"""Probabilities in float64 at a time, 32 MiB each of a few."""
+from dlm_lens.sampling.likelihood.noisy_texts import Integrand, NoisyTexts
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,16 @@ class UniformCorruption(LogLinearCorruption):
     def scored(self, pair: Pair) -> Bool[Tensor, "position"]:
         """The positions whose losses are summed."""
         return pair.in_answer if self.scope == "answer" else torch.ones_like(pair.in_answer)
+
+    def noisy_texts(self, pair: Pair, config: Any, samples: int, generator: torch.Generator) -> NoisyTexts:
+        """`canvases`, whose level is alpha = 1 - (1 - 1e-3) t."""
+        noisy, times = self.canvases(pair, int(config.vocab_size), samples, generator)
+        alpha = 1 - (1 - NOISE_EPS) * times.double()
+        return NoisyTexts(noisy, alpha, -alpha.log())
+
+    def integrand(self, config: Any) -> Integrand:
+        """`nelbo`."""
+        return nelbo
 
 
 def nelbo(
@@ -69,70 +75,3 @@ def nelbo(
     total = size * torch.xlogy(others, others * own) - torch.xlogy(others[:, None], predicted).sum(-1)
     total = total + text * (text * own / right).log() - torch.xlogy(others, others * own / right)
     return (1 - NOISE_EPS) / (size * a) * (size / own - size / here + total)
-
-
-@dataclass(frozen=True, eq=False)
-class NoisyQuery(Query):
-    """A text with random tokens.
-
-    Args:
-        noisy: x_t.
-        alpha: the share of tokens that are the text's.
-    """
-
-    noisy: Int[Tensor, "position"] | None = None
-    alpha: float = 1.0
-
-    def canvas(self, mask: int) -> Int[Tensor, "position"]:
-        """What the network sees."""
-        assert self.noisy is not None
-        return self.noisy
-
-
-@dataclass(frozen=True)
-class UniformScorer(Scorer):
-    """Evaluates noisy texts: the loss of a token needs its whole distribution."""
-
-    def losses(self, queries: Iterable[Query]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
-        """Every query with the losses of its scored tokens (float64), batch by batch."""
-        for rows in self.batches(queries):
-            batch = assemble(self.model, rows)
-            counts = [int(query.scored.sum()) for query in rows]
-            levels = [query.alpha for query in rows if isinstance(query, NoisyQuery)]
-            alpha = torch.tensor(levels, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
-            known, found = (batch.canvas[batch.scored], batch.tokens[batch.scored], alpha), list[Tensor]()
-            for first, logits in self.logits(batch, rows):
-                given = (logits, *(part[first : first + len(logits)].to(logits.device) for part in known))
-                parts = zip(*(part.split(max(1, ENTRIES // logits.shape[-1])) for part in given), strict=True)
-                found += [nelbo(part.float().log_softmax(-1), *others) for part, *others in parts]
-            yield from zip(rows, torch.cat(found).cpu().split(counts), strict=True)
-
-
-def uniform_losses(
-    scorer: UniformScorer,
-    pairs: Sequence[Pair],
-    items: Iterable[int],
-    corruption: UniformCorruption,
-    record: Mapping[str, Any],
-) -> tuple[Float[Tensor, "sample"], ...]:
-    """The loss of every sample of every item: the sum over its scored tokens."""
-    shared = torch.Generator().manual_seed(record["seeds"][0]) if record["reference_quirks"] else None
-    found = [torch.zeros(record["samples"], dtype=torch.float64) for _ in pairs]
-
-    def queries() -> Iterator[NoisyQuery]:
-        """Every noisy text of every item, drawn when its turn comes."""
-        for item in items:
-            pair, size = pairs[item], int(scorer.model.config.vocab_size)
-            generator = shared or torch.Generator().manual_seed(record["seeds"][item])
-            scored = corruption.scored(pair)
-            for group in range(record["samples"] // record["strata"]):
-                noisy, times = corruption.canvases(pair, size, record["strata"], generator)
-                for number, (row, time) in enumerate(zip(noisy, times.double().tolist(), strict=True)):
-                    alpha = 1 - (1 - NOISE_EPS) * time
-                    sigma = -float(torch.tensor(alpha, dtype=torch.float64).log())
-                    term = group * record["strata"] + number
-                    yield NoisyQuery(item, pair, row != pair.tokens, scored, term, sigma, noisy=row, alpha=alpha)
-
-    for query, loss in scorer.losses(queries()):
-        found[query.item][query.term] = loss.sum()
-    return tuple(found)

@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.adapters.families.gidd_dit import hybrid_shares, log_strength_of
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.likelihood.mixed_noise import HybridCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import one_block
@@ -343,4 +344,4 @@ class GiddDiTSampler(NoiseConditionedSampler, MixedNoiseSampler):
         self._over, self._best, self._waited = (state[name] for name in ("over", "best", "waited"))
 
 
-ALGORITHM = Algorithm("gidd_dit", GiddDiTSettings, GiddDiTSampler, answer_settings)
+ALGORITHM = Algorithm("gidd_dit", GiddDiTSettings, GiddDiTSampler, answer_settings, corruption=HybridCorruption())

@@ -1,0 +1,124 @@
+"""The likelihood of models of mixed noise (GIDD, 2503.04482): texts with masks and random tokens, and the ELBO."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.noisy_texts import Integrand, NoisyTexts
+
+
+class Shares(NamedTuple):
+    """Of every token: shares of the text, of [MASK] and of random tokens at its time, or their derivatives."""
+
+    alpha: Float[Tensor, "n"]
+    masked: Float[Tensor, "n"]
+    random: Float[Tensor, "n"]
+
+    def noise_at(self, masks: Bool[Tensor, "n"], others: int) -> Float[Tensor, "n"]:
+        """B(z), of [MASK] or of one of the `others`."""
+        return torch.where(masks, self.masked, self.random / others)
+
+
+def mixed_nelbo(
+    logs: Float[Tensor, "n d_vocab"],
+    seen: Int[Tensor, "n"],
+    tokens: Int[Tensor, "n"],
+    now: Shares,
+    rates: Shares,
+    mask_id: int,
+) -> Float[Tensor, "n"]:
+    """The integrand of the NELBO of mixed noise, of every token in nats (2503.04482; dvruette/gidd, loss.py).
+
+    With q(j) = alpha [j = x] + b(j) for the text x, p(j) = alpha x_theta,j + b(j) for the prediction, b(j) what the
+    noise writes, z = x_t and r = q(z) / p(z):
+
+        (b'(z) - alpha' / alpha b(z)) / q(z) (sum_j q(j) ln(q(j) / p(j)) + r - ln r - 1),
+
+    with derivatives in time. For noise of masks alone it is MDLM's, -alpha' / (1 - alpha) times -ln x_theta,x at a
+    [MASK] and 0 elsewhere. It is 0 where the prediction is the text.
+
+    Args:
+        logs: ln x_theta, -inf for [MASK].
+        seen: x_t.
+        tokens: of the text.
+        now: the noise of each, in float64.
+        rates: its derivatives in time.
+        mask_id: of [MASK].
+    """
+    others, masks = logs.shape[-1] - 1, seen == mask_id
+    alpha, each = now.alpha, now.random / others
+    predicted = alpha[:, None] * logs.double().exp() + each[:, None]
+    predicted[:, mask_id] = alpha * logs[:, mask_id].double().exp() + now.masked
+    at_token, at_seen = (predicted.gather(-1, column[:, None])[:, 0] for column in (tokens, seen))
+    own = alpha + now.noise_at(tokens == mask_id, others)
+    right = torch.where(seen == tokens, own, now.noise_at(masks, others))
+    # The sum as if no token were the text's, and the difference that it makes.
+    noise = torch.xlogy(each[:, None], predicted)
+    noise[:, mask_id] = torch.xlogy(now.masked, predicted[:, mask_id])
+    total = others * torch.xlogy(each, each) + torch.xlogy(now.masked, now.masked) - noise.sum(-1)
+    written = now.noise_at(tokens == mask_id, others)
+    total = total + own * (own / at_token).log() - (torch.xlogy(written, written) - torch.xlogy(written, at_token))
+    ratio = right / at_seen
+    weight = (rates.noise_at(masks, others) - rates.alpha / alpha * now.noise_at(masks, others)) / right
+    return weight * (total + ratio - ratio.log() - 1)
+
+
+@dataclass(frozen=True)
+class HybridCorruption:
+    """GIDD's: every position is noise by itself, at a random time t (`hybrid_shares`), and every one is scored.
+
+    Times of a group of b are t_i = (1 - 2 eps) (u_i + i) / b + eps, with a number u_i for each: uniform, as in the
+    authors' training. Their evaluation (likelihood.py) takes equally spaced ones, with both ends. A position holds
+    the text's token, [MASK], or one of the other V - 1 ids.
+
+    Args:
+        eps: the least time, and 1 minus the greatest.
+        scope: put noise on the "answer" and score it, or "both" it and its prompt.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    eps: float = 1e-4
+    scope: Literal["answer", "both"] = "answer"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eps < 0.5:
+            raise ValueError(f"eps is {self.eps}; it must be between 0 and 0.5")
+        if self.scope not in ("answer", "both"):
+            raise ValueError(f"scope is {self.scope!r}; it must be 'answer' or 'both'")
+
+    def scored(self, pair: Pair) -> Bool[Tensor, "position"]:
+        """The positions whose losses are summed."""
+        return pair.in_answer if self.scope == "answer" else torch.ones_like(pair.in_answer)
+
+    def noisy_texts(self, pair: Pair, config: Any, samples: int, generator: torch.Generator) -> NoisyTexts:
+        """A number for each time, then one and a random token for each position of the whole text."""
+        start = torch.rand(samples, generator=generator, dtype=torch.float64)
+        times = (1 - 2 * self.eps) * (start + torch.arange(samples)) / samples + self.eps
+        alpha, masked, _ = (share[:, None] for share in hybrid_shares(times, config.p_uniform))
+        shape, mask = (samples, len(pair.tokens)), int(config.mask_token_id)
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+        random = torch.randint(int(config.vocab_size) - 1, shape, generator=generator)
+        noise = torch.where(drawn < alpha + masked, mask, random + (random >= mask))
+        kept = (drawn < alpha) | ~self.scored(pair)
+        return NoisyTexts(torch.where(kept, pair.tokens, noise), times, times)
+
+    def integrand(self, config: Any) -> Integrand:
+        """`mixed_nelbo` at a time t."""
+
+        def of_times(
+            logs: Float[Tensor, "n d_vocab"],
+            seen: Int[Tensor, "n"],
+            tokens: Int[Tensor, "n"],
+            times: Float[Tensor, "n"],
+        ) -> Float[Tensor, "n"]:
+            now, rates = (Shares(*shares(times, config.p_uniform)) for shares in (hybrid_shares, hybrid_rates))
+            return mixed_nelbo(logs, seen, tokens, now, rates, int(config.mask_token_id))
+
+        return of_times

@@ -1,0 +1,124 @@
+"""Likelihoods of texts with random tokens: every position is scored, since none shows whether it is noise."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble
+
+ENTRIES = 2**22
+"""Probabilities in float64 at a time, 32 MiB each of a few."""
+
+Integrand = Callable[
+    [Float[Tensor, "n d_vocab"], Int[Tensor, "n"], Int[Tensor, "n"], Float[Tensor, "n"]], Float[Tensor, "n"]
+]
+"""(ln x_theta, x_t, the text's tokens, the level of each) -> losses in nats (float64)."""
+
+
+class NoisyTexts(NamedTuple):
+    """A stratified group of noisy texts.
+
+    Args:
+        tokens: x_t of each sample.
+        level: what the integrand is given of the noise (alpha, or the time); float64.
+        sigma: what the network is given, if it is given the noise level.
+    """
+
+    tokens: Int[Tensor, "sample position"]
+    level: Float[Tensor, "sample"]
+    sigma: Float[Tensor, "sample"]
+
+
+@runtime_checkable
+class NoisyCorruption(Protocol):
+    """A process of noise with random tokens, and the integrand of its bound on the likelihood."""
+
+    def scored(self, pair: Pair) -> Bool[Tensor, "position"]:
+        """The positions whose losses are summed."""
+        ...
+
+    def noisy_texts(self, pair: Pair, config: Any, samples: int, generator: torch.Generator) -> NoisyTexts:
+        """Draw one stratified group, always on the CPU so that devices agree."""
+        ...
+
+    def integrand(self, config: Any) -> Integrand:
+        """The losses of tokens, for a model with this config."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class NoisyQuery(Query):
+    """A text with random tokens.
+
+    Args:
+        noisy: x_t.
+        level: of its noise, for the integrand.
+    """
+
+    noisy: Int[Tensor, "position"] | None = None
+    level: float = 1.0
+
+    def canvas(self, mask: int) -> Int[Tensor, "position"]:
+        """What the network sees."""
+        assert self.noisy is not None
+        return self.noisy
+
+
+@dataclass(frozen=True)
+class NoisyScorer(Scorer):
+    """Evaluates noisy texts: the loss of a token needs its whole distribution.
+
+    Args:
+        integrand: of the model's process of noise.
+    """
+
+    integrand: Integrand | None = None
+
+    def losses(self, queries: Iterable[Query]) -> Iterator[tuple[Query, Float[Tensor, "scored"]]]:
+        """Every query with the losses of its scored tokens (float64), batch by batch."""
+        assert self.integrand is not None
+        for rows in self.batches(queries):
+            batch = assemble(self.model, rows)
+            counts = [int(query.scored.sum()) for query in rows]
+            levels = [query.level for query in rows if isinstance(query, NoisyQuery)]
+            level = torch.tensor(levels, dtype=torch.float64).repeat_interleave(torch.tensor(counts))
+            known, found = (batch.canvas[batch.scored], batch.tokens[batch.scored], level), list[Tensor]()
+            for first, logits in self.logits(batch, rows):
+                given = (logits, *(part[first : first + len(logits)].to(logits.device) for part in known))
+                parts = zip(*(part.split(max(1, ENTRIES // logits.shape[-1])) for part in given), strict=True)
+                found += [self.integrand(part.float().log_softmax(-1), *others) for part, *others in parts]
+            yield from zip(rows, torch.cat(found).cpu().split(counts), strict=True)
+
+
+def noisy_losses(
+    scorer: NoisyScorer,
+    pairs: Sequence[Pair],
+    items: Iterable[int],
+    corruption: NoisyCorruption,
+    record: Mapping[str, Any],
+) -> tuple[Float[Tensor, "sample"], ...]:
+    """The loss of every sample of every item: the sum over its scored tokens."""
+    shared = torch.Generator().manual_seed(record["seeds"][0]) if record["reference_quirks"] else None
+    found = [torch.zeros(record["samples"], dtype=torch.float64) for _ in pairs]
+
+    def queries() -> Iterator[NoisyQuery]:
+        """Every noisy text of every item, drawn when its turn comes."""
+        for item in items:
+            pair = pairs[item]
+            generator = shared or torch.Generator().manual_seed(record["seeds"][item])
+            scored = corruption.scored(pair)
+            for group in range(record["samples"] // record["strata"]):
+                texts = corruption.noisy_texts(pair, scorer.model.config, record["strata"], generator)
+                lines = zip(texts.tokens, texts.level.tolist(), texts.sigma.tolist(), strict=True)
+                for number, (row, level, sigma) in enumerate(lines):
+                    term = group * record["strata"] + number
+                    yield NoisyQuery(item, pair, row != pair.tokens, scored, term, sigma, noisy=row, level=level)
+
+    for query, loss in scorer.losses(queries()):
+        found[query.item][query.term] = loss.sum()
+    return tuple(found)
