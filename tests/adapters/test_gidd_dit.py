@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import dlm_lens as dl
 from dlm_lens.adapters.families.gidd_dit import GiddDiTConfig, hybrid_shares, time_of
@@ -130,14 +133,36 @@ def test_fields_under_the_authors_names() -> None:
     assert (again.dropout, again.attention_dropout, again.sampler_defaults) == (0.25, 0.0, {"eps": 0.01})
     assert tiny("gidd_dit", t_eps=0.01).sampler_defaults["eps"] == 0.01
     assert tiny("gidd_dit").sampler_defaults["eps"] == 1e-4
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_released_files_name_no_ids(tokens: bool, tmp_path: Path) -> None:
+    """Config.json as convert_checkpoint.py writes it; its tokenizer is GPT-2's, to which two tokens were added."""
     (family,) = [family for family in dl.families() if family.name == "gidd_dit"]
-    assert family.special_ids[GiddDiTConfig().vocab_size] == {
-        "mask": 50258,
-        "pad": 50257,
-        "bos": 50256,
-        "eos": 50256,
-    }
+    ids = {"mask": 50258, "pad": 50257, "bos": 50256, "eos": 50256}
+    assert family.special_ids[GiddDiTConfig().vocab_size] == ids
     assert len(family.hub_names) == 6
+    small: Any = tiny("gidd_dit", vocab_size=50259, hidden_size=8, num_attention_heads=2, mask_token_id=50258)
+    small.save_pretrained(tmp_path)
+    fields = (*json.loads((GIDD / "config.json").read_text()), "torch_dtype")
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({name: values[name] for name in fields if name in values}))
+    if tokens:
+        words = {**{f"w{i}": i for i in range(50256)}, "<|endoftext|>": 50256}
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
+            bos_token="<|endoftext|>", eos_token="<|endoftext|>",
+        )  # fmt: skip
+        tokenizer.add_special_tokens({"pad_token": "[PAD]", "mask_token": "[MASK]"})
+        tokenizer.save_pretrained(tmp_path)
+    model: Any = dl.load(tmp_path)
+    assert {name: getattr(model.config, f"{name}_token_id") for name in ids} == ids
+    assert model.config.mask_token_id == model.config.vocab_size - 1
+    run = dl.denoise(model, [[5, 9]], gen_length=3, steps=2)
+    assert run.open[0, 0].tolist() == [False, False, True, True, True]
+    if tokens:
+        assert model.tokenizer.mask_token_id == 50258
+        assert run.answers == [model.tokenizer.decode(run.tokens[0, 2:], skip_special_tokens=True)]
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,11 @@ class GiddDiTSettings:
         not_negative(self, "temperature", zero="greedy")
         if not self.steps + self.correction_steps:
             raise ValueError("steps and correction_steps are 0: nothing would run; give one of them at least 1")
-        for name, least, most in (("min_p", -1.0, 1.0), ("eps", 0.0, 0.5), ("correction_time", 0.0, 1.0)):
-            value = getattr(self, name)
-            if not least < value < most or value < 0:
-                between = "at least 0 and below 1" if least < 0 else f"between {least:g} and {most:g}"
-                raise ValueError(f"{name} is {value}; it must be {between}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p is {self.min_p}; it must be at least 0 and below 1")
+        for name, most in (("eps", 0.5), ("correction_time", 1)):
+            if not 0 < getattr(self, name) < most:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be between 0 and {most}")
         if self.correction_temperature <= 0:
             raise ValueError(f"correction_temperature is {self.correction_temperature}; it must be positive")
 
