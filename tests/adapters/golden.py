@@ -61,6 +61,21 @@ def collect(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> dict[str, Ten
     return seen
 
 
+def collect_dit(model: Any, ids: Tensor, sigma: Tensor) -> dict[str, Tensor]:
+    """The same of a DiT: its condition and modulations beside them, and the final norm before its modulation."""
+    seen: dict[str, Tensor] = {}
+    parts = {"cond": model.model.sigma_map, "hidden.final_norm": model.model.norm.norm_final}
+    parts |= {f"modulation{index}": layer.modulation for index, layer in enumerate(model.model.layers)}
+    handles = [
+        part.register_forward_hook(lambda _m, _a, out, name=name: seen.__setitem__(name, out))
+        for name, part in parts.items()
+    ]
+    others = collect(model, ids, sigma=sigma)
+    for handle in handles:
+        handle.remove()
+    return others | seen
+
+
 @torch.no_grad()
 def compare_with_the_original(path: Path, case: str) -> None:
     """Every stored intermediate of a case without padding, and logits in bfloat16 where they are stored."""

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import dlm_lens as dl
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
-from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
+from tests.adapters.golden import CLOSE, GOLDEN, cases, collect_dit
 from tests.dit64 import dit64
 
 DUO = GOLDEN / "duo"
@@ -24,17 +24,7 @@ def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
     golden = load_file(path / "forward.safetensors")
     stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
     ids, sigma = stored.pop("input_ids"), stored.pop("sigma")
-    seen: dict[str, Any] = {}
-    parts = {"cond": model.model.sigma_map, "hidden.final_norm": model.model.norm.norm_final}
-    parts |= {f"modulation{index}": layer.modulation for index, layer in enumerate(model.model.layers)}
-    handles = [
-        part.register_forward_hook(lambda _m, _a, out, name=name: seen.__setitem__(name, out))
-        for name, part in parts.items()
-    ]
-    others = collect(model, ids, sigma=sigma)
-    for handle in handles:
-        handle.remove()
-    seen = others | seen
+    seen = collect_dit(model, ids, sigma)
     seen["log_probs"] = seen["logits"].log_softmax(-1)
     for key, expected in stored.items():
         torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")

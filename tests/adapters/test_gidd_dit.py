@@ -12,10 +12,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import dlm_lens as dl
-from dlm_lens.adapters.families.gidd_dit import GiddDiTConfig, hybrid_shares, time_of
+from dlm_lens.adapters.families.gidd_dit import GiddDiTConfig, GiddDiTForMaskedLM, hybrid_shares, time_of
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
-from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
+from tests.adapters.golden import CLOSE, GOLDEN, cases, collect_dit
 from tests.dit64 import dit64
 
 GIDD = GOLDEN / "gidd_dit"
@@ -29,16 +29,7 @@ def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
     golden = load_file(path / "forward.safetensors")
     stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
     ids, time = stored.pop("input_ids"), stored.pop("sigma")
-    seen: dict[str, Any] = {}
-    parts = {"cond": model.model.sigma_map, "hidden.final_norm": model.model.norm.norm_final}
-    parts |= {f"modulation{index}": layer.modulation for index, layer in enumerate(model.model.layers)}
-    handles = [
-        part.register_forward_hook(lambda _m, _a, out, name=name: seen.__setitem__(name, out))
-        for name, part in parts.items()
-    ]
-    seen = collect(model, ids, sigma=time) | seen
-    for handle in handles:
-        handle.remove()
+    seen = collect_dit(model, ids, time)
     for key, expected in stored.items():
         torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
     # cond, embedding, final norm, logits; per layer block, q, k, v, pattern, z, two outputs, modulation.
@@ -133,6 +124,17 @@ def test_fields_under_the_authors_names() -> None:
     assert (again.dropout, again.attention_dropout, again.sampler_defaults) == (0.25, 0.0, {"eps": 0.01})
     assert tiny("gidd_dit", t_eps=0.01).sampler_defaults["eps"] == 0.01
     assert tiny("gidd_dit").sampler_defaults["eps"] == 1e-4
+
+
+@pytest.mark.parametrize(("sizes", "millions"), [((768, 12, 12), 169.6), ((1024, 24, 16), 424.5)])
+def test_the_networks_have_the_parameters_that_the_authors_name(
+    sizes: tuple[int, int, int], millions: float
+) -> None:
+    """Of their README, small and base."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    with torch.device("meta"):
+        model = GiddDiTForMaskedLM(GiddDiTConfig(**dict(zip(names, sizes, strict=True)), max_seq_len=512))
+    assert round(sum(each.numel() for each in model.parameters()) / 1e6, 1) == millions
 
 
 @pytest.mark.parametrize("tokens", [True, False])

@@ -12,7 +12,7 @@ import dlm_lens as dl
 from dlm_lens.attention import adding_module, check_hook_points
 from dlm_lens.sampling.samplers.mdlm import log_probabilities
 from dlm_lens.testing import tiny
-from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
+from tests.adapters.golden import CLOSE, GOLDEN, cases, collect_dit
 
 MDLM = GOLDEN / "mdlm"
 
@@ -25,17 +25,7 @@ def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
     golden = load_file(path / "forward.safetensors")
     stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
     ids, sigma = stored.pop("input_ids"), stored.pop("sigma")
-    seen: dict[str, Any] = {}
-    parts = {"cond": model.model.sigma_map, "hidden.final_norm": model.model.norm.norm_final}
-    parts |= {f"modulation{index}": layer.modulation for index, layer in enumerate(model.model.layers)}
-    handles = [
-        part.register_forward_hook(lambda _m, _a, out, name=name: seen.__setitem__(name, out))
-        for name, part in parts.items()
-    ]
-    others = collect(model, ids, sigma=sigma)
-    for handle in handles:
-        handle.remove()
-    seen = others | seen
+    seen = collect_dit(model, ids, sigma)
     masked = ids == model.config.mask_token_id
     certain = torch.full(seen["logits"].shape, -torch.inf).scatter(-1, ids[..., None], 0.0)
     seen["log_probs"] = torch.where(
