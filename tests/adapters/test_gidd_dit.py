@@ -42,20 +42,19 @@ def test_the_shares_and_the_time_of_a_share_of_masks(p_uniform: float) -> None:
     times = torch.linspace(0, 1, 21, dtype=torch.float64)
     alpha, masked, random = hybrid_shares(times, p_uniform)
     torch.testing.assert_close(alpha + masked + random, torch.ones_like(times), atol=1e-15, rtol=0)
-    least = 2.0611536181902037e-09  # exp(-20), of p_uniform = 0
-    assert float(random[10]) == pytest.approx(max(p_uniform, least), rel=1e-9)
+    assert float(random[10]) == pytest.approx(p_uniform, rel=1e-9)
     # Text and masks keep their ratio: what random tokens take is in proportion from both.
     torch.testing.assert_close(alpha * times, masked * (1 - times), atol=1e-15, rtol=0)
     torch.testing.assert_close(time_of(masked, p_uniform), times, atol=1e-9, rtol=0)
 
 
 def test_the_shares_are_the_originals() -> None:
-    """In float64, of a B that the original holds in float32."""
+    """In float64, of a B that the original holds in float32, and which is at least 2 exp(-20) there."""
     for entry in json.loads((GIDD / "loss.json").read_text())["entries"]:
         shares = hybrid_shares(torch.tensor(entry["t"], dtype=torch.float64), entry["p_uniform"])
         for name, found in zip(("alpha", "masked", "random"), shares, strict=True):
             expected = torch.tensor(entry[name], dtype=torch.float64)
-            torch.testing.assert_close(found, expected, atol=1e-16, rtol=2e-6)
+            torch.testing.assert_close(found, expected, atol=3e-9, rtol=2e-6)
 
 
 @torch.no_grad()

@@ -66,7 +66,7 @@ def text_probabilities(logits: Tensor, temperature: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("p_uniform", [0.0, 0.2])
 def test_every_draw_and_confidence_is_that_of_a_float64_network(settings: dict[str, Any], p_uniform: float) -> None:
     """One number of the row's generator for each position of the answer; times from 1 - eps to eps."""
-    model, p = wide(p_uniform), max(p_uniform, math.exp(-20))
+    model, p = wide(p_uniform), p_uniform
     run = dl.denoise(model, PROMPTS[1], **RUN, **settings)
     eps = settings.get("eps", 1e-4)
     times = [1 - eps + (2 * eps - 1) * step / 6 for step in range(7)]
@@ -97,6 +97,20 @@ def test_every_draw_and_confidence_is_that_of_a_float64_network(settings: dict[s
     assert bool((run.canvases[1:] != MASK).any())
     if p_uniform and not settings:
         assert bool(run.revised.any())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.05, 1.0])
+def test_without_random_tokens_a_written_token_stays(temperature: float) -> None:
+    """Whatever a network thinks of it that was not trained to correct: at temperature 0 it excludes many."""
+    model = wide(0.0)
+    run = dl.denoise(model, PROMPTS, **RUN | {"steps": 20, "temperature": temperature})
+    assert not bool(run.revised.any())
+    written = run.canvases[:-1] != MASK
+    assert run.canvases[1:][written].equal(run.canvases[:-1][written])
+    assert run.open.equal((run.canvases == MASK) & run.attention_mask)
+    assert int(run.masks_left.sum()) == 0
+    again = dl.denoise(wide(0.2), PROMPTS, **RUN | {"steps": 20, "temperature": temperature})
+    assert bool(again.revised.any())
 
 
 def corrected(model: Any, canvas: Tensor, generator: torch.Generator, settings: dict[str, Any]) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """GIDD (2503.04482): MDLM's DiT, given the time itself, and noise that mixes [MASK] and random tokens."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -32,16 +31,12 @@ GIDD_SAMPLER = {
 }
 """The defaults of dvruette/gidd's GiddPipeline; gen_length is ours (theirs is the whole context)."""
 
-LEAST_UNIFORM = math.exp(-20)
-"""The least p_uniform: with 0 their process has this."""
-
 T_EPS = 1e-4
 
 
-def log_strength_of(p_uniform: float) -> float:
-    """Ln B, B = 2 p / (1 - p): the strength of the random tokens (dvruette/gidd, HybridDiffusion with gamma 1)."""
-    share = max(p_uniform, LEAST_UNIFORM)
-    return math.log(2) + math.log(share) - math.log(1 - share)
+def strength_of(p_uniform: float) -> float:
+    """B = 2 p / (1 - p), the strength of the random tokens (dvruette/gidd, HybridDiffusion with gamma 1)."""
+    return 2 * p_uniform / (1 - p_uniform)
 
 
 def hybrid_shares(
@@ -50,13 +45,14 @@ def hybrid_shares(
     """The shares of the text's tokens, of [MASK] and of random other ids at time t, which sum to 1.
 
     They are (1 - t) / C, t / C and c / C with c = B sqrt(t (1 - t)) and C = 1 + c (2503.04482, section 3;
-    dvruette/gidd, HybridDiffusion.get_alpha_betapi). At t = 1/2 the share of random tokens is `p_uniform`.
+    dvruette/gidd, HybridDiffusion.get_alpha_betapi). At t = 1/2 the share of random tokens is `p_uniform`. The
+    original has exp(-20) for a `p_uniform` of 0; here there are none then, and a token that was written stays.
 
     Args:
         t: from 0, the text, to 1, masks.
         p_uniform: of the config.
     """
-    random = math.exp(log_strength_of(p_uniform)) * (t * (1 - t)).sqrt()
+    random = strength_of(p_uniform) * (t * (1 - t)).sqrt()
     total = 1 + random
     return (1 - t) / total, t / total, random / total
 
@@ -68,7 +64,7 @@ def hybrid_rates(
 
     They are -(C + (1 - t) c') / C^2, (C - t c') / C^2 and c' / C^2 with c' = B (1 - 2 t) / (2 sqrt(t (1 - t))).
     """
-    strength, root = math.exp(log_strength_of(p_uniform)), (t * (1 - t)).sqrt()
+    strength, root = strength_of(p_uniform), (t * (1 - t)).sqrt()
     total, rate = 1 + strength * root, strength * (1 - 2 * t) / (2 * root)
     return -(total + (1 - t) * rate) / total**2, (total - t * rate) / total**2, rate / total**2
 
@@ -82,7 +78,7 @@ def time_of(masked: Float[Tensor, "*batch"], p_uniform: float) -> Float[Tensor, 
         masked: m.
         p_uniform: of the config.
     """
-    square = (masked * math.exp(log_strength_of(p_uniform))) ** 2
+    square = (masked * strength_of(p_uniform)) ** 2
     root = (square * (4 * masked + square - 4 * masked**2)).clamp(min=0).sqrt()
     return (2 * masked + square + root) / (2 * (1 + square))
 

@@ -1,5 +1,6 @@
 """GIDD's sampler (2503.04482): ancestral steps of mixed noise, and after them steps that correct the text."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -8,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.adapters.families.gidd_dit import hybrid_shares, log_strength_of
+from dlm_lens.adapters.families.gidd_dit import hybrid_shares
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.mixed_noise import HybridCorruption
@@ -20,6 +21,9 @@ from dlm_lens.sampling.samplers.mixed_noise import MixedNoiseSampler, MixedPropo
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings, not_negative, of_run
 from dlm_lens.sampling.special_ids import SpecialIds
+
+LEAST_UNIFORM = math.exp(-20)
+"""The original's least `p_uniform`."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,8 @@ class GiddDiTPropose(MixedPropose):
         t = time.to(likely)[None, None]
         mask = torch.zeros_like(likely[:1])
         mask[:, self.mask_id] = 1
-        strength = torch.tensor(log_strength_of(self.p_uniform)).to(likely).exp()
+        share = max(self.p_uniform, LEAST_UNIFORM)
+        strength = torch.tensor(math.log(2) + math.log(share) - math.log(1 - share)).to(likely).exp()
         half = torch.tensor(0.5).to(likely)
         random = t.pow(half) * (1 - t).pow(half) * strength
         total = 1 + random
