@@ -83,7 +83,13 @@ def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
     if mask is None:
         return dit64(model, ids, visible)["logits"][0]
     share = float((ids == mask).double().mean()) if model.config.time_conditioning else 0.0
-    logits = dit64(model, ids, visible, sigma=-math.log(1 - 0.999 * share))["logits"][0]
+    level = -math.log(1 - 0.999 * share)
+    if model.config.model_type == "dit":  # GIDD is given the time at which so many tokens are masked
+        level, strength = share, 2 * model.config.p_uniform / (1 - model.config.p_uniform)
+        for _ in range(200):
+            level = share * (1 + strength * math.sqrt(level * (1 - level)))
+        level = max(level, 1e-4)
+    logits = dit64(model, ids, visible, sigma=level)["logits"][0]
     return logits.index_fill(-1, torch.tensor(mask), -torch.inf)
 
 

@@ -33,7 +33,7 @@ def test_some_mutations_of_a_checkpoint_load_or_are_refused(tmp_path: Path) -> N
 
 
 MUTATED = ("llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "diffugpt", "sedd", "wedlm")
-MUTATED += ("nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder", "sdlm", "causal")
+MUTATED += ("nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder", "sdlm", "causal", "gidd_dit")
 
 
 @pytest.mark.long
