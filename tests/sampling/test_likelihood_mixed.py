@@ -12,7 +12,8 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
-from dlm_lens.sampling.likelihood.mixed_noise import HybridCorruption, Shares, mixed_nelbo
+from dlm_lens.sampling.likelihood.mixed_noise import HybridCorruption, mixed_nelbo
+from dlm_lens.sampling.samplers.mixed_noise import Mixture
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
 
@@ -21,9 +22,9 @@ LOSSES = json.loads((GOLDEN / "loss.json").read_text())["entries"]
 SIZE, MASK = 64, 63
 
 
-def levels(times: Tensor, p_uniform: float) -> tuple[Shares, Shares]:
-    """Shares and their derivatives."""
-    return Shares(*hybrid_shares(times, p_uniform)), Shares(*hybrid_rates(times, p_uniform))
+def levels(times: Tensor, p_uniform: float) -> tuple[Mixture, Mixture]:
+    """Mixture and their derivatives."""
+    return Mixture(*hybrid_shares(times, p_uniform)), Mixture(*hybrid_rates(times, p_uniform))
 
 
 @pytest.mark.parametrize("entry", LOSSES, ids=lambda entry: str(entry["p_uniform"]))
@@ -65,11 +66,14 @@ def test_without_random_tokens_it_is_mdlms() -> None:
     t = torch.linspace(0.1, 0.9, 8, dtype=torch.float64)
     zero, one = torch.zeros_like(t), torch.ones_like(t)
     expected = torch.where(seen == 6, -logs[torch.arange(8), tokens] / t, 0.0)
-    found = mixed_nelbo(logs, seen, tokens, Shares(1 - t, t, zero), Shares(-one, one, zero), 6)
+    found = mixed_nelbo(logs, seen, tokens, Mixture(1 - t, t, zero), Mixture(-one, one, zero), 6)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(
         mixed_nelbo(logs, seen, tokens, *levels(t, 0.0), 6), expected, atol=1e-12, rtol=1e-12
     )
+    excluded = logs.clone()
+    excluded[[2, 4, 6], tokens[[2, 4, 6]]] = -torch.inf  # at tokens, of which such a network need know nothing
+    assert mixed_nelbo(excluded, seen, tokens, *levels(t, 0.0), 6)[[2, 4, 6]].tolist() == [0.0] * 3
     near = mixed_nelbo(logs, seen, tokens, *levels(t, 1e-9), 6)
     torch.testing.assert_close(near, expected, atol=1e-7, rtol=1e-7)
 

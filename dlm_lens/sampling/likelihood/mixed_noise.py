@@ -1,7 +1,7 @@
 """The likelihood of models of mixed noise (GIDD, 2503.04482): texts with masks and random tokens, and the ELBO."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,26 +10,15 @@ from torch import Tensor
 from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.noisy_texts import Integrand, NoisyTexts
-
-
-class Shares(NamedTuple):
-    """Of every token: shares of the text, of [MASK] and of random tokens at its time, or their derivatives."""
-
-    alpha: Float[Tensor, "n"]
-    masked: Float[Tensor, "n"]
-    random: Float[Tensor, "n"]
-
-    def noise_at(self, masks: Bool[Tensor, "n"], others: int) -> Float[Tensor, "n"]:
-        """B(z), of [MASK] or of one of the `others`."""
-        return torch.where(masks, self.masked, self.random / others)
+from dlm_lens.sampling.samplers.mixed_noise import Mixture
 
 
 def mixed_nelbo(
     logs: Float[Tensor, "n d_vocab"],
     seen: Int[Tensor, "n"],
     tokens: Int[Tensor, "n"],
-    now: Shares,
-    rates: Shares,
+    now: Mixture,
+    rates: Mixture,
     mask_id: int,
 ) -> Float[Tensor, "n"]:
     """The integrand of the NELBO of mixed noise, of every token in nats (2503.04482; dvruette/gidd, loss.py).
@@ -46,26 +35,27 @@ def mixed_nelbo(
         logs: ln x_theta, -inf for [MASK].
         seen: x_t.
         tokens: of the text.
-        now: the noise of each, in float64.
-        rates: its derivatives in time.
+        now: the noise of each, [n] in float64.
+        rates: its derivatives in time, likewise.
         mask_id: of [MASK].
     """
-    others, masks = logs.shape[-1] - 1, seen == mask_id
-    alpha, each = now.alpha, now.random / others
+    size = logs.shape[-1]
+    alpha, each = now.alpha, now.random / (size - 1)
+    written, moved = now.noise_at(tokens, mask_id, size), now.noise_at(seen, mask_id, size)
     predicted = alpha[:, None] * logs.double().exp() + each[:, None]
     predicted[:, mask_id] = alpha * logs[:, mask_id].double().exp() + now.masked
     at_token, at_seen = (predicted.gather(-1, column[:, None])[:, 0] for column in (tokens, seen))
-    own = alpha + now.noise_at(tokens == mask_id, others)
-    right = torch.where(seen == tokens, own, now.noise_at(masks, others))
+    own = alpha + written
+    right = torch.where(seen == tokens, own, moved)
     # The sum as if no token were the text's, and the difference that it makes.
     noise = torch.xlogy(each[:, None], predicted)
     noise[:, mask_id] = torch.xlogy(now.masked, predicted[:, mask_id])
-    total = others * torch.xlogy(each, each) + torch.xlogy(now.masked, now.masked) - noise.sum(-1)
-    written = now.noise_at(tokens == mask_id, others)
+    total = (size - 1) * torch.xlogy(each, each) + torch.xlogy(now.masked, now.masked) - noise.sum(-1)
     total = total + own * (own / at_token).log() - (torch.xlogy(written, written) - torch.xlogy(written, at_token))
     ratio = right / at_seen
-    weight = (rates.noise_at(masks, others) - rates.alpha / alpha * now.noise_at(masks, others)) / right
-    return weight * (total + ratio - ratio.log() - 1)
+    weight = (rates.noise_at(seen, mask_id, size) - rates.alpha / alpha * moved) / right
+    # Without random tokens a token of the text has no weight, whatever the network thinks of it.
+    return (weight * (total + ratio - ratio.log() - 1)).masked_fill(weight == 0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -118,7 +108,8 @@ class HybridCorruption:
             tokens: Int[Tensor, "n"],
             times: Float[Tensor, "n"],
         ) -> Float[Tensor, "n"]:
-            now, rates = (Shares(*shares(times, config.p_uniform)) for shares in (hybrid_shares, hybrid_rates))
+            """The losses at the times of each token."""
+            now, rates = (Mixture(*shares(times, config.p_uniform)) for shares in (hybrid_shares, hybrid_rates))
             return mixed_nelbo(logs, seen, tokens, now, rates, int(config.mask_token_id))
 
         return of_times

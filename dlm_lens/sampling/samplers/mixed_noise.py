@@ -14,7 +14,7 @@ from dlm_lens.sampling.samplers.uniform_posterior import PosteriorPropose, drawn
 
 
 class Mixture(NamedTuple):
-    """A noise level: what a token of a noisy text is. The three numbers sum to 1.
+    """A noise level, or one of each position: what a token of a noisy text is. The three numbers sum to 1.
 
     Args:
         alpha: the probability of the text's token.
@@ -22,9 +22,9 @@ class Mixture(NamedTuple):
         random: of a token drawn uniformly from the V - 1 ids other than [MASK], the text's own among them.
     """
 
-    alpha: Float[Tensor, ""]
-    masked: Float[Tensor, ""]
-    random: Float[Tensor, ""]
+    alpha: Float[Tensor, "*#axes"]
+    masked: Float[Tensor, "*#axes"]
+    random: Float[Tensor, "*#axes"]
 
     def noise_at(self, tokens: Int[Tensor, "*axes"], mask_id: int, size: int) -> Float[Tensor, "*axes"]:
         """The probability that the noise writes each of these tokens, in a vocabulary of `size` ids."""
