@@ -9,7 +9,7 @@ import pytest
 from dlm_lens import evaluation, hooks, probes, recording, sampling, sinks, training, viz
 from tests.model_calls import CALLS, Case
 
-FAMILIES = ("diffusion_gemma", "uniform_qwen", "duo", "sumi", "gidd_dit")
+FAMILIES = ("diffusion_gemma", "uniform_qwen", "duo", "sumi", "gidd", "gidd_dit")
 ROOMS = {"hooks": hooks, "probes": probes, "recording": recording, "sampling": sampling, "sinks": sinks, "viz": viz,
          "evaluation": evaluation, "training": training}  # fmt: skip
 
@@ -27,6 +27,7 @@ NO_ENCODER = " has no encoder"
 ENCODERLESS = dict.fromkeys(("hooks.at_encoder", "replay at_encoder", "hooks.capture encoder"), NO_ENCODER)
 NO_BRIDGE = "takes the layouts of Llama, Qwen2, Qwen3 and GPT-2"
 OTHERS_ONLY = "predicts a token from the others, and its sampler counts the token itself beside that"
+CAPPED = "computes more than softmax(q k^T scale) v (a soft cap"
 WITH_MASKS = "ForDiffusion is a model of uniform noise without one"
 HAS_MASK = "is no model of uniform noise (it has a mask token, or is autoregressive)"
 SEEDED = "the result depends on the seed"
@@ -47,6 +48,16 @@ REFUSED: dict[str, dict[str, str]] = {
     "sumi": {
         **ENCODERLESS, "sampling.log_likelihood chain rule": WITH_MASKS,
         "sampling.denoise remasking": "remasking 'random' is none of Sumi's",
+        "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
+        "training.evaluation_loss": OTHERS_ONLY, "training.sink_statistics": OTHERS_ONLY,
+        "training.MaskedDiffusionTrainer": OTHERS_ONLY,
+    },
+    "gidd": {
+        **ENCODERLESS, "bridge": NO_BRIDGE, "sampling.log_likelihood chain rule": WITH_MASKS,
+        "probes.input_norms": "has 1 learned sink tokens beside it",
+        "probes.column_attribution": CAPPED,
+        "probes.edge_attribution": "GiddLayer has a norm or a gate between the heads and the residual stream",
+        "sampling.denoise remasking": "remasking 'random' is none of GIDD's",
         "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
         "training.evaluation_loss": OTHERS_ONLY, "training.sink_statistics": OTHERS_ONLY,
         "training.MaskedDiffusionTrainer": OTHERS_ONLY,
@@ -154,8 +165,9 @@ def test_a_call_works_or_says_in_a_sentence_why_not(case: Case, name: str) -> No
                 CALLS[name](case)
             handle.remove()
             assert "\n" not in str(raised.value)
-            # A reducer learns of the run at its first step; reruns condition every step before; two seeds are run.
-            most = {GROWS: 2 + case.run.steps, NO_EDGES: 2 + case.run.steps, NOT_WHOLE: 2 + case.run.steps}
+            # A reducer learns of the run at its first step; reruns condition every step before; two seeds are run;
+            # what a layer computes is in the inputs of its attention.
+            most = dict.fromkeys((GROWS, NO_EDGES, NOT_WHOLE, CAPPED), 2 + case.run.steps)
             assert len(passes) <= (most | {SEEDED: 2 * case.run.steps}).get(why, 0)
     finally:
         plt.close("all")

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from dlm_lens.adapters.config_fields import REFUSALS
 from dlm_lens.adapters.head import check_head, decoder_logits
-from dlm_lens.adapters.registry import Family
+from dlm_lens.adapters.registry import Family, fills_masks
 from dlm_lens.attention import add_hook_points, check_hook_points
 from dlm_lens.printable import one_line
 
@@ -68,7 +68,7 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
             setattr(config, f"{name}_token_id", value)
     if family.pad_token and getattr(tokenizer, "pad_token_id", 0) is None and len(tokenizer) == config.pad_token_id:
         tokenizer.add_special_tokens({"pad_token": family.pad_token})
-    if not family.has_mask_token:
+    if not fills_masks(config):
         config.mask_token_id = None
         return
     tokenizer_mask = getattr(tokenizer, "mask_token_id", None)

@@ -152,6 +152,7 @@ class Family:
             **self.samplers[self.sampler_of(config)],
             **({} if trained is None else {"block_length": trained}),
             **({} if window is None else {"window_length": window}),
+            **getattr(config, "sampler_settings", {}),
             **(getattr(config, "sampler_defaults", None) or {}),
         }
 
@@ -327,3 +328,15 @@ def family_of(model_type: str) -> Family:
         "one of them under another name loads once its config.json says so), and every causal LM of transformers; "
         "load an encoder or an encoder-decoder with transformers, and use dlm_lens.add_hook_points"
     )
+
+
+def fills_masks(config: Any) -> bool:
+    """Whether open positions of a diffusion model hold [MASK], rather than random tokens.
+
+    It is so in families with a mask token, but where the config says that the noise of the training was another
+    (`masked_noise`, of GIDD).
+
+    Args:
+        config: of the model.
+    """
+    return family_of(config.model_type).has_mask_token and bool(getattr(config, "masked_noise", True))

@@ -170,11 +170,17 @@ class SinkDecoder(nn.Module):
             position_ids = torch.arange(length, device=inputs_embeds.device)[None]
         output = super().forward(
             attention_mask=attention_mask,
-            position_ids=layout.position_ids(position_ids),
+            position_ids=self.network_positions(layout, position_ids),
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
         return output
+
+    def network_positions(
+        self, layout: SinkLayout, canvas: Int[Tensor, "#batch canvas"]
+    ) -> Int[Tensor, "#batch position"]:
+        """Rotary positions of canvas and sinks, from those of the canvas."""
+        return layout.position_ids(canvas)
 
 
 class SinkMaskedDiffusion(MaskedDiffusionMixin):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.attention.left_padding import padding_before
 
-Context = Literal["blocks", "whole", "causal", "window"]
+Context = Literal["blocks", "whole", "causal", "window", "clean"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,8 @@ class BlockLayout:
             blocks too. "whole": those before `first` are one block, however many (Efficient-DLM). "causal": each is
             a block of its own (Nemotron-Labs-Diffusion), and the block that is decoded holds the last of the
             positions given. "window": likewise, with a block whose place the masks of every step say (SDLM), so
-            that `bounds` alone is defined.
+            that `bounds` alone is defined. "clean": all that is before the block that is decoded is one block, and
+            all from its beginning on another (GIDD); `visible` is not defined.
     """
 
     length: int
@@ -65,6 +66,12 @@ class BlockLayout:
             inside: the positions of every row's block at a step; `inside`.
         """
         positions = inside.shape[-1]
+        if self.context == "clean":
+            where = torch.arange(positions, device=inside.device).expand(inside.shape)
+            start = torch.where(inside, where, positions).amin(-1, keepdim=True)
+            before = where < start
+            last = where.new_full((), positions - 1)
+            return torch.where(before, 0, start), torch.where(before, start - 1, last)
         if self.context in ("causal", "window"):
             where = torch.arange(positions, device=inside.device).expand(inside.shape)
             first, last = where.masked_fill(~inside, positions), where.masked_fill(~inside, -1)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.adapters.registry import family_of
+from dlm_lens.adapters.registry import family_of, fills_masks
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.evaluation.reference_logits import ReferenceLogits, relative_gap, rounding_limit
 from dlm_lens.files.json_objects import parse_json
@@ -209,7 +209,7 @@ class _Checks:
         try:
             found = log_likelihood(self.model, prompts, answers, samples=SAMPLES, seed=self.seed)
         except ValueError as error:
-            if family_of(self.model.config.model_type).has_mask_token:
+            if fills_masks(self.model.config):
                 raise
             return Finding("reading", one_line(error), None)  # of most models of uniform noise none is defined
         lengths = torch.tensor([len(answer) for answer in answers[: len(pairs)]], dtype=torch.float64)

@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from dlm_lens.adapters import family_of
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.adapters.model_names import name_of
+from dlm_lens.adapters.registry import fills_masks
 from dlm_lens.attention import (
     SinkLayout,
     attach_hooks,
@@ -275,7 +275,7 @@ def _batches(
         if learn is not masked:
             learn[:, -1] = False
             learn[:, -2] |= ~learn.any(-1)
-        if not family_of(model.config.model_type).has_mask_token:
+        if not fills_masks(model.config):
             random = torch.randint(model.config.vocab_size, tokens.shape, generator=generator)
             yield torch.where(masked, random, tokens), learn
             continue

@@ -39,7 +39,7 @@ class CanvasFacts:
 
     Raises:
         ValueError: a window below 1, or beside learned sinks, or beside blocks of which no span is computed; blocks
-            beside causality or learned sinks; `observed_first` beside any of these.
+            beside causality; `observed_first` beside any of these.
     """
 
     valid: Bool[Tensor, "*run position"]
@@ -64,8 +64,8 @@ class CanvasFacts:
                 "learned sink tokens, and without blocks unless a step computes one alone"
             )
 
-        if self.blocks is not None and (self.causal or self.sinks or self.unpadded):
-            raise ValueError("block causal attention is neither causal nor beside learned sink tokens")
+        if self.blocks is not None and (self.causal or self.unpadded):
+            raise ValueError("block causal attention is not causal, and sees no padding")
         others = (self.causal, self.sinks, self.unpadded, self.window, self.blocks is not None)
         if self.observed_first and any(others):
             raise ValueError(
@@ -76,9 +76,9 @@ class CanvasFacts:
     def present(self) -> Bool[Tensor, "*run position"]:
         """Content that the network sees: all of it, in an AR run what is written, with blocks up to the current.
 
-        With a window of masks (SDLM) `valid` says what is seen.
+        With a window of masks (SDLM) `valid` says what is seen; after clean text (GIDD) all is.
         """
-        if self.blocks is not None and self.blocks.context != "window":
+        if self.blocks is not None and self.blocks.context not in ("window", "clean"):
             return self.valid & (self.block.flip(-1).long().cumsum(-1).flip(-1) > 0)
         return self.valid & ~self.masked if self.causal else self.valid
 
@@ -177,8 +177,9 @@ class CanvasFacts:
             # Key j is seen by the queries from its block's start on; query i sees the keys up to its block's end.
             wide = in_float64(queries)
             start, end, seen = (part.to(wide.device) for part in (*self.block_bounds(), seen))
-            each = wide / seen.cumsum(-1).gather(-1, end).clamp(min=1)
-            return (each.flip(-1).cumsum(-1).flip(-1).gather(-1, start) * seen).to(queries)
+            each = wide / (seen.cumsum(-1).gather(-1, end) + self.sinks).clamp(min=1)
+            found = each.flip(-1).cumsum(-1).flip(-1).gather(-1, start) * seen
+            return self._beside(found, each).to(queries)
         if not self.causal and self._whole:
             each = queries.sum(-1, keepdim=True) / (seen.sum(-1, keepdim=True) + self.sinks).clamp(min=1)
             return beside_sinks(seen, self.sinks, value=True) * each
@@ -199,12 +200,21 @@ class CanvasFacts:
             each = queries.gather(-1, order).flip(-1).cumsum(-1).flip(-1)
             return torch.empty_like(each).scatter(-1, order, each) * seen
         if self.blocks is not None:
-            return queries.flip(-1).cumsum(-1).flip(-1).gather(-1, self.block_bounds()[0]) * seen
+            found = queries.flip(-1).cumsum(-1).flip(-1).gather(-1, self.block_bounds()[0]) * seen
+            return self._beside(found, queries)
         if not self.causal and self._whole:
             return beside_sinks(seen, self.sinks, value=True) * queries.sum(-1, keepdim=True)
         if self._whole:
             return queries.flip(-1).cumsum(-1).flip(-1) * seen
         return self._in_window(self.queries(name).long().flip(-1)).flip(-1).float() * seen
+
+    def _beside(
+        self, canvas: Float[Tensor, "*run position"], queries: Float[Tensor, "*run position"]
+    ) -> Float[Tensor, "*run key"]:
+        """Sums over the queries that see each key, with those of the learned sinks, which all queries see."""
+        if not self.sinks:
+            return canvas
+        return torch.cat([canvas, queries.sum(-1, keepdim=True).expand(*queries.shape[:-1], self.sinks)], -1)
 
     def pairs(self) -> Bool[Tensor, "*run query key"]:
         """Which attending query sees which canvas key; as large as a pattern, for a single step and layer."""

@@ -31,12 +31,14 @@ ELSEWHERE = {
     "max_new_tokens": ("gen_length",),
     "max_tokens": ("gen_length",),
     "n_future_tokens": ("window_length",),
+    "noise_schedule": ("schedule",),
     "num_denoising_steps": ("steps",),
     "num_diffusion_steps": ("steps",),
     "num_inference_steps": ("steps",),
     "num_steps": ("steps", "steps_per_block"),
     "p_nucleus": ("top_p",),
     "remasking_strategy": ("remasking",),
+    "sampling_method": ("remasking",),
     "skip_threshold": ("threshold",),
     "small_block_size": ("sub_block_length",),
     "stopping_criteria_idx": ("stop_tokens",),
@@ -51,6 +53,17 @@ ELSEWHERE = {
 
 Of several it is the last that a sampler has: BD3-LM's `num_steps` are those of a block, MDLM's and Duo's are all.
 """
+
+
+def log_snr_bounds(settings: Any) -> None:
+    """Check `min_log_snr` and `max_log_snr` of settings, or of a config.
+
+    Raises:
+        ValueError: the first is not the less.
+    """
+    least, most = settings.min_log_snr, settings.max_log_snr
+    if not least < most:
+        raise ValueError(f"min_log_snr is {least} and max_log_snr {most}; the first must be the less")
 
 
 def known_elsewhere(names: Collection[str]) -> dict[str, str]:

@@ -96,8 +96,8 @@ class StepAttention:
     def until_block(
         self, content: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], span: tuple[int, int]
     ) -> Bool[Tensor, "#batch position"] | None:
-        """The positions up to the end of each row's block, or blocks, at a step; None for all, without blocks."""
-        if self.blocks is None:
+        """The positions up to the end of each row's block, or blocks, at a step; None for all."""
+        if self.blocks is None or self.blocks.context == "clean":
             return None
         if self.running is None:
             return self.blocks.until(span, masked.shape[-1])

@@ -8,7 +8,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dlm_lens.adapters.model_preparation import finish_model, prepare_config
-from dlm_lens.adapters.registry import families
+from dlm_lens.adapters.registry import families, fills_masks
 from dlm_lens.placement import seeded
 
 VOCABULARY = 64
@@ -57,7 +57,7 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
     if hasattr(config_class, "cond_dim"):  # the condition of a DiT
         values |= {"cond_dim": 16, "intermediate_size": 0}
     settings = config_class(**{**values, **known[family].tiny, **config})
-    if not known[family].causal and known[family].has_mask_token and settings.mask_token_id is None:
+    if not known[family].causal and fills_masks(settings) and settings.mask_token_id is None:
         settings.mask_token_id = MASK
     tokenizer = _tokenizer(settings.vocab_size, getattr(settings, "mask_token_id", None))
     prepare_config(settings, known[family], tokenizer)

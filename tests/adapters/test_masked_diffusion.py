@@ -18,6 +18,7 @@ from dlm_lens.training.objective import MaskedDiffusionLoss, Noised
 from dlm_lens.training.sources import Rows
 from tests.adapters.test_sdlm import visible_to
 from tests.dit64 import dit64
+from tests.gidd64 import network64
 from tests.modernbert64 import modernbert64
 from tests.reference import forward64
 
@@ -64,6 +65,8 @@ def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
     """Of one row; a DiT's mask has no probability, and BD3-LM's attention is block causal from the text's start."""
     if model.config.model_type == "modernbert":
         return modernbert64(model, ids)["logits"][0]
+    if model.config.model_type == "gidd":
+        return network64(model, ids[0], 0)["logits"]
     if model.config.model_type == "wedlm":  # tokens in the order of attention, at their own positions
         order = [
             *(ids[0] != model.config.mask_token_id).nonzero(),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
-from dlm_lens.sampling.likelihood.mixed_noise import HybridCorruption, mixed_nelbo
+from dlm_lens.sampling.likelihood.mixed_noise import mixed_nelbo
+from dlm_lens.sampling.samplers.gidd_dit import HybridCorruption
 from dlm_lens.sampling.samplers.mixed_noise import Mixture
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
@@ -23,7 +24,7 @@ SIZE, MASK = 64, 63
 
 
 def levels(times: Tensor, p_uniform: float) -> tuple[Mixture, Mixture]:
-    """Mixture and their derivatives."""
+    """The noise, and its derivatives."""
     return Mixture(*hybrid_shares(times, p_uniform)), Mixture(*hybrid_rates(times, p_uniform))
 
 

@@ -40,6 +40,21 @@ def mixed_bayes(likely: Tensor, seen: Tensor, now: Mixture, then: Mixture) -> Te
     return joint / joint.sum(-1, keepdim=True)
 
 
+def mixed_bayes_of(
+    likely: Tensor, seen: Tensor, now: tuple[float, float, float], then: tuple[float, float, float], mask: int
+) -> Tensor:
+    """The same in a vocabulary of another size, from shares of the text, of masks and of random tokens."""
+    size = likely.shape[-1]
+    rows = []
+    for alpha, masked, random in (now, then):
+        noise = torch.full((size,), random / (size - 1), dtype=torch.float64)
+        noise[mask] = masked
+        rows.append(alpha * torch.eye(size, dtype=torch.float64) + noise)
+    between = torch.linalg.solve(rows[1], rows[0])
+    joint = (likely @ rows[1]) * between[:, seen].T
+    return joint / joint.sum(-1, keepdim=True)
+
+
 def predictions() -> tuple[Tensor, Tensor]:
     """Probabilities without [MASK], two of them certain, and tokens of the canvas, [MASK] among them."""
     logits = 3 * torch.randn(7, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "uniform_qwen": ("uniform_qwen", {}),
     "duo": ("duo", {}),
     "sumi": ("sumi", {}),
+    "gidd": ("gidd", {}),
     "sink_llama, sinks": ("sink_llama", {"num_sinks": 2, "sink_placement": "end", "gated_attention": True}),
 }
 

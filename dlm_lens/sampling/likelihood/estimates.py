@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.adapters import family_of
 from dlm_lens.adapters.dit import takes_noise_level
+from dlm_lens.adapters.registry import fills_masks
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import computed_span, exclusive
 from dlm_lens.display import ShowsItself
@@ -315,7 +315,7 @@ def likelihood_method(model: Any, method: str | None = None) -> str:
 def likelihood_methods(model: Any) -> tuple[str, ...]:
     """The methods of `log_likelihood` that are defined for a model; none for one without any likelihood."""
     algorithm = algorithm_of(model.config)
-    if not (algorithm.sampler.autoregressive or family_of(model.config.model_type).has_mask_token):
+    if not (algorithm.sampler.autoregressive or fills_masks(model.config)):
         return ("mc",) if isinstance(algorithm.corruption, NoisyCorruption) else ()
     return tuple(name for name in LIKELIHOOD_METHODS if name != "mc" or algorithm.corruption is not None)
 
@@ -330,7 +330,7 @@ def check_method(model: Any, method: str | None, cfg_scale: float) -> str:
     if method not in LIKELIHOOD_METHODS:
         raise ValueError(f"method is {method!r}; it must be one of {', '.join(LIKELIHOOD_METHODS)}")
     causal, methods = algorithm.sampler.autoregressive, likelihood_methods(model)
-    if not (causal or family_of(model.config.model_type).has_mask_token):
+    if not (causal or fills_masks(model.config)):
         _check_uniform(model, method, methods, cfg_scale)
     elif method not in methods:
         if causal:
@@ -341,6 +341,11 @@ def check_method(model: Any, method: str | None, cfg_scale: float) -> str:
     if cfg_scale and method == "mc" and isinstance(algorithm.corruption, NoisyCorruption):
         raise ValueError(
             f"cfg_scale is {cfg_scale}, and the mc likelihood of {algorithm.name} has no guidance; leave it out"
+        )
+    if cfg_scale and getattr(model.config, "clean_context", False):
+        raise ValueError(
+            f"cfg_scale is {cfg_scale}, and a prompt of {type(model).__name__} is text without noise, so that "
+            "guidance cannot mask it; leave it out"
         )
     if cfg_scale < 0:
         raise ValueError(f"cfg_scale is {cfg_scale}; it must be 0 (no guidance) or positive")

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.noisy_texts import Integrand, NoisyTexts
-from dlm_lens.sampling.samplers.mixed_noise import Mixture
+from dlm_lens.sampling.samplers.mixed_noise import Mixture, noise_mask_id
 
 
 def mixed_nelbo(
@@ -59,12 +58,12 @@ def mixed_nelbo(
 
 
 @dataclass(frozen=True)
-class HybridCorruption:
-    """GIDD's: every position is noise by itself, at a random time t (`hybrid_shares`), and every one is scored.
+class MixedCorruption:
+    """GIDD's: every position is noise by itself, at a random time t, and every one is scored.
 
     Times of a group of b are t_i = (1 - 2 eps) (u_i + i) / b + eps, with a number u_i for each: uniform, as in the
-    authors' training. Their evaluation (likelihood.py) takes equally spaced ones, with both ends. A position holds
-    the text's token, [MASK], or one of the other V - 1 ids.
+    authors' trainings. Their evaluations take equally spaced ones. A position holds the text's token, [MASK], or
+    one of the other V - 1 ids.
 
     Args:
         eps: the least time, and 1 minus the greatest.
@@ -83,24 +82,25 @@ class HybridCorruption:
         if self.scope not in ("answer", "both"):
             raise ValueError(f"scope is {self.scope!r}; it must be 'answer' or 'both'")
 
-    def scored(self, pair: Pair) -> Bool[Tensor, "position"]:
-        """The positions whose losses are summed."""
-        return pair.in_answer if self.scope == "answer" else torch.ones_like(pair.in_answer)
+    def levels(self, config: Any, times: Float[Tensor, "n"]) -> tuple[Mixture, Mixture]:
+        """The noise of a model with this config at these times (float64), and its derivatives in time."""
+        raise NotImplementedError
 
     def noisy_texts(self, pair: Pair, config: Any, samples: int, generator: torch.Generator) -> NoisyTexts:
         """A number for each time, then one and a random token for each position of the whole text."""
         start = torch.rand(samples, generator=generator, dtype=torch.float64)
         times = (1 - 2 * self.eps) * (start + torch.arange(samples)) / samples + self.eps
-        alpha, masked, _ = (share[:, None] for share in hybrid_shares(times, config.p_uniform))
-        shape, mask = (samples, len(pair.tokens)), int(config.mask_token_id)
+        alpha, masked, _ = (share[:, None] for share in self.levels(config, times)[0])
+        shape, mask = (samples, len(pair.tokens)), noise_mask_id(config)
         drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
         random = torch.randint(int(config.vocab_size) - 1, shape, generator=generator)
         noise = torch.where(drawn < alpha + masked, mask, random + (random >= mask))
-        kept = (drawn < alpha) | ~self.scored(pair)
+        kept = (drawn < alpha) | ~pair.in_answer
         return NoisyTexts(torch.where(kept, pair.tokens, noise), times, times)
 
     def integrand(self, config: Any) -> Integrand:
-        """`mixed_nelbo` at a time t."""
+        """`mixed_nelbo` at a time t; [MASK] has no probability."""
+        mask = noise_mask_id(config)
 
         def of_times(
             logs: Float[Tensor, "n d_vocab"],
@@ -108,8 +108,8 @@ class HybridCorruption:
             tokens: Int[Tensor, "n"],
             times: Float[Tensor, "n"],
         ) -> Float[Tensor, "n"]:
-            """The losses at the times of each token."""
-            now, rates = (Mixture(*shares(times, config.p_uniform)) for shares in (hybrid_shares, hybrid_rates))
-            return mixed_nelbo(logs, seen, tokens, now, rates, int(config.mask_token_id))
+            """The losses of tokens at these times."""
+            logs = logs.index_fill(-1, torch.tensor([mask], device=logs.device), -torch.inf).log_softmax(-1)
+            return mixed_nelbo(logs, seen, tokens, *self.levels(config, times), mask)
 
         return of_times

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
@@ -36,14 +36,19 @@ class NoisyTexts(NamedTuple):
 
 @runtime_checkable
 class NoisyCorruption(Protocol):
-    """A process of noise with random tokens, and the integrand of its bound on the likelihood."""
+    """A process of noise with random tokens, and the integrand of its bound on the likelihood.
 
-    def scored(self, pair: Pair) -> Bool[Tensor, "position"]:
-        """The positions whose losses are summed."""
+    Attributes:
+        scope: whether noise is on the "answer", or on "both" it and its prompt.
+    """
+
+    @property
+    def scope(self) -> str:
+        """Which part of a text is noisy and scored."""
         ...
 
     def noisy_texts(self, pair: Pair, config: Any, samples: int, generator: torch.Generator) -> NoisyTexts:
-        """Draw one stratified group, always on the CPU so that devices agree."""
+        """Draw one stratified group with noise on the answer, always on the CPU so that devices agree."""
         ...
 
     def integrand(self, config: Any) -> Integrand:
@@ -110,14 +115,16 @@ def noisy_losses(
         """Every noisy text of every item, drawn when its turn comes."""
         for item in items:
             pair = pairs[item]
+            if corruption.scope == "both":  # no part of the text is clean
+                pair = Pair(pair.tokens[:0], pair.tokens)
             generator = shared or torch.Generator().manual_seed(record["seeds"][item])
-            scored = corruption.scored(pair)
             for group in range(record["samples"] // record["strata"]):
                 texts = corruption.noisy_texts(pair, scorer.model.config, record["strata"], generator)
                 lines = zip(texts.tokens, texts.level.tolist(), texts.sigma.tolist(), strict=True)
                 for number, (row, level, sigma) in enumerate(lines):
                     term = group * record["strata"] + number
-                    yield NoisyQuery(item, pair, row != pair.tokens, scored, term, sigma, noisy=row, level=level)
+                    known = item, pair, row != pair.tokens, pair.in_answer, term, sigma
+                    yield NoisyQuery(*known, noisy=row, level=level)
 
     for query, loss in scorer.losses(queries()):
         found[query.item][query.term] = loss.sum()

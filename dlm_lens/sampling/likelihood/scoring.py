@@ -14,6 +14,7 @@ from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import BlockLayout, attends_observed_first, padding_before
 from dlm_lens.placement import canvas_device, execution_device
 from dlm_lens.sampling.block_network import BlockLogits, FirstBlockLogits
+from dlm_lens.sampling.clean_context_network import CleanContextLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.network import ROWS, CanvasLogits, NonFiniteLogitsError, keep_freed_memory
 from dlm_lens.sampling.prompts import padding_id
@@ -145,6 +146,8 @@ class Scorer:
             "mask_token_id": getattr(self.model.config, "mask_token_id", None),
             "shift": self.shift,
         }
+        if getattr(self.model.config, "clean_context", False):
+            return CleanContextLogits(self.model, content, prompt & content)
         if self.blocks is None or (clean is None and attends_observed_first(self.model.config)):
             # Where observed tokens come first, no prediction depends on the masks of later blocks.
             return CanvasLogits(self.model, content, **options)

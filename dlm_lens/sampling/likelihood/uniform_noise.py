@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.dit import NOISE_EPS
@@ -28,10 +28,6 @@ class UniformCorruption(LogLinearCorruption):
         drawn = self.draw(pair, samples, generator)
         random = torch.randint(size, drawn.masked.shape, generator=generator)
         return torch.where(drawn.masked, random, pair.tokens), drawn.rate
-
-    def scored(self, pair: Pair) -> Bool[Tensor, "position"]:
-        """The positions whose losses are summed."""
-        return pair.in_answer if self.scope == "answer" else torch.ones_like(pair.in_answer)
 
     def noisy_texts(self, pair: Pair, config: Any, samples: int, generator: torch.Generator) -> NoisyTexts:
         """`canvases`, whose level is alpha = 1 - (1 - 1e-3) t."""

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.adapters.families.gidd_dit import hybrid_shares
+from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
-from dlm_lens.sampling.likelihood.mixed_noise import HybridCorruption
+from dlm_lens.sampling.likelihood.mixed_noise import MixedCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import one_block
@@ -347,6 +347,16 @@ class GiddDiTSampler(NoiseConditionedSampler, MixedNoiseSampler):
         """Continue from such a state."""
         super().restore(state)
         self._over, self._best, self._waited = (state[name] for name in ("over", "best", "waited"))
+
+
+@dataclass(frozen=True)
+class HybridCorruption(MixedCorruption):
+    """The noise of the training: `hybrid_shares`."""
+
+    def levels(self, config: Any, times: Float[Tensor, "n"]) -> tuple[Mixture, Mixture]:
+        """The shares at these times, and their derivatives."""
+        now, rates = (shares(times, config.p_uniform) for shares in (hybrid_shares, hybrid_rates))
+        return Mixture(*now), Mixture(*rates)
 
 
 ALGORITHM = Algorithm("gidd_dit", GiddDiTSettings, GiddDiTSampler, answer_settings, corruption=HybridCorruption())

@@ -64,6 +64,11 @@ def mixed_posterior(
     return weights.mul_(moves).scatter_add_(-1, here, stays)
 
 
+def noise_mask_id(config: Any) -> int:
+    """The id of [MASK], which has no probability, also of a model whose noise has no masks."""
+    return int(config.excluded_token_id if config.mask_token_id is None else config.mask_token_id)
+
+
 class MixedPropose(PosteriorPropose):
     """x_s of mixed noise, drawn by one random number for each position, and the probability that it is the text's.
 
@@ -123,7 +128,12 @@ class MixedNoiseSampler(UniformNoiseSampler):
 
     Args:
         noise: source of the random numbers.
+
+    Attributes:
+        noise_mask_id: the id of [MASK], also where no noise has it and `mask_id` is None.
     """
+
+    noise_mask_id = 0
 
     def __init__(self, noise: Noise) -> None:
         super().__init__(noise)
@@ -137,24 +147,33 @@ class MixedNoiseSampler(UniformNoiseSampler):
         self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
         """The prompts, and noise in the answer and at the masks of the prompts."""
-        self.mask_id, self.fillable = int(model.config.mask_token_id), fillable
-        self.vocabulary = int(model.config.vocab_size)
-        masks = prompts.new_full((len(prompts), fillable.shape[1] - prompts.shape[1]), self.mask_id)
+        config = model.config
+        self.mask_id, self.fillable, self.vocabulary = config.mask_token_id, fillable, int(config.vocab_size)
+        self.noise_mask_id = noise_mask_id(config)
+        masks = prompts.new_full((len(prompts), fillable.shape[1] - prompts.shape[1]), self.noise_mask_id)
         canvas = torch.cat([prompts, masks], 1)
-        self._answer = self._open = (canvas == self.mask_id) & fillable
+        in_answer = torch.arange(canvas.shape[1], device=canvas.device) >= prompts.shape[1]
+        self._open = in_answer.expand(canvas.shape)
+        if self.mask_id is not None:
+            self._open = self._open | ((canvas == self.mask_id) & fillable)
+        self._answer = self._open
+        return self.first_canvas(canvas)
+
+    def first_canvas(self, canvas: Int[Tensor, "batch position"]) -> Int[Tensor, "batch position"]:
+        """The canvas, which holds masks at the open positions, with random tokens at the noise's share of them."""
         _, masked, random = self.first_noise()
-        share = float(random / (masked + random))
+        share, chosen = float(random / (masked + random)), self._open
         if share == 0:
             return canvas
-        chosen = self._open
         if share < 1:
             chosen = chosen & (self.noise.positions(chosen).to(canvas.device) < share)
         tokens = self.noise.uniform_tokens(chosen, self.vocabulary - 1)
-        return torch.where(chosen, tokens + (tokens >= self.mask_id), canvas)
+        return torch.where(chosen, tokens + (tokens >= self.noise_mask_id), canvas)
 
     def open_positions(self, canvas: Int[Tensor, "batch position"], step: int) -> Bool[Tensor, "batch position"]:
         """What the last finished step left open, and what holds [MASK]."""
-        assert self.fillable is not None
+        if self.mask_id is None or self.fillable is None:
+            return self._open
         return self._open | ((canvas == self.mask_id) & self.fillable)
 
     def running(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:

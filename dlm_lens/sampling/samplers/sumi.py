@@ -16,9 +16,9 @@ from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.mdlm import SelectLikelier
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
+from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler, positions_after
 from dlm_lens.sampling.samplers.uniform_posterior import Levels, UniformPosteriorPropose, UniformPropose, drawn_once
-from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, random_settings
+from dlm_lens.sampling.settings import at_least_one, known_remasking, log_snr_bounds, not_negative, random_settings
 from dlm_lens.sampling.special_ids import SpecialIds
 
 REMASKING = ("ancestral", "adaptive", "greedy")
@@ -68,10 +68,7 @@ class SumiSettings:
         known_remasking(self.remasking, REMASKING, REMASKING, "Sumi")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
-        if not self.min_log_snr < self.max_log_snr:
-            raise ValueError(
-                f"min_log_snr is {self.min_log_snr} and max_log_snr {self.max_log_snr}; the first must be the less"
-            )
+        log_snr_bounds(self)
         if self.canvas_length is not None and self.canvas_length < self.least_canvas:
             end = f" and {DELIMITER} of the delimiter" if self.delimiter else ""
             raise ValueError(
@@ -82,11 +79,6 @@ class SumiSettings:
     def least_canvas(self) -> int:
         """Positions of the answer and what must follow it."""
         return self.gen_length + (DELIMITER if self.delimiter else 0)
-
-    @property
-    def positions(self) -> int:
-        """Positions after the prompt."""
-        return self.canvas_length or self.least_canvas
 
     def alphas(self, dtype: torch.dtype) -> Float[Tensor, "step_plus_one"]:
         """The share of the text's tokens before every step, and after the last: sigmoid of the bounded log-SNR."""
@@ -204,18 +196,10 @@ class SumiSampler(UniformNoiseSampler):
         """Positions after the prompts: answer, delimiter, context.
 
         Raises:
-            ValueError: with `reference_quirks`, by which the prompt is part of `canvas_length`, too few are left.
+            ValueError: as `positions_after`, with `reference_quirks`.
         """
-        if not self.reference_quirks or self.settings.canvas_length is None:
-            return self.settings.positions
-        left = self.settings.canvas_length - prompts.shape[1]
-        if left < self.settings.least_canvas:
-            raise ValueError(
-                f"canvas_length is {self.settings.canvas_length}, which with reference_quirks counts the "
-                f"{prompts.shape[1]} positions of the prompt; give at least "
-                f"{prompts.shape[1] + self.settings.least_canvas}"
-            )
-        return left
+        before = prompts.shape[1] if self.reference_quirks else 0
+        return positions_after(before, self.settings.canvas_length, self.settings.least_canvas)
 
     def begin(
         self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]

@@ -12,6 +12,27 @@ from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import Revise, Sampler
 
 
+def positions_after(before: int, canvas_length: int | None, needed: int) -> int:
+    """How many positions follow the prompt: those of the canvas, or without one those that are needed.
+
+    Args:
+        before: positions of the prompt that `canvas_length` counts, as authors' code does; else 0.
+        canvas_length: of the settings.
+        needed: by the answer, and what must follow it.
+
+    Raises:
+        ValueError: the canvas leaves too few.
+    """
+    if canvas_length is None:
+        return needed
+    if canvas_length - before < needed:
+        raise ValueError(
+            f"canvas_length is {canvas_length}, which with reference_quirks counts the {before} positions of the "
+            f"prompt; give at least {before + needed}"
+        )
+    return canvas_length - before
+
+
 class UniformNoiseSampler(Sampler):
     """A sampler whose answer begins as tokens drawn uniformly from the vocabulary, all open.
 
