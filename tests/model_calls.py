@@ -30,7 +30,7 @@ class Case:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Of a short run in which positions are decided, revised and opened again."""
-        if self.family in ("duo", "sumi", "gidd"):
+        if self.family in ("duo", "udlm", "sumi", "gidd"):
             return {"gen_length": 16, "seed": 1, "steps": 4}
         if self.family == "gidd_dit":
             return {"gen_length": 16, "seed": 1, "steps": 4, "correction_steps": 2}

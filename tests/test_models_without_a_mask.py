@@ -9,7 +9,7 @@ import pytest
 from dlm_lens import evaluation, hooks, probes, recording, sampling, sinks, training, viz
 from tests.model_calls import CALLS, Case
 
-FAMILIES = ("diffusion_gemma", "uniform_qwen", "duo", "sumi", "gidd", "gidd_dit")
+FAMILIES = ("diffusion_gemma", "uniform_qwen", "duo", "udlm", "sumi", "gidd", "gidd_dit")
 ROOMS = {"hooks": hooks, "probes": probes, "recording": recording, "sampling": sampling, "sinks": sinks, "viz": viz,
          "evaluation": evaluation, "training": training}  # fmt: skip
 
@@ -36,15 +36,18 @@ LIKELIHOODS = dict.fromkeys(
     NO_LIKELIHOOD,
 )
 
+DUO = {
+    **ENCODERLESS, "bridge": NO_BRIDGE, "sampling.log_likelihood chain rule": WITH_MASKS,
+    "probes.train_tuned_lens": "a tuned lens is trained without one",
+    "probes.edge_attribution": "DiTLayer has a norm or a gate between the heads and the residual stream",
+    "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
+    "training.evaluation_loss": OTHERS_ONLY, "training.sink_statistics": OTHERS_ONLY,
+    "training.MaskedDiffusionTrainer": OTHERS_ONLY,
+}  # fmt: skip
+
 REFUSED: dict[str, dict[str, str]] = {
-    "duo": {
-        **ENCODERLESS, "bridge": NO_BRIDGE, "sampling.log_likelihood chain rule": WITH_MASKS,
-        "probes.train_tuned_lens": "a tuned lens is trained without one",
-        "probes.edge_attribution": "DiTLayer has a norm or a gate between the heads and the residual stream",
-        "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
-        "training.evaluation_loss": OTHERS_ONLY, "training.sink_statistics": OTHERS_ONLY,
-        "training.MaskedDiffusionTrainer": OTHERS_ONLY,
-    },
+    "duo": DUO,
+    "udlm": DUO,
     "sumi": {
         **ENCODERLESS, "sampling.log_likelihood chain rule": WITH_MASKS,
         "sampling.denoise remasking": "remasking 'random' is none of Sumi's",

@@ -295,12 +295,12 @@ def test_families_tell_what_they_load() -> None:
     blocks = {"a2d_qwen3", "fast_dllm_v2", "sdar", "llada2", "bd3lm", "nemotron_labs_diffusion", "efficient_dlm"}
     masked = {*blocks, "llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "mdlm", "llada_moe"}
     masked |= {"coda", "diffugpt", "open_dcoder", "rnd1", "sdlm", "sedd", "stable_diffcoder", "wedlm", "gidd_dit"}
-    others = {"modernbert", "uniform_qwen", "duo", "sumi", "gidd", "diffusion_gemma", "causal"}
+    others = {"modernbert", "uniform_qwen", "duo", "udlm", "sumi", "gidd", "diffusion_gemma", "causal"}
     assert families.keys() == masked | others
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert f"| {len(families)} families as native transformers models" in readme
     without = {family.name for family in families.values() if not family.has_mask_token}
-    assert without == {"uniform_qwen", "duo", "sumi", "diffusion_gemma"}
+    assert without == {"uniform_qwen", "duo", "udlm", "sumi", "diffusion_gemma"}
     assert "GSAI-ML/LLaDA-8B-Instruct" in families["llada"].hub_names
     assert families["llada"].special_ids[126464] == {"mask": 126336, "eos": 126081, "eot": 126348}
     assert families["causal"].causal

@@ -56,7 +56,7 @@ CONFIGS = [
 def test_every_field_of_the_original_config_is_written(name: str, tmp_path: Path) -> None:
     original: dict[str, Any] = json.loads((GOLDEN / name / "config.json").read_text())
     named = any(original.get(field) is not None for field in ("mask_token_id", "text_mask_token_id"))
-    masked = named or name.startswith(("bd3lm", "duo", "mdlm", "sedd", "smdm", "sumi", "gidd"))
+    masked = named or name.startswith(("bd3lm", "duo", "mdlm", "sedd", "smdm", "sumi", "udlm", "gidd"))
     model = dlm_lens.load(GOLDEN / name, **({} if masked else {"mask_token_id": 5}))
     model.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())

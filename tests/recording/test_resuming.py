@@ -51,6 +51,7 @@ SAMPLERS = {
     "sedd quirks": ("sedd", {"predictor": "euler", "reference_quirks": True, "seed": 5}),
     "duo": ("duo", {"temperature": 0.7}),
     "duo quirks": ("duo", {"noise_removal": "greedy", "reference_quirks": True, "seed": 5}),
+    "udlm quirks": ("udlm", {"reference_quirks": True, "seed": 5}),
     "smdm origin": ("smdm", {"temperature": 0.7, "cfg_scale": 1.0}),
     "smdm greedy": ("smdm", {"temperature": 0.7, "remasking": "greedy"}),
     "sink": ("sink_qwen", {"temperature": 0.7}),

@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "diffusion_gemma": MDLM,
     "uniform_qwen": MDLM,
     "duo": MDLM | {"temperature": 0.7},
+    "udlm": MDLM | {"temperature": 0.7},
     "gidd_dit": MDLM | {"temperature": 0.7, "correction_steps": 3},
 }
 

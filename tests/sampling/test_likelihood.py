@@ -253,7 +253,7 @@ def test_every_family_has_likelihoods(family: str) -> None:
         return
     run = dlm_lens.log_likelihood(model, "w3 w14 w15", "w9 w26", samples=16)
     assert -100 < float(run.value) < 0
-    if family in ("duo", "sumi", "gidd"):  # the chain rule needs masks: tests/sampling/test_likelihood_uniform.py
+    if family in ("duo", "udlm", "sumi", "gidd"):  # the chain rule needs masks: test_likelihood_uniform.py
         return
     if family == "efficient_dlm":  # the prompt sees itself whole, wherever it ends: test_efficient_dlm.py
         return

@@ -55,6 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sink_llama": ("sink_llama", {}),
     "uniform_qwen": ("uniform_qwen", {}),
     "duo": ("duo", {}),
+    "udlm": ("udlm", {}),
     "sumi": ("sumi", {}),
     "gidd": ("gidd", {}),
     "sink_llama, sinks": ("sink_llama", {"num_sinks": 2, "sink_placement": "end", "gated_attention": True}),

@@ -86,12 +86,16 @@ class DuoPropose(UniformPosteriorPropose):
         self.settings = settings
 
     def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
-        """P(x_0) within the nucleus, in float64; the original's log-softmax has the dtype of the logits."""
+        """P(x_0) within the nucleus, in float64."""
+        return self.logs(logits).double().exp()
+
+    def logs(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
+        """Its logarithm, in float64; the original's log-softmax has the dtype of the logits."""
         wide = logits if self.reference_quirks else logits.double()
-        logs = log_probabilities(wide, None, self.settings.temperature).double()
+        logs = log_probabilities(wide, None, self.settings.temperature)
         if self.settings.top_p is not None:
-            logs = filtered(logs, self.settings.top_p, None).log_softmax(-1)
-        return logs.exp()
+            logs = filtered(logs.double(), self.settings.top_p, None).log_softmax(-1)
+        return logs
 
 
 class DuoSampler(NoiseConditionedSampler, UniformNoiseSampler):
