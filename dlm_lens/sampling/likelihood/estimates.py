@@ -235,8 +235,8 @@ def log_likelihood(
     "greedy_completion" decodes the answer's positions one by one, the most confident first, and compares the result
     with the answer.
 
-    Of Duo, a model of uniform noise, "mc" alone is defined: random tokens instead of masks, and the NELBO of
-    2506.10892, whose losses are those of every token of the answer.
+    Of Duo, UDLM and Sumi, models of uniform noise, "mc" alone is defined: random tokens instead of masks, and the
+    NELBO of 2506.10892, whose losses are those of every token of the answer.
 
     Of a model that decodes blocks every block is scored given the prompt and the clean blocks before it
     (2503.09573): canvases are [x_t, x_0], and the bound of "mc" is the sum of the blocks' bounds. Prompt and clean
@@ -261,8 +261,8 @@ def log_likelihood(
         reference_quirks: the authors' evaluation loops: one random stream over all items in their order (needs
             a single seed), `batch_size` is `strata` too, LLaDA's numbers of masks rounded half to even (a bias),
             [MASK] allowed in a greedy completion.
-        **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream, SMDM,
-            DiffuGPT and BD3-LM: eps, protect_ends, scope ("answer" or "both"); of MDLM, SEDD and Duo: eps, scope,
+        **settings: "mc" of LLaDA: rounding ("half_up" or, as its authors, "half_to_even"); of Dream, SMDM, DiffuGPT
+            and BD3-LM: eps, protect_ends, scope ("answer" or "both"); of MDLM, SEDD, Duo, UDLM: eps, scope,
             stratified; of GIDD: eps, scope; "chain_rule": order ("left_to_right" or "right_to_left"); of a model
             that decodes blocks: block_length, where it is not the model's own.
 
