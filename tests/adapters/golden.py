@@ -1,6 +1,7 @@
 """Reading the goldens: cases, and every intermediate of a forward under their names."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,30 @@ def collect_dit(model: Any, ids: Tensor, sigma: Tensor) -> dict[str, Tensor]:
     for handle in handles:
         handle.remove()
     return others | seen
+
+
+@torch.no_grad()
+def compare_dit_with_the_original(
+    path: Path, case: str, **outputs: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Every stored intermediate of a DiT that is given the noise level; returns those of the case.
+
+    Args:
+        path: of the checkpoint.
+        case: its name.
+        **outputs: what the original makes of the logits -> a function of logits, ids and sigma.
+    """
+    model: Any = dlm_lens.load(path)
+    golden = load_file(path / "forward.safetensors")
+    stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
+    ids, sigma = stored.pop("input_ids"), stored.pop("sigma")
+    seen = collect_dit(model, ids, sigma)
+    seen |= {name: make(seen["logits"], ids, sigma) for name, make in outputs.items()}
+    for key, expected in stored.items():
+        torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
+    # Condition, embedding, final norm, logits; per layer block, q, k, v, pattern, z, two outputs, modulation.
+    assert len(stored) == 4 + len(outputs) + 9 * model.config.num_hidden_layers
+    return stored
 
 
 @torch.no_grad()

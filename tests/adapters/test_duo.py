@@ -11,25 +11,15 @@ from safetensors.torch import load_file
 import dlm_lens as dl
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
-from tests.adapters.golden import CLOSE, GOLDEN, cases, collect_dit
+from tests.adapters.golden import CLOSE, GOLDEN, cases, compare_dit_with_the_original
 from tests.dit64 import dit64
 
 DUO = GOLDEN / "duo"
 
 
 @pytest.mark.parametrize(("path", "case"), cases(DUO))
-@torch.no_grad()
 def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
-    model: Any = dl.load(path)
-    golden = load_file(path / "forward.safetensors")
-    stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
-    ids, sigma = stored.pop("input_ids"), stored.pop("sigma")
-    seen = collect_dit(model, ids, sigma)
-    seen["log_probs"] = seen["logits"].log_softmax(-1)
-    for key, expected in stored.items():
-        torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
-    # cond, embedding, final norm, logits, log_probs; per layer block, q, k, v, pattern, z, two outputs, modulation.
-    assert len(stored) == 5 + 9 * model.config.num_hidden_layers
+    compare_dit_with_the_original(path, case, log_probs=lambda logits, ids, sigma: logits.log_softmax(-1))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import dlm_lens as dl
 from dlm_lens.adapters.families.gidd_dit import GiddDiTConfig, GiddDiTForMaskedLM, hybrid_shares, time_of
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
-from tests.adapters.golden import CLOSE, GOLDEN, cases, collect_dit
+from tests.adapters.golden import GOLDEN, cases, compare_dit_with_the_original
 from tests.dit64 import dit64
 
 GIDD = GOLDEN / "gidd_dit"
@@ -23,17 +23,8 @@ BUFFERS = {"rotary_emb.cos_cached", "rotary_emb.sin_cached"}
 
 
 @pytest.mark.parametrize(("path", "case"), cases(GIDD))
-@torch.no_grad()
 def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
-    model: Any = dl.load(path)
-    golden = load_file(path / "forward.safetensors")
-    stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
-    ids, time = stored.pop("input_ids"), stored.pop("sigma")
-    seen = collect_dit(model, ids, time)
-    for key, expected in stored.items():
-        torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
-    # cond, embedding, final norm, logits; per layer block, q, k, v, pattern, z, two outputs, modulation.
-    assert len(stored) == 4 + 9 * model.config.num_hidden_layers
+    stored = compare_dit_with_the_original(path, case)
     assert float(stored["logits"].std()) > 3
 
 

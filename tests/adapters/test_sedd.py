@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.adapters.families.sedd import SEDDConfig, log_scores
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
-from tests.adapters.golden import CLOSE, GOLDEN, cases, collect_dit
+from tests.adapters.golden import GOLDEN, cases, compare_dit_with_the_original
 from tests.adapters.test_hub import load_all
 from tests.dit64 import dit64
 
@@ -22,18 +23,11 @@ SEDD = GOLDEN / "sedd"
 
 
 @pytest.mark.parametrize(("path", "case"), cases(SEDD))
-@torch.no_grad()
 def test_every_intermediate_equals_the_original(path: Path, case: str) -> None:
-    model: Any = dl.load(path)
-    golden = load_file(path / "forward.safetensors")
-    stored = {key.removeprefix(f"{case}."): value for key, value in golden.items() if key.startswith(f"{case}.")}
-    ids, sigma = stored.pop("input_ids"), stored.pop("sigma")
-    seen = collect_dit(model, ids, sigma)
-    seen["log_scores"] = log_scores(seen["logits"], ids, sigma[:, None])
-    for key, expected in stored.items():
-        torch.testing.assert_close(seen[key], expected, **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
-    # cond, embedding, norm, logits, log_scores; per layer block, q, k, v, pattern, z, two outputs, modulation.
-    assert len(stored) == 5 + 9 * model.config.num_hidden_layers
+    def scores(logits: Tensor, ids: Tensor, sigma: Tensor) -> Tensor:
+        return log_scores(logits, ids, sigma[:, None])
+
+    compare_dit_with_the_original(path, case, log_scores=scores)
 
 
 def test_scores_are_the_ratios_of_a_float64_network() -> None:

@@ -18,10 +18,11 @@ from tests.sampling.checkpoints import loaded
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "duo"
 LOSSES = json.loads((GOLDEN / "loss.json").read_text())["entries"]
+UDLM = json.loads((GOLDEN.parent / "udlm" / "loss.json").read_text())["entries"]
 NOTHING = torch.zeros(0, dtype=torch.long)
 
 
-@pytest.mark.parametrize("entry", LOSSES, ids=lambda entry: str(entry["seed"]))
+@pytest.mark.parametrize("entry", [*LOSSES, *UDLM])
 def test_the_noise_of_the_loss_is_the_originals(entry: dict[str, Any]) -> None:
     """Times, replaced positions and random tokens; the original's batch is here the samples of one item."""
     clean = torch.tensor(entry["x0"])
