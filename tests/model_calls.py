@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 import dlm_lens as dl
 from dlm_lens import evaluation, hooks, probes, recording, sampling, sinks, training, viz
 from dlm_lens.cli.app import app
+from dlm_lens.sampling.algorithm_registry import algorithm_of
+from dlm_lens.sampling.likelihood.noisy_texts import NoisyCorruption
 from dlm_lens.sinks.analysis.query_splits import SplitAttention
 from dlm_lens.testing import tiny
 
@@ -110,7 +112,13 @@ def trained(c: Case) -> Any:
     return dl.logit_lens(c.model, c.run, tuned=lens)
 
 
-EXAMPLES = [training.Example((torch.arange(24) * number) % 60) for number in (3, 5, 7, 11)]
+EXAMPLES = [training.Example((torch.arange(24) * number) % 56 + 4) for number in (3, 5, 7, 11)]
+
+
+def objective_of(model: Any) -> Any:
+    """The objective that trains a model without masks."""
+    bound = isinstance(algorithm_of(model.config).corruption, NoisyCorruption)
+    return training.LikelihoodBoundLoss() if bound else training.UniformDiffusionLoss()
 
 
 class Place:
@@ -307,19 +315,20 @@ CALLS: dict[str, Callable[[Case], Any]] = {
     "sinks.sink_rate": lambda c: sinks.sink_rate(c.sinks),
     "sinks.token_enrichment": lambda c: sinks.token_enrichment(c.paths),
     "sinks.trajectories": lambda c: c.paths.table() if hasattr(c.paths, "table") else c.paths,
+    "training.LikelihoodBoundLoss": lambda c: training.LikelihoodBoundLoss().for_model(c.model, 2),
     "training.UniformDiffusionLoss": lambda c: training.UniformDiffusionLoss().for_model(c.model, 2),
     "training.MaskedDiffusionLoss": lambda c: training.MaskedDiffusionLoss().for_model(c.model, 2),
     "training.NextToken": lambda c: training.NextToken().for_model(c.model, 2),
     "training.evaluation_loss": lambda c: training.evaluation_loss(
-        c.model, EXAMPLES, training.UniformDiffusionLoss().for_model(c.model, 2), length=24
+        c.model, EXAMPLES, objective_of(c.model).for_model(c.model, 2), length=24
     ),
     "training.sink_statistics": lambda c: training.sink_statistics(
-        c.model, training.probe_batch(EXAMPLES, training.UniformDiffusionLoss().for_model(c.model, 2), Place)
+        c.model, training.probe_batch(EXAMPLES, objective_of(c.model).for_model(c.model, 2), Place)
     ),
     "training.MaskedDiffusionTrainer": lambda c: training.MaskedDiffusionTrainer(
         c.model,
         training.TrainingSettings(
-            output=str(c.folder / "trained"), objective=training.UniformDiffusionLoss(), steps=1, batch_size=8
+            output=str(c.folder / "trained"), objective=objective_of(c.model), steps=1, batch_size=8
         ),
         train_dataset=EXAMPLES,
     ),

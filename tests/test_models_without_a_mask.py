@@ -26,7 +26,7 @@ KEYS = "the canvas of DiffusionGemmaLM reads the prompt's keys from its encoder"
 NO_ENCODER = " has no encoder"
 ENCODERLESS = dict.fromkeys(("hooks.at_encoder", "replay at_encoder", "hooks.capture encoder"), NO_ENCODER)
 NO_BRIDGE = "takes the layouts of Llama, Qwen2, Qwen3 and GPT-2"
-OTHERS_ONLY = "predicts a token from the others, and its sampler counts the token itself beside that"
+OTHERS_ONLY = "counts the token that a position holds beside the prediction"
 CAPPED = "computes more than softmax(q k^T scale) v (a soft cap"
 WITH_MASKS = "ForDiffusion is a model of uniform noise without one"
 HAS_MASK = "is no model of uniform noise (it has a mask token, or is autoregressive)"
@@ -41,8 +41,6 @@ DUO = {
     "probes.train_tuned_lens": "a tuned lens is trained without one",
     "probes.edge_attribution": "DiTLayer has a norm or a gate between the heads and the residual stream",
     "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
-    "training.evaluation_loss": OTHERS_ONLY, "training.sink_statistics": OTHERS_ONLY,
-    "training.MaskedDiffusionTrainer": OTHERS_ONLY,
 }  # fmt: skip
 
 REFUSED: dict[str, dict[str, str]] = {
@@ -52,8 +50,6 @@ REFUSED: dict[str, dict[str, str]] = {
         **ENCODERLESS, "sampling.log_likelihood chain rule": WITH_MASKS,
         "sampling.denoise remasking": "remasking 'random' is none of Sumi's",
         "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
-        "training.evaluation_loss": OTHERS_ONLY, "training.sink_statistics": OTHERS_ONLY,
-        "training.MaskedDiffusionTrainer": OTHERS_ONLY,
     },
     "gidd": {
         **ENCODERLESS, "bridge": NO_BRIDGE, "sampling.log_likelihood chain rule": WITH_MASKS,
@@ -62,16 +58,13 @@ REFUSED: dict[str, dict[str, str]] = {
         "probes.edge_attribution": "GiddLayer has a norm or a gate between the heads and the residual stream",
         "sampling.denoise remasking": "remasking 'random' is none of GIDD's",
         "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
-        "training.evaluation_loss": OTHERS_ONLY, "training.sink_statistics": OTHERS_ONLY,
-        "training.MaskedDiffusionTrainer": OTHERS_ONLY,
     },
     "gidd_dit": {  # it has a mask token, and draws beside it
         **ENCODERLESS, "bridge": NO_BRIDGE, "sampling.denoise quirks": "corrects one text after the other",
         "probes.train_tuned_lens": "a tuned lens is trained without one",
         "probes.edge_attribution": "DiTLayer has a norm or a gate between the heads and the residual stream",
         "probes.remask": SEEDED,
-        "training.UniformDiffusionLoss": HAS_MASK, "training.evaluation_loss": HAS_MASK,
-        "training.sink_statistics": HAS_MASK, "training.MaskedDiffusionTrainer": HAS_MASK,
+        "training.UniformDiffusionLoss": HAS_MASK,
     },
     "diffusion_gemma": {
         **LIKELIHOODS,
@@ -84,12 +77,13 @@ REFUSED: dict[str, dict[str, str]] = {
         "training.UniformDiffusionLoss": NOT_TRAINED, "training.NextToken": NOT_TRAINED,
         "training.evaluation_loss": NOT_TRAINED, "training.sink_statistics": NOT_TRAINED,
         "training.MaskedDiffusionTrainer": NOT_TRAINED, "training.masked_loss": NOT_TRAINED,
-        "training.MaskedDiffusionLoss": NOT_TRAINED,
+        "training.MaskedDiffusionLoss": NOT_TRAINED, "training.LikelihoodBoundLoss": NOT_TRAINED,
     },
     "uniform_qwen": {
         **LIKELIHOODS,
         **ENCODERLESS, "sampling.denoise quirks": "has no reference quirks",
         "training.MaskedDiffusionLoss": "has no mask token; train it with UniformDiffusionLoss",
+        "training.LikelihoodBoundLoss": "has no bound on the likelihood with random tokens",
     },
 }  # fmt: skip
 """What a family does not take, with words of the sentence."""

@@ -1,3 +1,4 @@
+from .bound_objective import LikelihoodBoundLoss as LikelihoodBoundLoss
 from .checkpoints import CheckpointError as CheckpointError
 from .checkpoints import NonFiniteLossError as NonFiniteLossError
 from .checkpoints import TrainingDataError as TrainingDataError

@@ -29,8 +29,8 @@ def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingS
     """Settings of a shipped config ("qwen2.5-0.5b-sink") or a YAML file, with overrides ("optimisation.rate=2e-4").
 
     A file may name another file in `base` and replaces its values. The `kind` of the objective is masked_diffusion,
-    next_token or uniform_diffusion. Where a file or an override changes it, the settings of the file below that
-    only the kind before has are left out.
+    next_token, uniform_diffusion or likelihood_bound. Where a file or an override changes it, the settings of the
+    file below that only the kind before has are left out.
 
     Raises:
         FileNotFoundError: neither a file nor a shipped config.
@@ -93,10 +93,16 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
 
 def _objectives() -> dict[str, Any]:
     """The classes of the kinds of objectives."""
+    from dlm_lens.training.bound_objective import LikelihoodBoundLoss
     from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
     from dlm_lens.training.uniform_objective import UniformDiffusionLoss
 
-    return {USUAL: MaskedDiffusionLoss, "next_token": NextToken, "uniform_diffusion": UniformDiffusionLoss}
+    return {
+        USUAL: MaskedDiffusionLoss,
+        "next_token": NextToken,
+        "uniform_diffusion": UniformDiffusionLoss,
+        "likelihood_bound": LikelihoodBoundLoss,
+    }
 
 
 def _validated(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:

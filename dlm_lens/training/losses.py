@@ -1,13 +1,13 @@
 """The training loss: weighted cross entropy of the masked positions, computed in chunks of logits."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from dlm_lens.adapters.head import head_states, logit_scaling
 from dlm_lens.attention import SinkLayout, decoder_of, has_causal_context
 from dlm_lens.placement import input_device
+from dlm_lens.sampling.clean_context_network import clean_context_inputs
 from dlm_lens.sampling.two_copies import attention_in_copies, two_copies
+from dlm_lens.training.bound_objective import bound_of
 from dlm_lens.training.objective import Objective, check_trained_whole
 from dlm_lens.training.sources import Example, Rows
 from dlm_lens.training.tied_gradient import HeadGradient, TiedLookup, tied_gradient
@@ -69,6 +71,48 @@ def weighted_cross_entropy(
             _piece, head, states[piece], targets[piece], weights[piece].float(), never, scaling, use_reentrant=False
         )
     return total
+
+
+def bound_loss(
+    states: Float[Tensor, "n d_model"],
+    model: Any,
+    seen: Int[Tensor, "n"],
+    targets: Int[Tensor, "n"],
+    weights: Float[Tensor, "n"],
+    levels: Float[Tensor, "n"],
+    elements: int | None = None,
+) -> Float[Tensor, ""]:
+    """sum_n weights_n l_n, the integrand of the model's bound (`LikelihoodBoundLoss`).
+
+    A few rows of logits at a time: logits and their softmax are float32, the integrand float64; both are computed
+    again in the backward pass.
+
+    Args:
+        states: input of the head.
+        model: whose noise has random tokens.
+        seen: x_t.
+        targets: of the text.
+        weights: of each loss.
+        levels: of the noise of each, for the integrand.
+        elements: as in `weighted_cross_entropy`; of the integrand an eighth of them.
+    """
+    head, scaling, integrand = model.get_output_embeddings(), logit_scaling(model), bound_of(model.config)
+    vocabulary = getattr(head, "out_features", None) or head.weight.shape[0]
+    rows = max(1, (elements or ELEMENTS.get(states.device.type, ELEMENTS["cuda"])) // (8 * int(vocabulary)))
+    if not len(states):
+        return states.sum() * 0.0 + sum(parameter.sum() * 0.0 for parameter in head.parameters())
+
+    def piece(states: Tensor, seen: Tensor, targets: Tensor, weights: Tensor, levels: Tensor) -> Float[Tensor, ""]:
+        """Of a few rows."""
+        logits = head(states).float()
+        logits = logits if scaling is None else scaling(logits)
+        losses: Tensor = integrand(logits.log_softmax(-1), seen, targets, levels) * weights
+        return losses.sum()
+
+    total = states.new_zeros((), dtype=torch.float64)
+    for parts in zip(*(part.split(rows) for part in (states, seen, targets, weights, levels)), strict=True):
+        total = total + checkpoint(piece, *parts, use_reentrant=False)
+    return total.float()
 
 
 def _piece(
@@ -170,10 +214,14 @@ def masked_loss(
     targets: Int[Tensor, "n"],
     weights: Float[Tensor, "n"],
     *,
+    levels: Float[Tensor, "n"] | None = None,
+    clean: Bool[Tensor, "batch position"] | None = None,
     elements: int | None = None,
     **inputs: Tensor,
 ) -> Float[Tensor, ""]:
     """sum_n weights_n CE(logits of output n, target n): the numerator of an objective's loss.
+
+    With `levels` it is sum_n weights_n l_n, the integrand of the model's bound (`LikelihoodBoundLoss`).
 
     The head runs on the requested outputs only, in chunks; learned sinks are removed before it. Its logits are
     scaled as the model scales them (`logit_scaling`).
@@ -184,6 +232,8 @@ def masked_loss(
         outputs: indices into the flattened [batch * position].
         targets: ids.
         weights: of each loss.
+        levels: of the noise of each output, for the integrand of a bound; None for the cross entropy.
+        clean: positions that do not see the others, for GIDD.
         elements: as in `weighted_cross_entropy`.
         **inputs: attention_mask and position_ids of the decoder; for block diffusion what `two_copies` takes beside
             x_t, with x_0 as clean_ids, and `outputs` are then indices into [batch * 2 position].
@@ -199,10 +249,16 @@ def masked_loss(
         options: dict[str, Any] = {**inputs, **attention_in_copies(model.config, input_ids, causal=causal)}
         inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **options)
         input_ids = inputs.pop("input_ids")
-    with tied_gradient(model) as tied:
-        states = decoder_of(model)(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+    if clean is not None:
+        content = inputs.pop("attention_mask", torch.ones_like(clean)).bool()
+        inputs |= clean_context_inputs(model, content, clean)
+    with nullcontext() if levels is not None else tied_gradient(model) as tied:
+        states = decoder_of(model)(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
     states = states[:, SinkLayout.of(model).canvas(states.shape[1])]
     requested = head_states(model, states.flatten(0, 1)[outputs])
+    if levels is not None:
+        seen = input_ids.flatten()[outputs]
+        return bound_loss(requested, model, seen, targets, weights, levels, elements)
     never = model.config.mask_token_id if getattr(model.config, "subs", False) else None
     head = model.get_output_embeddings()
     return weighted_cross_entropy(requested, head, targets, weights, elements, never, tied, logit_scaling(model))

@@ -114,6 +114,21 @@ def check_embedded(tokens: Int[Tensor, "..."], rows: int, where: str = "the text
         )
 
 
+def weights_of_tokens(
+    region: Bool[Tensor, "batch position"], normalisation: Normalisation
+) -> tuple[Float[Tensor, "batch position"], float]:
+    """The weight of every position's loss, and what the sum of the losses is divided by.
+
+    Args:
+        region: the positions that count.
+        normalisation: as in `MaskedDiffusionLoss`.
+    """
+    weights = torch.ones(region.shape, dtype=torch.float64)
+    if normalisation == "sequence":
+        weights = weights / region.sum(-1, keepdim=True).clamp(min=1)
+    return weights, float(region.sum() if normalisation == "token" else region.any(-1).sum())
+
+
 def random_numbers(seed: int, stream: int, *place: int) -> np.random.Generator:
     """The random generator of a row (or of another place in a run), a pure function of its arguments."""
     return np.random.default_rng((seed, stream, *place))
@@ -253,12 +268,7 @@ class MaskedDiffusionLoss:
         if self.mask_token_id is None or self.logit_shift is None:
             raise ValueError("the objective lacks the model's mask token or shift; call `for_model` first")
         check_no_mask(rows.tokens[rows.visible], self.mask_token_id)
-        each = torch.ones_like(noised.weight)[:, None].expand_as(noised.masked)
-        count = float(noised.region.sum())
-        if self.normalisation != "token":
-            count = float(noised.region.any(-1).sum())
-        if self.normalisation == "sequence":
-            each = each / noised.region.sum(-1, keepdim=True).clamp(min=1)
+        each, count = weights_of_tokens(noised.region, self.normalisation)
         inputs, outputs = self._of_blocks(rows) if self.block_length else self._of_canvas(rows)
         weight = (noised.weight[:, None] * each)[noised.masked]
         found = [(outputs[noised.masked], rows.tokens[noised.masked], weight)]
@@ -305,7 +315,7 @@ class MaskedDiffusionLoss:
         if mask is None:
             noise = hasattr(model.config, "mask_token_id")  # of uniform noise, whose config says None
             remedy = (
-                "train it with UniformDiffusionLoss"
+                "train it with UniformDiffusionLoss or LikelihoodBoundLoss"
                 if noise
                 else ("turn an autoregressive checkpoint into a DLM with dlm_lens.training.convert first")
             )

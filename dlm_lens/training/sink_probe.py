@@ -18,7 +18,6 @@ from dlm_lens.attention import SinkLayout, decoder_of
 from dlm_lens.placement import input_device
 from dlm_lens.recording import ReceivedAttention, ValueNorm, record_forward
 from dlm_lens.training.sources import Example, Rows
-from dlm_lens.training.uniform_objective import UniformDiffusionLoss
 
 LEVELS = (0.9, 0.6, 0.3)
 """Masked shares of the canvases, from the most masked to the least, as in a denoising run."""
@@ -100,13 +99,12 @@ def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> Pro
 
     Isolated documents are canvases of their own, as training shows them to the network.
 
-    Open positions hold the mask token, under `UniformDiffusionLoss` random tokens.
+    Open positions hold the mask token, or the random tokens that the objective draws.
     """
     rows = Rows.of(examples, source.length, source.padding)
-    if isinstance(objective, UniformDiffusionLoss):
-        noise: Any = objective.random_tokens(range(len(rows.tokens)), rows.tokens.shape[1], PROBE_SEED)
-    else:
-        noise = getattr(objective, "mask_token_id", None)
+    noise: Any = getattr(objective, "mask_token_id", None)
+    if (drawn := getattr(objective, "noise_tokens", None)) is not None:
+        noise = drawn(range(len(rows.tokens)), rows.tokens.shape[1], PROBE_SEED)
     if noise is None:
         return _by_document(rows, rows.tokens[None], torch.zeros_like(rows.visible)[None])
     generator = torch.Generator().manual_seed(PROBE_SEED)

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import algorithm_of
-from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
+from dlm_lens.sampling.likelihood.noisy_texts import NoisyCorruption
 from dlm_lens.training.objective import (
     TOKENS,
     MaskedDiffusionLoss,
@@ -20,6 +20,7 @@ from dlm_lens.training.objective import (
     Schedule,
     check_trained_whole,
     random_numbers,
+    weights_of_tokens,
 )
 from dlm_lens.training.sources import Rows
 
@@ -68,7 +69,7 @@ class UniformDiffusionLoss:
         """As in `MaskedDiffusionLoss`."""
         return self.noise.lengths(samples, length, seed)
 
-    def random_tokens(self, samples: Sequence[int], length: int, seed: int) -> Int[Tensor, "batch position"]:
+    def noise_tokens(self, samples: Sequence[int], length: int, seed: int) -> Int[Tensor, "batch position"]:
         """The random token of every position, noise or not.
 
         Raises:
@@ -81,7 +82,7 @@ class UniformDiffusionLoss:
 
     def prepare(self, rows: Rows, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
         """Draw the noise, and return the arguments of the loss."""
-        tokens = self.random_tokens(samples, rows.tokens.shape[1], seed)
+        tokens = self.noise_tokens(samples, rows.tokens.shape[1], seed)
         return self.loss_arguments(rows, self.noise.draw(rows, samples, seed), tokens)
 
     def loss_arguments(
@@ -95,17 +96,14 @@ class UniformDiffusionLoss:
             tokens: the random token of each position.
         """
         region = noised.region
-        weight = torch.ones(region.shape)
-        count = float(region.sum()) if self.normalisation == "token" else float(region.any(-1).sum())
-        if self.normalisation == "sequence":
-            weight = weight / region.sum(-1, keepdim=True).clamp(min=1)
+        weight, count = weights_of_tokens(region, self.normalisation)
         index: Int[Tensor, "batch position"] = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
         return {
             "input_ids": torch.where(noised.masked, tokens, rows.tokens),
             **rows.network_inputs(),
             "outputs": index[region],
             "targets": rows.tokens[region],
-            "weights": weight[region],
+            "weights": weight[region].float(),
             "count": torch.tensor(count),
         }
 
@@ -122,11 +120,10 @@ class UniformDiffusionLoss:
                 f"{type(model).__name__} is no model of uniform noise (it has a mask token, or is autoregressive); "
                 "train a uniform_qwen, or use MaskedDiffusionLoss or NextToken"
             )
-        if isinstance(algorithm_of(model.config).corruption, UniformCorruption):
+        if isinstance(algorithm_of(model.config).corruption, NoisyCorruption):
             raise ValueError(
-                f"{type(model).__name__} predicts a token from the others, and its sampler counts the token itself "
-                "beside that (2506.10892): this loss, whose prediction reads the token too, does not train it; "
-                "train a uniform_qwen"
+                f"the sampler of {type(model).__name__} counts the token that a position holds beside the "
+                "prediction (2506.10892), and this loss trains one that reads it too; take LikelihoodBoundLoss"
             )
         vocabulary = self.vocabulary or int(model.config.vocab_size)
         rows = int(model.get_input_embeddings().weight.shape[0])

@@ -10,6 +10,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.mixed_noise import mixed_nelbo
+from dlm_lens.sampling.likelihood.noisy_texts import drawn_texts
 from dlm_lens.sampling.samplers.gidd import GiddCorruption
 from dlm_lens.sampling.samplers.mixed_noise import Mixture
 from dlm_lens.testing import tiny
@@ -154,7 +155,7 @@ def test_what_is_not_defined_is_refused() -> None:
 def test_random_tokens_are_never_the_mask() -> None:
     corruption, config = GiddCorruption(), tiny("gidd").config
     pair = Pair(torch.tensor([5]), torch.arange(10, 60))
-    texts = corruption.noisy_texts(pair, config, 64, torch.Generator().manual_seed(0))
+    texts = drawn_texts(corruption, pair, config, 64, torch.Generator().manual_seed(0))
     assert not bool((texts.tokens == 3).any())
     assert bool((texts.tokens[:, 0] == 5).all())
     changed = (texts.tokens[:, 1:] != pair.answer).double().mean(-1)

@@ -13,6 +13,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
 from dlm_lens.sampling.likelihood.mixed_noise import mixed_nelbo
+from dlm_lens.sampling.likelihood.noisy_texts import drawn_texts
 from dlm_lens.sampling.samplers.gidd_dit import HybridCorruption
 from dlm_lens.sampling.samplers.mixed_noise import Mixture
 from dlm_lens.testing import tiny
@@ -190,7 +191,7 @@ def test_the_corruption_draws_the_shares_of_a_time() -> None:
 
     config = tiny("gidd_dit", p_uniform=0.3).config
     pair = Pair(torch.tensor([1]), torch.full((3000,), 7))
-    texts = HybridCorruption().noisy_texts(pair, config, 4, torch.Generator().manual_seed(3))
+    texts = drawn_texts(HybridCorruption(), pair, config, 4, torch.Generator().manual_seed(3))
     assert texts.tokens[:, 0].tolist() == [1] * 4
     for row, (time, quarter) in enumerate(zip(texts.level.tolist(), range(4), strict=True)):
         assert quarter / 4 <= (time - 1e-4) / (1 - 2e-4) <= (quarter + 1) / 4

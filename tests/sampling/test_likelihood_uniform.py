@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.likelihood.noisy_texts import NoisyQuery, NoisyScorer
+from dlm_lens.sampling.likelihood.noisy_texts import NoisyQuery, NoisyScorer, drawn_texts
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption, nelbo
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
@@ -27,8 +28,9 @@ def test_the_noise_of_the_loss_is_the_originals(entry: dict[str, Any]) -> None:
     """Times, replaced positions and random tokens; the original's batch is here the samples of one item."""
     clean = torch.tensor(entry["x0"])
     generator = torch.Generator().manual_seed(entry["seed"])
-    noisy, times = UniformCorruption().canvases(Pair(NOTHING, clean[0]), 71, 3, generator)
-    assert times.tolist() == pytest.approx(entry["t"], rel=1e-6)
+    config, pair = SimpleNamespace(vocab_size=71), Pair(NOTHING, clean[0])
+    noisy, alphas, _ = drawn_texts(UniformCorruption(), pair, config, 3, generator)
+    assert ((1 - alphas) / 0.999).tolist() == pytest.approx(entry["t"], rel=1e-6)
     stored = torch.tensor(entry["xt"])
     replaced = stored != clean
     assert noisy[replaced].equal(stored[replaced])

@@ -297,5 +297,5 @@ def test_uniform_noise_needs_a_model_without_a_mask_token(family: str) -> None:
 
 
 def test_a_network_that_predicts_from_the_other_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="DuoForDiffusion predicts a token from the others"):
+    with pytest.raises(ValueError, match="the sampler of DuoForDiffusion counts the token that a position holds"):
         UniformDiffusionLoss().for_model(tiny("duo"), 4)

@@ -143,13 +143,25 @@ class LogLinearCorruption:
 
     def draw(self, pair: Pair, samples: int, generator: torch.Generator) -> Drawn:
         """One number per sample, then one per sample and position of the whole text."""
+        return self.draw_at(pair, self.times(samples, generator), generator)
+
+    def times(self, samples: int, generator: torch.Generator) -> Float[Tensor, "sample"]:
+        """The times of one group."""
         start = torch.rand(samples, generator=generator, dtype=torch.float32)
         if self.stratified:
             start = (start / samples + torch.arange(samples, dtype=torch.float32) / samples) % 1
-        times = (1 - self.eps) * start + self.eps
+        return self.time_of(start)
+
+    def time_of(self, share: Float[Tensor, "*sample"]) -> Float[Tensor, "*sample"]:
+        """The time at a share of the way from the least one to 1."""
+        return (1 - self.eps) * share + self.eps
+
+    def draw_at(self, pair: Pair, times: Float[Tensor, "sample"], generator: torch.Generator) -> Drawn:
+        """One number per sample and position of the whole text."""
         sigma = -torch.log1p(-(1 - 1e-3) * times)
         chance = 1 - torch.exp(-sigma)
-        masked = torch.rand(samples, len(pair.tokens), generator=generator, dtype=torch.float32) < chance[:, None]
+        shape = (len(times), len(pair.tokens))
+        masked = torch.rand(shape, generator=generator, dtype=torch.float32) < chance[:, None]
         return Drawn(masked & pair.in_answer if self.scope == "answer" else masked, times, sigma)
 
 

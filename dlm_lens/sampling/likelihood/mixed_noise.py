@@ -42,13 +42,17 @@ def mixed_nelbo(
     alpha, each = now.alpha, now.random / (size - 1)
     written, moved = now.noise_at(tokens, mask_id, size), now.noise_at(seen, mask_id, size)
     predicted = alpha[:, None] * logs.double().exp() + each[:, None]
-    predicted[:, mask_id] = alpha * logs[:, mask_id].double().exp() + now.masked
-    at_token, at_seen = (predicted.gather(-1, column[:, None])[:, 0] for column in (tokens, seen))
+    # Of [MASK], apart: in training a column of zeros would have no derivative.
+    predicted[:, mask_id] = 1.0
+    at_mask = alpha * logs[:, mask_id].double().exp() + now.masked
+    at_token, at_seen = (
+        torch.where(ids == mask_id, at_mask, predicted.gather(-1, ids[:, None])[:, 0]) for ids in (tokens, seen)
+    )
     own = alpha + written
     right = torch.where(seen == tokens, own, moved)
     # The sum as if no token were the text's, and the difference that it makes.
     noise = torch.xlogy(each[:, None], predicted)
-    noise[:, mask_id] = torch.xlogy(now.masked, predicted[:, mask_id])
+    noise[:, mask_id] = torch.xlogy(now.masked, torch.where(now.masked > 0, at_mask, 1.0))
     total = (size - 1) * torch.xlogy(each, each) + torch.xlogy(now.masked, now.masked) - noise.sum(-1)
     total = total + own * (own / at_token).log() - (torch.xlogy(written, written) - torch.xlogy(written, at_token))
     ratio = right / at_seen
@@ -86,12 +90,21 @@ class MixedCorruption:
         """The noise of a model with this config at these times (float64), and its derivatives in time."""
         raise NotImplementedError
 
-    def noisy_texts(self, pair: Pair, config: Any, samples: int, generator: torch.Generator) -> NoisyTexts:
-        """A number for each time, then one and a random token for each position of the whole text."""
+    def times(self, samples: int, generator: torch.Generator) -> Float[Tensor, "sample"]:
+        """The times of one group."""
         start = torch.rand(samples, generator=generator, dtype=torch.float64)
-        times = (1 - 2 * self.eps) * (start + torch.arange(samples)) / samples + self.eps
+        return self.time_of((start + torch.arange(samples)) / samples)
+
+    def time_of(self, share: Float[Tensor, "*sample"]) -> Float[Tensor, "*sample"]:
+        """The time at a share of the way from the least one to the greatest."""
+        return (1 - 2 * self.eps) * share + self.eps
+
+    def texts_at(
+        self, pair: Pair, config: Any, times: Float[Tensor, "sample"], generator: torch.Generator
+    ) -> NoisyTexts:
+        """A number and a random token for each position of the whole text."""
         alpha, masked, _ = (share[:, None] for share in self.levels(config, times)[0])
-        shape, mask = (samples, len(pair.tokens)), noise_mask_id(config)
+        shape, mask = (len(times), len(pair.tokens)), noise_mask_id(config)
         drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
         random = torch.randint(int(config.vocab_size) - 1, shape, generator=generator)
         noise = torch.where(drawn < alpha + masked, mask, random + (random >= mask))

@@ -47,13 +47,30 @@ class NoisyCorruption(Protocol):
         """Which part of a text is noisy and scored."""
         ...
 
-    def noisy_texts(self, pair: Pair, config: Any, samples: int, generator: torch.Generator) -> NoisyTexts:
-        """Draw one stratified group with noise on the answer, always on the CPU so that devices agree."""
+    def times(self, samples: int, generator: torch.Generator) -> Float[Tensor, "sample"]:
+        """Draw the times of one stratified group, always on the CPU so that devices agree."""
+        ...
+
+    def time_of(self, share: Float[Tensor, "*sample"]) -> Float[Tensor, "*sample"]:
+        """The time at a share, in [0, 1), of the way from the least to the greatest."""
+        ...
+
+    def texts_at(
+        self, pair: Pair, config: Any, times: Float[Tensor, "sample"], generator: torch.Generator
+    ) -> NoisyTexts:
+        """Draw a text with noise on the answer for each time, likewise."""
         ...
 
     def integrand(self, config: Any) -> Integrand:
         """The losses of tokens, for a model with this config."""
         ...
+
+
+def drawn_texts(
+    corruption: NoisyCorruption, pair: Pair, config: Any, samples: int, generator: torch.Generator
+) -> NoisyTexts:
+    """Draw one stratified group of noisy texts: the times, then the noise."""
+    return corruption.texts_at(pair, config, corruption.times(samples, generator), generator)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +136,7 @@ def noisy_losses(
                 pair = Pair(pair.tokens[:0], pair.tokens)
             generator = shared or torch.Generator().manual_seed(record["seeds"][item])
             for group in range(record["samples"] // record["strata"]):
-                texts = corruption.noisy_texts(pair, scorer.model.config, record["strata"], generator)
+                texts = drawn_texts(corruption, pair, scorer.model.config, record["strata"], generator)
                 lines = zip(texts.tokens, texts.level.tolist(), texts.sigma.tolist(), strict=True)
                 for number, (row, level, sigma) in enumerate(lines):
                     term = group * record["strata"] + number

@@ -21,19 +21,14 @@ class UniformCorruption(LogLinearCorruption):
     position is scored, noise or not, since the network is not told which is which (`nelbo`).
     """
 
-    def canvases(
-        self, pair: Pair, size: int, samples: int, generator: torch.Generator
-    ) -> tuple[Int[Tensor, "sample position"], Float[Tensor, "sample"]]:
-        """Draw one stratified group of noisy texts, and their times."""
-        drawn = self.draw(pair, samples, generator)
-        random = torch.randint(size, drawn.masked.shape, generator=generator)
-        return torch.where(drawn.masked, random, pair.tokens), drawn.rate
-
-    def noisy_texts(self, pair: Pair, config: Any, samples: int, generator: torch.Generator) -> NoisyTexts:
-        """`canvases`, whose level is alpha = 1 - (1 - 1e-3) t."""
-        noisy, times = self.canvases(pair, int(config.vocab_size), samples, generator)
+    def texts_at(
+        self, pair: Pair, config: Any, times: Float[Tensor, "sample"], generator: torch.Generator
+    ) -> NoisyTexts:
+        """Noisy texts, whose level is alpha = 1 - (1 - 1e-3) t."""
+        drawn = self.draw_at(pair, times, generator)
+        random = torch.randint(int(config.vocab_size), drawn.masked.shape, generator=generator)
         alpha = 1 - (1 - NOISE_EPS) * times.double()
-        return NoisyTexts(noisy, alpha, -alpha.log())
+        return NoisyTexts(torch.where(drawn.masked, random, pair.tokens), alpha, -alpha.log())
 
     def integrand(self, config: Any) -> Integrand:
         """`nelbo`."""
