@@ -102,11 +102,11 @@ def denoise(
         observers: one or more `RunObserver`s, whose methods are called at every step (`dlm_lens.Recorder` is one).
         resume: the finished steps of an unfinished run with the same prompts and settings; the run continues after
             them.
-        **settings: further settings of the family's sampler (LLaDA: logits_eos_inf, confidence_eos_eot_inf;
-            MMaDA: eot_token, which ends a row after the block that ends with it; Dream: top_p, top_k, alg_temp,
-            eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md); SMDM: eps; dllm: schedule,
-            stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens; MDLM and SEDD:
-            predictor, noise_removal, eps; Duo and UDLM: noise_removal, eps, top_p; GIDD: min_p, eps,
+        **settings: further settings of the family's sampler; what is None is as the checkpoint has it (LLaDA:
+            logits_eos_inf, confidence_eos_eot_inf; MMaDA: eot_token, which ends a row after the block that ends
+            with it; Dream: top_p, top_k, alg_temp, eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md);
+            SMDM: eps; dllm: schedule, stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens;
+            MDLM and SEDD: predictor, noise_removal, eps; Duo and UDLM: noise_removal, eps, top_p; GIDD: min_p, eps,
             correction_steps, correction_temperature, correction_time, correction_stops, correction_patience, and at
             3B and 10B steps_per_block, top_p, top_k, schedule, tokens_per_step, min_length, canvas_length; Sumi:
             canvas_length, delimiter, schedule, min_log_snr, max_log_snr, tokens_per_step; BD3-LM: first_hitting,

@@ -146,9 +146,8 @@ class GiddPropose(MixedPropose):
         likely = wide.softmax(-1)
         wanted = likely.amax(-1) - likely.gather(-1, seen[:, None])[:, 0]
         written = self.now.noise_at(seen, self.mask_id, logits.shape[-1]).to(wanted)
-        if (
-            self.reference_quirks
-        ):  # as there: it rounds, and 0 / 0, which ranks first, is in rows without a mask left
+        if self.reference_quirks:
+            # As there: it rounds, and 0 / 0, which ranks first, is in rows without a mask left.
             rows = evaluated.sum(-1).tolist()
             written = torch.cat([part / part.sum() for part in written.split(rows)])
         return self.drawn(self.probabilities(wide), evaluated, eligible), (wanted * written).nan_to_num(
