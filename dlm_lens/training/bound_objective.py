@@ -130,6 +130,8 @@ class ModelBoundLoss(LikelihoodBoundLoss):
         region = rows.answer
         weights, count = weights_of_tokens(region, self.normalisation)
         index: Int[Tensor, "batch position"] = torch.arange(region.numel()).view_as(rows.tokens)
+        # Not every device has float64: a number in two of float32.
+        pairs = torch.stack([level.float(), (level - level.float()).float()], -1)
         given = {"sigma": sigma.float()} if self.noise_level else {}
         return {
             "input_ids": torch.where(region, noisy, rows.tokens),
@@ -139,7 +141,7 @@ class ModelBoundLoss(LikelihoodBoundLoss):
             "outputs": index[region],
             "targets": rows.tokens[region],
             "weights": weights[region].float(),
-            "levels": level[:, None].expand(region.shape)[region],
+            "levels": pairs[:, None].expand(*region.shape, 2)[region],
             "count": torch.tensor(count),
         }
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dlm_lens.adapters.head import head_states, logit_scaling
 from dlm_lens.attention import SinkLayout, decoder_of, has_causal_context
-from dlm_lens.placement import input_device
+from dlm_lens.placement import float64_device, input_device
 from dlm_lens.sampling.clean_context_network import clean_context_inputs
 from dlm_lens.sampling.two_copies import attention_in_copies, two_copies
 from dlm_lens.training.bound_objective import bound_of
@@ -79,7 +79,7 @@ def bound_loss(
     seen: Int[Tensor, "n"],
     targets: Int[Tensor, "n"],
     weights: Float[Tensor, "n"],
-    levels: Float[Tensor, "n"],
+    levels: Float[Tensor, "n 2"],
     elements: int | None = None,
 ) -> Float[Tensor, ""]:
     """sum_n weights_n l_n, the integrand of the model's bound (`LikelihoodBoundLoss`).
@@ -93,7 +93,7 @@ def bound_loss(
         seen: x_t.
         targets: of the text.
         weights: of each loss.
-        levels: of the noise of each, for the integrand.
+        levels: of the noise of each, for the integrand: the sum of the two numbers.
         elements: as in `weighted_cross_entropy`; of the integrand an eighth of them.
     """
     head, scaling, integrand = model.get_output_embeddings(), logit_scaling(model), bound_of(model.config)
@@ -106,13 +106,14 @@ def bound_loss(
         """Of a few rows."""
         logits = head(states).float()
         logits = logits if scaling is None else scaling(logits)
-        losses: Tensor = integrand(logits.log_softmax(-1), seen, targets, levels) * weights
-        return losses.sum()
+        place = float64_device(logits.device)
+        logs, level = logits.log_softmax(-1).to(place), levels.to(place).double().sum(-1)
+        return (integrand(logs, seen.to(place), targets.to(place), level) * weights.to(place)).sum()
 
-    total = states.new_zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=float64_device(states.device))
     for parts in zip(*(part.split(rows) for part in (states, seen, targets, weights, levels)), strict=True):
         total = total + checkpoint(piece, *parts, use_reentrant=False)
-    return total.float()
+    return total.float().to(states.device)
 
 
 def _piece(
@@ -214,7 +215,7 @@ def masked_loss(
     targets: Int[Tensor, "n"],
     weights: Float[Tensor, "n"],
     *,
-    levels: Float[Tensor, "n"] | None = None,
+    levels: Float[Tensor, "n 2"] | None = None,
     clean: Bool[Tensor, "batch position"] | None = None,
     elements: int | None = None,
     **inputs: Tensor,
@@ -232,7 +233,8 @@ def masked_loss(
         outputs: indices into the flattened [batch * position].
         targets: ids.
         weights: of each loss.
-        levels: of the noise of each output, for the integrand of a bound; None for the cross entropy.
+        levels: of the noise of each output, for the integrand of a bound, the sum of the two numbers; None for the
+            cross entropy.
         clean: positions that do not see the others, for GIDD.
         elements: as in `weighted_cross_entropy`.
         **inputs: attention_mask and position_ids of the decoder; for block diffusion what `two_copies` takes beside

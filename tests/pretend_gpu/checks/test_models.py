@@ -17,7 +17,7 @@ from dlm_lens.evaluation import check_checkpoint
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.placement import devices, input_device
 from dlm_lens.testing import tiny
-from dlm_lens.training import masked_loss
+from dlm_lens.training import Example, LikelihoodBoundLoss, Rows, masked_loss
 from tests.pretend_gpu.comparison import model_of
 from tests.pretend_gpu.placing import device_map
 from tests.pretend_gpu.scenes import PROMPTS
@@ -66,6 +66,22 @@ def test_a_training_step_equals_the_cpus(family: str) -> None:
         gradients.append(model.get_input_embeddings().weight.grad.cpu())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)  # float32, another kernel
+
+
+@pytest.mark.parametrize("family", ["udlm", "gidd", "gidd_dit"])
+def test_a_step_of_the_bound_equals_the_cpus(family: str) -> None:
+    """In float64: on the CPU for a device without it."""
+    found = []
+    for device in ("cpu", "cuda:0"):
+        model: Any = tiny(family).to(device)
+        rows = Rows.of([Example(torch.arange(4, 16), 2)], 12, 0)
+        asked = LikelihoodBoundLoss().for_model(model, 1).prepare(rows, [3], 1)
+        asked.pop("count")
+        loss = masked_loss(model, **{name: value.to(device) for name, value in asked.items()})
+        loss.backward()
+        found.append((loss.item(), model.get_input_embeddings().weight.grad.cpu()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-4)  # float32, another kernel
 
 
 @pytest.mark.parametrize("width", [64, 128])
