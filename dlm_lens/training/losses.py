@@ -245,11 +245,11 @@ def masked_loss(
     """
     check_trained_whole(model)
     if "clean_ids" in inputs:
-        clean, blocks, positions = (inputs.pop(name) for name in ("clean_ids", "blocks", "position_ids"))
+        clean_ids, blocks, positions = (inputs.pop(name) for name in ("clean_ids", "blocks", "position_ids"))
         # As the authors train, whichever sampler decodes afterwards.
         causal = has_causal_context(model.config)
         options: dict[str, Any] = {**inputs, **attention_in_copies(model.config, input_ids, causal=causal)}
-        inputs = two_copies(input_ids, clean, blocks, positions, dtype=model.dtype, **options)
+        inputs = two_copies(input_ids, clean_ids, blocks, positions, dtype=model.dtype, **options)
         input_ids = inputs.pop("input_ids")
     if clean is not None:
         content = inputs.pop("attention_mask", torch.ones_like(clean)).bool()
