@@ -64,6 +64,11 @@ class GiddConfig(MaskedDiffusionFields, LlamaConfig):
         ValueError: layers of another kind.
     """
 
+    # Of the MLP alone: queries and keys have one norm over all heads.
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
     model_type = "gidd"
     original_class: ClassVar[str | None] = "GiddForDiffusionLM"
     zero_sink_value: ClassVar[bool] = False
