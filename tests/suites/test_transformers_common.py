@@ -105,6 +105,9 @@ EXCLUDED = {
     "gidd_dit": {
         "test_inputs_embeds": "embeddings do not show how many tokens are masked; sigma has to be passed with them",
     },
+    "gidd": {
+        "test_eager_matches_sdpa_inference_24_fp32_pad_left_output_attentions": "the fused kernel has no soft cap"
+    },
     "nemotron": {
         "test_sliding_window_mask": "their diffusion passes have no window; one in config.json is dropped"
     },
@@ -124,6 +127,7 @@ SKIPPED = (
     "model is not composite",
     "No subconfigs",
     "does not support SDPA",  # said of models that are not composite
+    "support sdpa",  # GIDD: the fused kernel has no soft cap
     "does not support grouped_mm",
     "no sparse experts",
     "does not have a TP plan",
@@ -177,6 +181,7 @@ def test_common_model_tests(model: str):
     }
     assert not surprising
     assert not set(REQUIRED) - outcome.passed - set(EXCLUDED.get(model, {}))
-    assert len(outcome.passed) + len(EXCLUDED.get(model, {})) >= 95
+    # GIDD has no sdpa, with which many settings of one test compare.
+    assert len(outcome.passed) + len(EXCLUDED.get(model, {})) >= (78 if family == "gidd" else 95)
     if family in ("llada", "mmada", "smdm", "mdlm", "sedd", "gidd_dit"):
         assert {"test_reverse_loading_mapping", "test_can_load_from_already_mapped_keys"} <= outcome.passed
