@@ -208,6 +208,7 @@ class GiddSampler(MixedNoiseSampler):
         self.ends = sorted({one for one in (*ids.ends, ids.eot) if one is not None})
         self.propose: GiddPropose = GiddPropose(settings, noise, ids.eos, reference_quirks=reference_quirks)
         if settings.remasking == "adaptive":
+            self.writes_all = False
             self.select: Any = Select()
             self.select.by_topk = reference_quirks
         self._over, self._prompt = torch.empty(0, dtype=torch.bool), 0
@@ -313,8 +314,16 @@ class GiddSampler(MixedNoiseSampler):
         """The noise of the step, and where no end of the text is written."""
         propose, time = self.propose, plan.remaining
         propose.now, propose.then = (self.settings.level(one, self._dtype) for one in (time, time - 1))
+        if not self.writes_all and self.reference_quirks:
+            self.select.span = plan.span  # `torch.topk` is given the block alone
         where = torch.arange(masked.shape[1])
         propose.no_end = where < self._prompt + self.settings.min_length if self.settings.min_length else None
+
+    def writable(
+        self, proposal: Proposal, running: Bool[Tensor, "batch position"]
+    ) -> Bool[Tensor, "batch position"]:
+        """With "adaptive" what the network would not change, or noise does not write, stays."""
+        return running if self.writes_all or self.reference_quirks else running & (proposal.confidence > 0)
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
@@ -333,20 +342,7 @@ class GiddSampler(MixedNoiseSampler):
         plan: StepPlan,
     ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
         """One step."""
-        if self.settings.remasking == "ancestral":
-            after, proposal, decided = super().forward(canvas, logits, evaluated, masked, plan)
-        else:
-            self.prepare(masked, plan)
-            running = self.running(masked, plan)
-            proposal = Proposal(*self.propose(canvas, logits, evaluated, running))
-            if not self.reference_quirks:  # what the network would not change, or noise does not write, stays
-                running = running & (proposal.confidence > 0)
-            else:
-                self.select.span = plan.span  # `torch.topk` is given the block alone
-            written = self.select(proposal.confidence, running, self.count(running, masked, plan))
-            self._open = self._open & ~written
-            after = self.canvas_after(canvas, proposal, written & masked, written & ~masked)
-            decided = written & masked
+        after, proposal, decided = super().forward(canvas, logits, evaluated, masked, plan)
         return self._after_block(after, plan) if plan.remaining == 1 else after, proposal, decided
 
     def _after_block(self, canvas: Int[Tensor, "batch position"], plan: StepPlan) -> Int[Tensor, "batch position"]:

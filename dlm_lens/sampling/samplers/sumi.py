@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
-from dlm_lens.sampling.denoising_run import Proposal, StepPlan
+from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise
@@ -189,7 +189,7 @@ class SumiSampler(UniformNoiseSampler):
         else:
             temperature = 0.0 if settings.remasking == "greedy" else settings.temperature
             self.propose = SumiAdaptive(temperature, noise, reference_quirks=reference_quirks)
-            self.select = Select()
+            self.select, self.writes_all = Select(), False
             self.select.by_topk = reference_quirks
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
@@ -242,23 +242,6 @@ class SumiSampler(UniformNoiseSampler):
         if self.settings.remasking != "adaptive":
             return eligible.sum(-1)
         return eligible.sum(-1).clamp(max=self.settings.tokens_per_step)
-
-    def forward(
-        self,
-        canvas: Int[Tensor, "batch position"],
-        logits: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        masked: Bool[Tensor, "batch position"],
-        plan: StepPlan,
-    ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step."""
-        if self.ancestral:
-            return super().forward(canvas, logits, evaluated, masked, plan)
-        running = self.running(masked, plan)
-        proposal = Proposal(*self.propose(canvas, logits, evaluated, running))
-        written = self.select(proposal.confidence, running, self.count(running, masked, plan))
-        self._open = self._open & ~written
-        return self.canvas_after(canvas, proposal, written & masked, written & ~masked), proposal, written & masked
 
 
 def sumi_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:

@@ -45,11 +45,13 @@ class UniformNoiseSampler(Sampler):
 
     Attributes:
         blank: the token of positions that no canvas has reached yet.
+        writes_all: whether a step writes every running position, rather than those that `select` chooses.
         vocabulary: number of ids of random tokens, from the model's config.
     """
 
     blank = 0
     closes_rows = True
+    writes_all = True
 
     def __init__(self, noise: Noise) -> None:
         super().__init__()
@@ -91,6 +93,12 @@ class UniformNoiseSampler(Sampler):
         """No number is planned."""
         return eligible.sum(-1)
 
+    def writable(
+        self, proposal: Proposal, running: Bool[Tensor, "batch position"]
+    ) -> Bool[Tensor, "batch position"]:
+        """The running positions that may take their proposals: all, for most."""
+        return running
+
     def _with_random(
         self, canvas: Int[Tensor, "batch position"], span: tuple[int, int]
     ) -> Int[Tensor, "batch position"]:
@@ -112,13 +120,20 @@ class UniformNoiseSampler(Sampler):
         masked: Bool[Tensor, "batch position"],
         plan: StepPlan,
     ) -> tuple[Int[Tensor, "batch position"], Proposal, Bool[Tensor, "batch position"]]:
-        """One step: every running position takes its proposal, and is decided where `select` chooses it."""
+        """One step: running positions take their proposals, and are decided where `select` chooses them.
+
+        All of them do, or those alone that are chosen (`writes_all`); the others are then left as they are.
+        """
         self.prepare(masked, plan)
         running = self.running(masked, plan)
         proposal = Proposal(*self.propose(canvas, logits, evaluated, running))
-        decided = self.select(proposal.confidence, running, self.count(running, masked, plan))
-        self._open = torch.where(running, ~decided, self._open)
-        return self.canvas_after(canvas, proposal, running & masked, running & ~masked), proposal, decided & masked
+        written = self.writable(proposal, running)
+        decided = self.select(proposal.confidence, written, self.count(written, masked, plan))
+        if self.writes_all:
+            self._open = torch.where(written, ~decided, self._open)
+        else:
+            self._open, written = self._open & ~decided, decided
+        return self.canvas_after(canvas, proposal, written & masked, written & ~masked), proposal, decided & masked
 
     def state(self) -> dict[str, Tensor]:
         """What is open."""
