@@ -28,18 +28,7 @@ def resumed_as_unbroken(
     reducers = [dl.ReceivedAttention(min_viewers=1), *reducers]
     whole = dl.record(model, prompts, reducers, **settings)
     assert whole.run.steps > passes - 1
-    seen: list[int] = []
-
-    def stop(*_: Any) -> None:
-        seen.append(1)
-        if len(seen) == passes:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, prompts, reducers, to=folder, **settings)
-    handle.remove()
-    resumed = dl.record(model, prompts, reducers, to=folder, **settings)
+    resumed = resumed_recording(model, folder, passes, prompts, reducers, **settings)
     for other in (resumed, dl.Recording.load(folder)):
         for name in ARRAYS:
             assert getattr(other.run, name).equal(getattr(whole.run, name)), name
@@ -49,3 +38,19 @@ def resumed_as_unbroken(
         found, wanted = dl.received_of(other).values, dl.received_of(whole).values
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     return whole
+
+
+def resumed_recording(model: Any, to: Path, passes: int, prompts: Any, reducers: Any, **settings: Any) -> Any:
+    """The recording of a run that is interrupted in a pass of the decoder, counted from 1, and resumed."""
+    done: list[int] = []
+
+    def stop(*_: Any) -> None:
+        done.append(1)
+        if len(done) == passes:
+            raise KeyboardInterrupt
+
+    handle = model.model.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        dl.record(model, prompts, reducers, to=to, **settings)
+    handle.remove()
+    return dl.record(model, prompts, reducers, to=to, **settings)

@@ -15,6 +15,7 @@ from dlm_lens.sampling import StoredRun
 from dlm_lens.sampling.samplers.bd3lm import BD3LMSettings
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
+from tests.sampling.interrupted import resumed_recording
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11]]
 RUN: dict[str, Any] = {"gen_length": 10, "seed": 1}
@@ -232,20 +233,10 @@ def test_the_likelihood_of_blocks() -> None:
 
 
 def test_stored_and_resumed(tmp_path: Path) -> None:
-    model, passes = model_of(), list[int]()
+    model = model_of()
     options = RUN | {"first_hitting": False, "steps_per_block": 6}
     whole = dl.record(model, PROMPTS, [dl.ReceivedAttention()], **options)
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 9:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, PROMPTS, [dl.ReceivedAttention()], to=tmp_path / "rec", **options)
-    handle.remove()
-    resumed = dl.record(model, PROMPTS, [dl.ReceivedAttention()], to=tmp_path / "rec", **options)
+    resumed = resumed_recording(model, tmp_path / "rec", 9, PROMPTS, [dl.ReceivedAttention()], **options)
     for other in (resumed, dl.Recording.load(tmp_path / "rec")):
         assert other.run.canvases.equal(whole.run.canvases)
         assert other.run.blocks == whole.run.blocks

@@ -15,6 +15,7 @@ from dlm_lens.sampling.samplers.uniform_posterior import Levels, posterior
 from dlm_lens.sampling.stored_run import StoredRun
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
+from tests.sampling.interrupted import resumed_recording
 
 PROMPTS: list[list[int]] = [[], [1, 2, 3], [9]]
 RUN: dict[str, Any] = {"gen_length": 10, "steps": 8, "seed": 4}
@@ -232,18 +233,7 @@ def test_traces_resume_and_stored_recordings(tmp_path: Path) -> None:
     expected = dit64(model, plain.canvases[1, 1:2], sigma=sigma)["pattern0"]
     torch.testing.assert_close(pattern[1:2].double(), expected, atol=2e-5, rtol=2e-4)
     whole = dl.record(model, PROMPTS, reducers, **RUN)
-    passes: list[int] = []
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 5:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
-    handle.remove()
-    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
+    resumed = resumed_recording(model, tmp_path / "rec", 5, PROMPTS, reducers, **RUN)
     for other in (resumed, dl.Recording.load(tmp_path / "rec")):
         for name in ("canvases", "open", "unmasked", "revised", "proposals"):
             assert getattr(other.run, name).equal(getattr(whole.run, name)), name

@@ -13,6 +13,7 @@ from dlm_lens.hooks import mask_positions, mask_top_sinks
 from dlm_lens.testing import tiny
 from tests.reference import attention64, forward64, normed, rotated
 from tests.sampling import test_likelihood_blocks as blocks
+from tests.sampling.interrupted import resumed_recording
 
 BLOCK, SUB = 8, 4
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14], list(range(20, 28)), [30]]
@@ -340,18 +341,7 @@ def test_the_lens_at_the_last_layer_is_what_the_run_proposed() -> None:
 def test_a_recording_is_stored_and_resumed(tmp_path: Path) -> None:
     model, reducers = model_of(), [dl.ReceivedAttention(min_viewers=1), dl.ValueNorm()]
     whole = dl.record(model, PROMPTS, reducers, **RUN)
-    passes: list[int] = []
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 9:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
-    handle.remove()
-    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
+    resumed = resumed_recording(model, tmp_path / "rec", 9, PROMPTS, reducers, **RUN)
     stored = dl.Recording.load(tmp_path / "rec")
     for other in (resumed, stored):
         assert other.run.canvases.equal(whole.run.canvases)

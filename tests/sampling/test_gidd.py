@@ -13,6 +13,7 @@ from dlm_lens import hooks
 from dlm_lens.sampling.samplers.gidd import GiddSettings
 from dlm_lens.testing import tiny
 from tests.gidd64 import network64
+from tests.sampling.interrupted import resumed_recording
 from tests.sampling.test_mixed_noise import mixed_bayes_of
 
 PROMPTS: list[list[int]] = [[5, 6], [11, 12, 13], [9]]
@@ -261,18 +262,7 @@ def test_hidden_columns_traces_and_resuming(tmp_path: Path) -> None:
         torch.testing.assert_close(seen[step][0].double(), expected, atol=2e-5, rtol=2e-5)
     reducers = [dl.ReceivedAttention(min_viewers=1)]
     whole = dl.record(model, PROMPTS, reducers, **RUN)
-    passes: list[int] = []
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 5:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
-    handle.remove()
-    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
+    resumed = resumed_recording(model, tmp_path / "rec", 5, PROMPTS, reducers, **RUN)
     for name in ("canvases", "open", "unmasked", "revised", "proposals"):
         assert getattr(resumed.run, name).equal(getattr(whole.run, name)), name
     lm: Any = dl.DiffusionLM(model)

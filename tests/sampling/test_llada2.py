@@ -13,7 +13,7 @@ from dlm_lens.hooks import at_progress, mask_positions, mask_top_sinks
 from dlm_lens.sampling.samplers.base import Revise
 from dlm_lens.testing import tiny
 from tests.reference import forward64
-from tests.sampling.interrupted import resumed_as_unbroken
+from tests.sampling.interrupted import resumed_as_unbroken, resumed_recording
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10], [11, 12, 13, 14]]
 RUN: dict[str, Any] = {"gen_length": 10, "block_length": 4, "threshold": 0.3}
@@ -286,18 +286,7 @@ def test_recordings_keep_what_was_revised(tmp_path: Path) -> None:
     plain = edits_of(model)
     whole = dl.record(model, PROMPTS, reducers, **EDIT)
 
-    passes: list[int] = []
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 9:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **EDIT)
-    handle.remove()
-    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **EDIT)
+    resumed = resumed_recording(model, tmp_path / "rec", 9, PROMPTS, reducers, **EDIT)
     saved = whole.save(tmp_path / "saved")
     for other in (whole, resumed, dl.Recording.load(tmp_path / "rec"), dl.Recording.load(saved)):
         assert other.run.canvases.equal(plain.canvases)

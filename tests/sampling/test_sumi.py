@@ -17,6 +17,7 @@ from dlm_lens.sampling.samplers.sumi import SumiSettings
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 from tests.sampling.checkpoints import loaded
+from tests.sampling.interrupted import resumed_recording
 from tests.sampling.test_duo import bayes
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "sumi"
@@ -229,18 +230,7 @@ def test_hidden_columns_traces_recordings_and_resuming(tmp_path: Path) -> None:
     assert float(pattern.sum(-1).max()) < 1
     again = dl.received_over_steps(model, whole.run)
     torch.testing.assert_close(again.values, dl.received_of(whole).values, equal_nan=True)
-    passes: list[int] = []
-
-    def stop(*_: Any) -> None:
-        passes.append(1)
-        if len(passes) == 4:
-            raise KeyboardInterrupt
-
-    handle = model.model.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
-    handle.remove()
-    resumed = dl.record(model, PROMPTS, reducers, to=tmp_path / "rec", **RUN)
+    resumed = resumed_recording(model, tmp_path / "rec", 4, PROMPTS, reducers, **RUN)
     for name in ("canvases", "open", "unmasked", "revised", "proposals"):
         assert getattr(resumed.run, name).equal(getattr(whole.run, name)), name
     lm: Any = dl.DiffusionLM(model)
