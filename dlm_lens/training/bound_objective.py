@@ -41,7 +41,8 @@ class LikelihoodBoundLoss:
     Args:
         normalisation, group, random_length_share: as in `MaskedDiffusionLoss`; the mean of a row's tokens
             ("token") is in nats per token.
-        low_discrepancy: t = (u + i/group) mod 1 with one u for each group of `group` samples, as the authors train.
+        low_discrepancy: t = (u + i/group) mod 1 with one u for each group of `group` samples, as GIDD on a DiT
+            is trained (`low_discrepancy_sampling`); UDLM has a u for each sample.
 
     Raises:
         ValueError: a value out of its range.
