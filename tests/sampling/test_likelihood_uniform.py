@@ -135,15 +135,17 @@ def test_the_likelihood_is_the_mean_over_random_tokens(conditioned: bool) -> Non
     assert found.method == "mc"
 
 
-def test_items_do_not_depend_on_their_batch() -> None:
-    model = tiny("duo")
+@pytest.mark.parametrize("family", ["duo", "gidd_dit", "sumi", "udlm"])
+def test_items_do_not_depend_on_their_batch(family: str) -> None:
+    model = tiny(family)
     prompts, answers = [[5, 9], [], [1]], [[14, 3, 8], [7, 7], [2, 9, 4, 4]]
     together = dl.log_likelihood(model, prompts, answers, samples=8, seed=[1, 2, 3])
     single = dl.log_likelihood(model, prompts, answers, samples=8, seed=[1, 2, 3], batch_size=1)
     torch.testing.assert_close(together.value, single.value, atol=1e-4, rtol=1e-5)
     for item, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         alone = dl.log_likelihood(model, [prompt], [answer], samples=8, seed=item + 1)
-        assert float(alone) == pytest.approx(float(together.value[item]), rel=1e-5)
+        # The network's float32 sums differ with the shape of a batch.
+        assert float(alone) == pytest.approx(float(together.value[item]), rel=1e-4)
     both = dl.log_likelihood(model, [[5, 9]], [[14, 3, 8]], samples=8, seed=1, scope="both")
     assert float(both.value) < float(together.value[0])
 
