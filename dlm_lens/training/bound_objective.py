@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.dit import takes_noise_level
@@ -128,6 +128,12 @@ class ModelBoundLoss(LikelihoodBoundLoss):
             generator = torch.Generator().manual_seed(int(random_numbers(seed, POSITIONS, sample).integers(2**63)))
             texts.append(corruption.texts_at(Pair(row[:0], row), self.config, time[None], generator))
         noisy, level, sigma = (torch.cat(parts) for parts in zip(*texts, strict=True))
+        clean = self.clean_of(rows)
+        if clean is not None and rows.documents is not None:
+            raise ValueError(
+                "the text has isolated documents, and clean tokens (prompts) that must not see the noise: there is "
+                "no mask for both; set data.packing to joined, or leave the prompts out"
+            )
         region = rows.answer
         weights, count = weights_of_tokens(region, self.normalisation)
         index: Int[Tensor, "batch position"] = torch.arange(region.numel()).view_as(rows.tokens)
@@ -137,7 +143,7 @@ class ModelBoundLoss(LikelihoodBoundLoss):
         return {
             "input_ids": torch.where(region, noisy, rows.tokens),
             **rows.network_inputs(),
-            **self._clean(rows),
+            **({} if clean is None else {"clean": clean}),
             **given,
             "outputs": index[region],
             "targets": rows.tokens[region],
@@ -146,17 +152,18 @@ class ModelBoundLoss(LikelihoodBoundLoss):
             "count": torch.tensor(count),
         }
 
-    def _clean(self, rows: Rows) -> dict[str, Tensor]:
-        """The clean positions, of a network in which these do not see the noise."""
+    def sigma_at(self, share: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The noise level that a network is given at these shares of the time, in [0, 1)."""
+        corruption: Any = algorithm_of(self.config).corruption
+        one, times = torch.zeros(1, dtype=torch.long), corruption.time_of(share.flatten())
+        texts = corruption.texts_at(Pair(one[:0], one), self.config, times, torch.Generator())
+        sigma: Float[Tensor, "*batch"] = texts.sigma.float().view_as(share)
+        return sigma
+
+    def clean_of(self, rows: Rows) -> Bool[Tensor, "batch position"] | None:
+        """The clean positions, of a network in which these do not see the noise; None where none is."""
         clean = rows.visible & ~rows.answer
-        if not (getattr(self.config, "clean_context", False) and bool(clean.any())):
-            return {}
-        if rows.documents is not None:
-            raise ValueError(
-                "the text has isolated documents, and clean tokens (prompts) that must not see the noise: there is "
-                "no mask for both; set data.packing to joined, or leave the prompts out"
-            )
-        return {"clean": clean}
+        return clean if getattr(self.config, "clean_context", False) and bool(clean.any()) else None
 
 
 def bound_of(config: Any) -> Integrand:

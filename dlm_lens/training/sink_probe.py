@@ -6,7 +6,7 @@ shares of the attention instead, and the main sink is the key with the largest s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from dlm_lens.attention import SinkLayout, decoder_of
 from dlm_lens.placement import input_device
 from dlm_lens.recording import ReceivedAttention, ValueNorm, record_forward
+from dlm_lens.sampling.clean_context_network import clean_context_inputs
+from dlm_lens.training.bound_objective import ModelBoundLoss
 from dlm_lens.training.sources import Example, Rows
 
 LEVELS = (0.9, 0.6, 0.3)
@@ -36,11 +38,27 @@ class ProbeBatch:
         canvases: token ids.
         masked: masked positions.
         visible: content (True) or padding (False).
+        noise_levels: what a network is given that takes the noise level of random tokens
+            (`ModelBoundLoss.sigma_at`); None for another.
+        clean: positions that do not see the others (GIDD's prompts); None where every position sees all.
     """
 
     canvases: Int[Tensor, "level row position"]
     masked: Bool[Tensor, "level row position"]
     visible: Bool[Tensor, "row position"]
+    noise_levels: Float[Tensor, "level"] | None = None
+    clean: Bool[Tensor, "row position"] | None = None
+
+    def noise_level(self, level: int) -> dict[str, Tensor]:
+        """The argument of the network beside the ids of a canvas, if it takes one."""
+        return {} if self.noise_levels is None else {"sigma": self.noise_levels[level, None]}
+
+    def clean_mask(self, model: Any, row: int) -> dict[str, Tensor]:
+        """The mask of a canvas without its padding, where clean positions do not see the others."""
+        if self.clean is None:
+            return {}
+        clean = self.clean[row, self.visible[row]][None].to(input_device(model))
+        return clean_context_inputs(model, torch.ones_like(clean), clean)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,37 +117,47 @@ def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> Pro
 
     Isolated documents are canvases of their own, as training shows them to the network.
 
-    Open positions hold the mask token, or the random tokens that the objective draws.
+    Open positions hold the mask token, or the random tokens that the objective draws. Beside the ids the network is
+    given what it is given in training: the noise level at which the level's share of the time has passed, and the
+    clean positions that see no noise.
     """
     rows = Rows.of(examples, source.length, source.padding)
     noise: Any = getattr(objective, "mask_token_id", None)
     if (drawn := getattr(objective, "noise_tokens", None)) is not None:
         noise = drawn(range(len(rows.tokens)), rows.tokens.shape[1], PROBE_SEED)
     if noise is None:
-        return _by_document(rows, rows.tokens[None], torch.zeros_like(rows.visible)[None])
+        return _by_document(ProbeBatch(rows.tokens[None], torch.zeros_like(rows.visible)[None], rows.visible), rows)
     generator = torch.Generator().manual_seed(PROBE_SEED)
     draws = torch.rand(rows.tokens.shape, generator=generator, dtype=torch.float32)
     masked = torch.stack([(draws < level) & rows.answer for level in LEVELS])
-    return _by_document(rows, torch.where(masked, noise, rows.tokens), masked)
+    batch = ProbeBatch(torch.where(masked, noise, rows.tokens), masked, rows.visible)
+    if isinstance(objective, ModelBoundLoss):
+        sigma = objective.sigma_at(torch.tensor(LEVELS)) if objective.noise_level else None
+        batch = replace(batch, noise_levels=sigma, clean=objective.clean_of(rows))
+    return _by_document(batch, rows)
 
 
-def _by_document(rows: Rows, canvases: Tensor, masked: Tensor) -> ProbeBatch:
-    """The canvases with a row for every isolated document, in which the others are padding."""
+def _by_document(batch: ProbeBatch, rows: Rows) -> ProbeBatch:
+    """The batch with a row for every isolated document, in which the others are padding."""
     if rows.documents is None:
-        return ProbeBatch(canvases, masked, rows.visible)
+        return batch
     found = [
         (row, rows.visible[row] & (owners == owner))
         for row, owners in enumerate(rows.documents)
         for owner in owners[rows.visible[row]].unique_consecutive().tolist()
     ]
     index = torch.tensor([row for row, _ in found])
-    return ProbeBatch(canvases[:, index], masked[:, index], torch.stack([visible for _, visible in found]))
+    return replace(
+        batch,
+        canvases=batch.canvases[:, index],
+        masked=batch.masked[:, index],
+        visible=torch.stack([visible for _, visible in found]),
+        clean=None if batch.clean is None else batch.clean[index],
+    )
 
 
 @torch.no_grad()
-def sink_statistics(
-    model: Any, batch: ProbeBatch, forward: Callable[[Tensor], object] | None = None
-) -> SinkStatistics:
+def sink_statistics(model: Any, batch: ProbeBatch, forward: Callable[..., object] | None = None) -> SinkStatistics:
     """Run the probe, one canvas at a time, without forming a pattern.
 
     Shares are over canvas queries. The value norm is that of 2601.19657, Eq. 15, per key/value head.
@@ -137,7 +165,8 @@ def sink_statistics(
     Args:
         model: any model with hook points.
         batch: from `probe_batch`.
-        forward: runs the network on ids, for weights that are sharded among processes; None for the decoder.
+        forward: runs the network on ids and the noise level, for weights that are sharded among processes; None
+            for the decoder.
     """
     if forward is None:
         decoder = decoder_of(model)
@@ -160,7 +189,7 @@ def sink_statistics(
 
 
 def _canvas(
-    model: Any, batch: ProbeBatch, level: int, row: int, forward: Callable[[Tensor], object]
+    model: Any, batch: ProbeBatch, level: int, row: int, forward: Callable[..., object]
 ) -> dict[str, Tensor]:
     """Statistics [layer, head] of one canvas, without its padding."""
     content = batch.visible[row]
@@ -168,7 +197,13 @@ def _canvas(
     layout = SinkLayout.of(model)
     length = len(ids) + layout.count
     with record_forward(model, [ReceivedAttention(min_viewers=1), ValueNorm()]) as recorded:
-        forward(ids[None])
+        # Registered after the recorder's hook, which counts who sees whom and takes no mask of [query, key]. Here
+        # only sums over queries are read, which need no count.
+        mask = batch.clean_mask(model, row)
+        with decoder_of(model).register_forward_pre_hook(
+            lambda _, args, given: (args, given | mask), with_kwargs=True
+        ):
+            forward(ids[None], **{name: value.to(ids.device) for name, value in batch.noise_level(level).items()})
     recording = recorded.recording
     share = recording.received_sums()[0, 0] / len(ids)
     norm = recording.value_norm[0, 0]

@@ -382,7 +382,9 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if not for_probe:
             return lambda **inputs: wrapped(**inputs)["loss"]
         nothing = torch.zeros(1, dtype=torch.long, device=self.args.device)
-        return lambda ids: wrapped(input_ids=ids, outputs=nothing, targets=nothing, weights=nothing.float())
+        # One output of weight 0: the wrapped forward is that of the loss.
+        unused = {"outputs": nothing, "targets": nothing, "weights": nothing.float()}
+        return lambda ids, **inputs: wrapped(input_ids=ids, **inputs, **unused)
 
     def probe(self) -> list[Any]:
         """The fixed sequences of the sink statistics."""

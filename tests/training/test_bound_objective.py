@@ -1,6 +1,7 @@
 """The loss of models of random tokens against the definition of their bound, in float64, with the noise it drew."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlm_lens.attention import decoder_of
 from dlm_lens.testing import tiny
 from dlm_lens.training import (
     DataSettings,
@@ -23,6 +25,7 @@ from dlm_lens.training import (
     sink_statistics,
 )
 from dlm_lens.training.bound_objective import ModelBoundLoss
+from dlm_lens.training.sink_probe import LEVELS
 from tests.dit64 import dit64
 from tests.gidd64 import network64
 from tests.reference import forward64
@@ -230,6 +233,41 @@ def test_the_probe_of_the_sinks_shows_the_noise_of_the_model(name: str) -> None:
     found = sink_statistics(model, batch)
     assert found.learned == (name == "gidd uniform")
     assert 0 < float(found.main_share.min()) <= float(found.main_share.max()) <= 1
+
+
+@pytest.mark.parametrize("name", ["duo", "udlm", "gidd_dit", "gidd uniform"])
+def test_the_probe_gives_the_network_what_training_gives_it(name: str) -> None:
+    """The noise level of a model that takes it, and a prompt that sees no noise: states of a pass with both."""
+
+    class Place:
+        length, padding = 10, 0
+
+    model = model_of(name)
+    objective = LikelihoodBoundLoss().for_model(model, 2)
+    batch = probe_batch([Example(torch.arange(20, 30), 4), Example(torch.arange(30, 40), 4)], objective, Place)
+    seen: list[dict[str, torch.Tensor]] = []
+    decoder = decoder_of(model)
+    unchanged = decoder.forward
+    decoder.forward = lambda *args, **given: (seen.append(given), unchanged(*args, **given))[1]
+    found = sink_statistics(model, batch)
+    assert not torch.equal(
+        found.main_share, sink_statistics(model, replace(batch, noise_levels=None, clean=None)).main_share
+    )
+    seen = seen[:6]
+    assert len(seen) == 3 * 2
+    for one, share in zip(seen[::2], LEVELS, strict=True):
+        if name == "gidd uniform":
+            mask = one["attention_mask"][0, 0] >= 0
+            assert not bool(mask[:4, 4:].any())
+            assert bool(mask[:4, :4].all())
+            assert bool(mask[4:].all())
+            assert "sigma" not in one
+        else:
+            assert one.get("attention_mask") is None
+            # Duo's and UDLM's log-linear schedule: alpha = 1 - (1 - 0.001) t; GIDD's network is given t.
+            time = {"duo": (1 - 1e-3) * share + 1e-3, "udlm": (1 - 1e-3) * share + 1e-3}.get(name)
+            expected = (1 - 2e-4) * share + 1e-4 if time is None else -math.log(1 - 0.999 * time)
+            assert one["sigma"].tolist() == pytest.approx([expected], rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llada", "causal", "mdlm", "uniform_qwen"])
