@@ -10,10 +10,10 @@ from .cost_estimate import Plan as Plan
 from .cost_estimate import plan as plan
 from .data import Batching as Batching
 from .data import BatchStream as BatchStream
+from .head_loss import weighted_cross_entropy as weighted_cross_entropy
 from .initialization import build_model as build_model
 from .losses import evaluation_loss as evaluation_loss
 from .losses import masked_loss as masked_loss
-from .losses import weighted_cross_entropy as weighted_cross_entropy
 from .objective import MaskedDiffusionLoss as MaskedDiffusionLoss
 from .objective import NextToken as NextToken
 from .objective import Objective as Objective

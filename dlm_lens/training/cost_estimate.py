@@ -16,8 +16,8 @@ from dlm_lens.attention import SinkLayout, add_hook_points, decoder_of
 from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.training.conversion import MASK, TARGETS, with_mask_token
 from dlm_lens.training.gpus import DEVICES, UTILISATION, Device
+from dlm_lens.training.head_loss import ELEMENTS
 from dlm_lens.training.initialization import NEW, SCRATCH, smdm_config
-from dlm_lens.training.losses import ELEMENTS
 from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
 from dlm_lens.training.settings import TrainingSettings
 

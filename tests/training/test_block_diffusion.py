@@ -30,7 +30,7 @@ from dlm_lens.training import (
 )
 from dlm_lens.training.checkpoints import checkpoints
 from dlm_lens.training.cost_estimate import _activations
-from dlm_lens.training.losses import ELEMENTS
+from dlm_lens.training.head_loss import ELEMENTS
 from dlm_lens.training.objective import Noised
 from dlm_lens.training.swiglu import SwiGLU
 from tests.reference import forward64

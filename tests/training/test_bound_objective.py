@@ -217,6 +217,25 @@ def test_training_lowers_the_bound(name: str, tmp_path: Path) -> None:
     assert not [key for key in still if "bias" in key and "gidd" in name]
 
 
+@pytest.mark.parametrize("name", ["udlm", "sumi", "gidd uniform"])
+def test_a_watched_head_has_the_same_loss_and_gradients(name: str) -> None:
+    """A head that runs as a module, again in the backward pass, against gradients computed with the loss."""
+    model = model_of(name)
+    objective = LikelihoodBoundLoss().for_model(model, 2)
+    rows = Rows.of([Example(torch.arange(20, 30), 4), Example(torch.arange(30, 40), 4)], 10, 0)
+    arguments = objective.prepare(rows, [0, 1], 0)
+    arguments.pop("count")
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = masked_loss(model, **arguments, elements=24 * 64)  # three rows at a time
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        model.get_output_embeddings().register_forward_hook(lambda module, args, output: None)
+    # Sums over the vocabulary, and of the rows' gradients, in float32 in another order.
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5 * float(found[0][0]))
+
+
 @pytest.mark.parametrize("name", ["duo", "gidd uniform", "gidd_dit"])
 def test_the_probe_of_the_sinks_shows_the_noise_of_the_model(name: str) -> None:
     class Place:

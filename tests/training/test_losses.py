@@ -31,6 +31,29 @@ def gradients64(states: torch.Tensor, head: nn.Linear, targets: torch.Tensor, we
     return loss, slope @ kernel, slope.T @ x
 
 
+@pytest.mark.parametrize("never", [None, 3])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_head_with_a_bias_and_an_id_without_probability(plain: bool, never: int | None) -> None:
+    """The head of the DiT families: its bias has a gradient, the id without probability none."""
+    states, _, targets, weights = problem()
+    head = nn.Linear(WIDTH, VOCABULARY)
+    if never is not None:
+        targets = targets.masked_fill(targets == never, 4)
+    if not plain:
+        head.register_forward_hook(lambda module, args, output: None)  # a watched head runs as a module
+    (2.5 * weighted_cross_entropy(states, head, targets, weights, 7 * VOCABULARY, never)).backward()
+    kernel, offset, x = head.weight.detach().double(), head.bias.detach().double(), states.detach().double()
+    e = torch.exp(x @ kernel.T + offset)
+    if never is not None:
+        e[:, never] = 0.0
+    slope = 2.5 * weights.double()[:, None] * (e / e.sum(1, keepdim=True) - torch.eye(VOCABULARY).double()[targets])
+    # float32 against float64.
+    torch.testing.assert_close(head.bias.grad.double(), slope.sum(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(head.weight.grad.double(), slope.T @ x, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(states.grad.double(), slope @ kernel, rtol=1e-4, atol=1e-5)
+    assert never is None or float(head.bias.grad[never]) == 0.0
+
+
 @pytest.mark.parametrize("elements", [VOCABULARY, 7 * VOCABULARY, 10**6])
 @pytest.mark.parametrize("plain", [True, False])
 def test_loss_and_gradients(elements: int, plain: bool) -> None:

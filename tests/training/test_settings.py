@@ -250,7 +250,7 @@ def test_planned_operations_are_those_of_the_matrix_products(
 
 def test_planned_activations_are_close_to_what_autograd_keeps() -> None:
     from dlm_lens.training.cost_estimate import _activations
-    from dlm_lens.training.losses import ELEMENTS
+    from dlm_lens.training.head_loss import ELEMENTS
 
     settings = small(precision="fp32", data=DataSettings(length=128), micro_batch_size=4)
     model = tiny(
