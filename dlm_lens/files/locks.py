@@ -8,6 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+HOLDS, ALONE = ".held", ".lock"
+"""The files that are locked: where directories cannot be, and for `alone`."""
+
 RETRIES = 100
 """How often a directory that another process removes is made again before the error is raised."""
 
@@ -42,9 +45,9 @@ def lock(file: IO[Any] | int, *, wait: bool, shared: bool = False) -> bool:
 def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> Iterator[None]:
     """Lock a directory against other processes and threads; it is created where it does not exist.
 
-    The lock is on the directory itself, so that no lock file remains; it ends with the process. Directories that
-    are created here, parents too, and still empty at the end are removed, unless the lock is shared. On Windows
-    nothing is locked.
+    The lock is on the directory itself, and ends with the process. Network disks lock files alone: there it is on a
+    file `HOLDS`, which stays where the lock is shared or its process is killed. Directories that are created here,
+    parents too, and still empty at the end are removed, unless the lock is shared. On Windows nothing is locked.
 
     Args:
         directory: to lock.
@@ -64,6 +67,8 @@ def held(directory: str | Path, *, shared: bool = False, wait: bool = False) -> 
     try:
         yield
     finally:
+        if handle is not None and not shared:
+            (directory / HOLDS).unlink(missing_ok=True)
         for one in () if shared else created:
             with suppress(OSError):  # not empty
                 one.rmdir()
@@ -88,16 +93,18 @@ def _locked(directory: Path, *, shared: bool, wait: bool) -> int:
                 raise
             continue
         try:
+            locked = directory
             if not lock(handle, wait=wait, shared=shared):
                 # Network disks lock only what is open for writing.
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                file = os.open(directory / ".held", flags, 0o666)
+                locked = directory / HOLDS
+                file = os.open(locked, flags, 0o666)
                 os.close(handle)
                 handle = file
                 lock(handle, wait=wait, shared=shared)
-                return handle
+            # Another holder may have removed it between its opening and its lock.
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(directory), os.fstat(handle)):
+                if os.path.samestat(os.stat(locked), os.fstat(handle)):
                     return handle
         except BlockingIOError:
             _release(handle)
@@ -116,9 +123,14 @@ def alone(directory: str | Path) -> Iterator[None]:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-    with os.fdopen(os.open(directory / ".lock", flags, 0o666), "w") as file:
+    with os.fdopen(os.open(directory / ALONE, flags, 0o666), "w") as file:
         lock(file, wait=True)
         yield
+
+
+def other_files(directory: Path) -> list[str]:
+    """The names in a directory that do not begin with a dot: those of its locks do, and of what desktops leave."""
+    return sorted(one.name for one in directory.iterdir() if not one.name.startswith("."))
 
 
 def _release(handle: int) -> None:

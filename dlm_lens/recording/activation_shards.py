@@ -17,7 +17,7 @@ from dlm_lens.attention import HookLike, checked
 from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.files.atomic_writes import remove_stale, write_file
 from dlm_lens.files.json_objects import read_object
-from dlm_lens.files.locks import held
+from dlm_lens.files.locks import held, other_files
 from dlm_lens.files.sealed_json import Document, fitted, parsed, sealed, unsealed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.printable import shown
@@ -187,8 +187,7 @@ def _begin(path: Path, about: dict[str, Any]) -> None:
     remove_stale(path)
     header = path / HEADER
     if not header.is_file():
-        others = sorted(file.name for file in path.iterdir() if file.name not in (".held", ".lock"))
-        if others:
+        if others := other_files(path):
             raise FileExistsError(f"{path} holds other files ({others[0]:.80}); give an empty directory")
         write_file(header, json.dumps(sealed(about), indent=1))
         return

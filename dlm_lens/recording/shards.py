@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from dlm_lens.files.atomic_writes import append, open_to_append, remove_stale, replacing
+from dlm_lens.files.locks import other_files
 from dlm_lens.files.sealed_json import (
     CHECKSUM,
     DamagedFileError,
@@ -69,7 +70,7 @@ class ShardDirectory:
         plain = json.loads(json.dumps({"format": FORMAT, **request}, allow_nan=False))
         if (self.path / HEADER).exists():
             _compare(self.path, self.header(), plain)
-        elif any(not path.name.startswith(".") for path in self.path.iterdir()):
+        elif other_files(self.path):
             raise FileExistsError(f"{self.path} is not empty and holds no recording; give another directory")
         else:
             self.remove_stale()

@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dlm_lens.files.locks import held
+from dlm_lens.files.locks import held, other_files
 from dlm_lens.files.paths import check_directory
 from dlm_lens.files.sealed_json import DamagedFileError
 from dlm_lens.placement import plain_defaults
@@ -387,20 +387,17 @@ def save_recording(recording: RecordingFields, path: Path, *, replace: bool = Fa
         OSError: the disk is full or read-only; the files written so far are removed.
     """
     check_directory(path)
-    there = path.exists()
     with held(path):
         shards = ShardDirectory(path)
         shards.remove_stale()
         if shards.half_saved or (replace and (path / HEADER).exists()):
             shards.clear()
-        if any(path.iterdir()):
+        if other_files(path):
             raise FileExistsError(f"{path} is not empty; give another directory")
         try:
             _save(recording, shards)
         except BaseException:
             shards.clear()
-            if not there:
-                path.rmdir()
             raise
     return path
 

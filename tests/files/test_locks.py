@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import dlm_lens as dl
 from dlm_lens.files import locks
 from dlm_lens.files.locks import DirectoryHeldError, held
+from dlm_lens.testing import tiny
 
 HOLDS = """
 import sys, time
@@ -82,8 +85,9 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         child.wait()
 
 
-def test_disks_that_lock_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # NFS locks what is open for writing, and a directory never is.
+@pytest.fixture
+def network_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks what is open for writing, and a directory never is."""
     real = fcntl.flock
 
     def network(file: object, kind: int) -> None:
@@ -93,10 +97,51 @@ def test_disks_that_lock_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         real(handle, kind)
 
     monkeypatch.setattr(fcntl, "flock", network)
+
+
+@pytest.mark.usefixtures("network_disk")
+def test_disks_that_lock_files_only(tmp_path: Path) -> None:
     with held(tmp_path), pytest.raises(DirectoryHeldError), held(tmp_path):
         pass
     with held(tmp_path):
         pass
+    assert list(tmp_path.iterdir()) == []
+    with held(tmp_path / "new/one"):
+        assert [one.name for one in (tmp_path / "new/one").iterdir()] == [".held"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("network_disk")
+def test_a_waiting_process_locks_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder removes its file at the end: a lock on what is removed would hold nothing."""
+    locked, removed = locks.lock, []
+
+    def locking(*arguments: Any, **options: Any) -> bool:
+        found = locked(*arguments, **options)
+        if found and not removed:
+            (tmp_path / ".held").unlink()  # as the holder does just before its lock ends
+            removed.append(True)
+        return found
+
+    monkeypatch.setattr(locks, "lock", locking)
+    with held(tmp_path):
+        assert (tmp_path / ".held").exists()
+        with pytest.raises(DirectoryHeldError), held(tmp_path):
+            pass
+    assert removed
+
+
+@pytest.mark.usefixtures("network_disk")
+def test_a_recording_is_saved_on_such_disks(tmp_path: Path) -> None:
+    model = tiny("llada")
+    recording = dl.record(model, [[5, 6]], [dl.ReceivedAttention(min_viewers=1)], gen_length=2, to=tmp_path / "to")
+    recording.save(tmp_path / "saved")
+    assert torch.equal(dl.Recording.load(tmp_path / "saved").received, dl.Recording.load(tmp_path / "to").received)
+    assert not list(tmp_path.rglob(".held"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="other is not empty; give another directory"):
+        recording.save(tmp_path / "other")
 
 
 def test_parents_that_were_made_are_removed_with_it(tmp_path: Path) -> None:
