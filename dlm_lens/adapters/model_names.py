@@ -1,5 +1,6 @@
 """Names of models: the embedded ones, and checks of names and paths that need no torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,25 @@ def name_of(model: Any) -> str:
     name = smollm2.NAME if converted else embedded_name(path)
     adapter = getattr(model, "merged_adapter", None)
     return name if adapter is None else f"{name}{WITH_ADAPTER}{adapter}"
+
+
+def base_of(recorded: str, loading: Mapping[str, Any]) -> str:
+    """The model to load for one that a recording names: without its adapter, which `loading` must hold then.
+
+    Args:
+        recorded: as `name_of` returns it.
+        loading: further arguments of `dlm_lens.load`.
+
+    Raises:
+        ValueError: the model had an adapter, and none is given.
+    """
+    base, adapted, adapter = recorded.partition(WITH_ADAPTER)
+    if adapted and "adapter" not in loading:
+        raise ValueError(
+            f"the recording is of {base} with the adapter {adapter}: give --load adapter= with its directory or "
+            "hub name"
+        )
+    return base
 
 
 def check_model_name(name: Any) -> str | Path:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from dlm_lens.cli.options import JSON
+from dlm_lens.cli.options import DEVICE, DTYPE, JSON, LOADING, check_network, device_or_gpu, loading_options
 from dlm_lens.cli.output import show_json
 from dlm_lens.cli.recordings import path_ends
 from dlm_lens.printable import echo
@@ -39,6 +39,9 @@ def plot_command(
     title: Annotated[
         str | None, typer.Option(help="Beginning of the caption; the model's name by default.")
     ] = None,
+    device: Annotated[str | None, DEVICE] = None,
+    dtype: Annotated[str | None, DTYPE] = None,
+    loading: Annotated[list[str] | None, LOADING] = None,
     as_json: Annotated[bool, JSON] = False,
     **given: str | None,
 ) -> None:
@@ -59,6 +62,10 @@ def plot_command(
         raise ValueError(f"plot {name} needs the directory of a recording; dlm-lens record makes one")
     file = out or Path(name + formats[0])
     options = read_options({option: text for option, text in given.items() if text is not None})
+    check_network(None, dtype, device)
+    arguments = loading_options(loading)
+    if (device or dtype or arguments) and "model" not in find_plot(name).options:
+        raise ValueError(f"{name} runs no model; leave --device, --dtype and --load out")
     check_plot(name, frozenset(options), len(recordings), file)
     for path in recordings:
         check_recording(path)
@@ -69,7 +76,8 @@ def plot_command(
 
     parts = [Recording.load(path) for path in recordings]
     loaded = dict(zip(labels_of([part.model for part in parts], recordings), parts, strict=True))
-    written = write_plot(name, PlotOptions(loaded, title, **options), file)
+    arguments |= {"dtype": dtype, "device_map": device_or_gpu(device)}
+    written = write_plot(name, PlotOptions(loaded, title, **options, loading=arguments), file)
     if as_json:
         show_json({"file": str(written)})
     else:

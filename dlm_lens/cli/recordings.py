@@ -39,18 +39,11 @@ def network_of(
         ValueError: the recording's model had an adapter, and none is given.
     """
     from dlm_lens.adapters import load
-    from dlm_lens.adapters.model_names import WITH_ADAPTER
+    from dlm_lens.adapters.model_names import base_of
     from dlm_lens.cli.options import device_or_gpu
 
-    base, adapted, adapter = recording.model.partition(WITH_ADAPTER)
-    if model is None and adapted:
-        if "adapter" not in loading:
-            raise ValueError(
-                f"the recording is of {base} with the adapter {adapter}: give --load adapter= with its directory "
-                "or hub name"
-            )
-        model = base
-    return load(model or recording.model, dtype=dtype, device_map=device_or_gpu(device), **loading)
+    name = base_of(recording.model, loading) if model is None else model
+    return load(name, dtype=dtype, device_map=device_or_gpu(device), **loading)
 
 
 def detector_of(text: str) -> Any:

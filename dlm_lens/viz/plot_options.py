@@ -76,6 +76,7 @@ class PlotOptions:
         detector: the rule that finds sinks; None for `AboveMean(3.0)`.
         hooks: expression of the hooks for pictures that run the model, or "run" for those of the recording.
         model: name of the model for pictures that run it; None for the recording's.
+        loading: further arguments of `dlm_lens.load` for it.
 
     Raises:
         ValueError: an unknown pick.
@@ -121,6 +122,7 @@ class PlotOptions:
         default=None,
         metadata=_option(_read_model, "The model, for pictures that run it; the recording's own by default."),
     )
+    loading: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one_of("pick", self.pick, PICKS)
@@ -179,16 +181,15 @@ class PlotOptions:
         """The model, loaded by its name, for pictures that run it again.
 
         Raises:
-            ValueError: the recording does not name its model, and none is given.
+            ValueError: the recording does not name its model, and none is given; or that had an adapter, which
+                `loading` lacks.
         """
-        from transformers.utils import logging
-
         from dlm_lens.adapters import load
+        from dlm_lens.adapters.model_names import base_of
 
-        logging.disable_progress_bar()
-        if not (name := self.model or self.recording.model):
+        if not (recorded := self.model or self.recording.model):
             raise ValueError("the recording does not name its model; give --model")
-        return load(name)
+        return load(self.model or base_of(recorded, self.loading), **self.loading)
 
     @property
     def layer_and_head(self) -> tuple[int | None, int | None]:

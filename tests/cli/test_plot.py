@@ -3,16 +3,19 @@
 import errno
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+import dlm_lens as dl
 from dlm_lens.cli import app as cli
-from dlm_lens.recording import ReceivedAttention, RegionMass, ValueNorm, record
+from dlm_lens.recording import ReceivedAttention, Recording, RegionMass, ValueNorm, record
 from dlm_lens.sinks import find_sinks
 from dlm_lens.testing import tiny
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plots
 from dlm_lens.viz.selection import strongest
+from tests.adapters.test_lora import factors_of, write_adapter
 
 STARTS = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>"}
 
@@ -153,3 +156,25 @@ def test_what_cannot_work_is_a_sentence(files, monkeypatch, arguments, message):
     _, error = plot(*arguments)
     assert message in error
     assert set(files.iterdir()) == before
+
+
+def test_a_picture_runs_the_recordings_model_with_its_adapter(files, tmp_path):
+    """The lens of the merged weights, which a lens of the base model is not."""
+    base = files / "model"
+    name = "model.transformer.blocks.0.attn_out"
+    adapter = write_adapter(tmp_path / "adapter", {name: factors_of(torch.Size([32, 32]), 0)})
+    merged = dl.load(base, adapter=adapter)
+    record(merged, ["w1 w2 w3"], [ReceivedAttention()], steps=2, gen_length=4).save(tmp_path / "rec")
+    out = tmp_path / "lens.svg"
+    result, error = plot("lens-table", tmp_path / "rec", "-o", out, "--position", 4)
+    assert result.exit_code
+    assert "with the adapter" in error
+    assert "give --load adapter=" in error
+    assert not out.exists()
+    result, error = plot("lens-table", tmp_path / "rec", "-o", out, "--position", 4, "--load", f"adapter={adapter}")
+    assert (result.exit_code, error) == (0, "")
+    options = PlotOptions({"rec": Recording.load(tmp_path / "rec")}, loading={"adapter": adapter})
+    for own, wanted in zip(options.network.parameters(), merged.parameters(), strict=True):
+        assert torch.equal(own, wanted)
+    result, error = plot("sink-positions", tmp_path / "rec", "-o", out, "--dtype", "float32")
+    assert error == "sink-positions runs no model; leave --device, --dtype and --load out"
