@@ -340,3 +340,17 @@ def fills_masks(config: Any) -> bool:
         config: of the model.
     """
     return family_of(config.model_type).has_mask_token and bool(getattr(config, "masked_noise", True))
+
+
+def excluded_id(config: Any) -> int | None:
+    """The id of [MASK], which has no probability; None in a vocabulary of which every id can be written.
+
+    Of GIDD it has none either where the noise is random tokens, and the network is never shown it
+    (`excluded_token_id`).
+
+    Args:
+        config: of the model.
+    """
+    mask = getattr(config, "mask_token_id", None)
+    found: int | None = getattr(config, "excluded_token_id", None) if mask is None else mask
+    return found

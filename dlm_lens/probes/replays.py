@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from dlm_lens.adapters.registry import excluded_id
 from dlm_lens.arguments import checked_arguments, chosen_indices, flag
 from dlm_lens.attention import (
     MIN_VIEWERS,
@@ -365,7 +366,7 @@ class _Passes:
     def _measures(self, plain: Tensor, hooked: Tensor, written: Int[Tensor, "predicted"]) -> dict[str, Tensor]:
         logs = [self.stored.logits(states).double().log_softmax(-1) for states in (plain, hooked)]
         found: dict[str, Tensor] = {"kl": kl_divergence(*logs)}
-        mask_id = getattr(self.stored.model.config, "mask_token_id", None)
+        mask_id = excluded_id(self.stored.model.config)
         for name, log in zip(("", "_hooked"), logs, strict=True):
             best, rank = without_mask(self.stored.model, log).max(-1), token_rank(log, written, mask_id)
             found |= {f"confidence{name}": best.values.exp(), f"rank{name}": rank, f"token{name}": best.indices}

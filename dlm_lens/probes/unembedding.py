@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.head import final_norm, head_logits
+from dlm_lens.adapters.registry import excluded_id
 from dlm_lens.placement import execution_device, in_float64
 
 ENTRIES_AT_ONCE = 2**22
@@ -36,7 +37,7 @@ class Unembedding:
         norm = final_norm(model)
         self.model, self.norm, self.unembed = model, norm, model.get_output_embeddings()
         self.vocabulary: int = self.unembed.weight.shape[0]
-        self.mask_id: int | None = getattr(model.config, "mask_token_id", None)
+        self.mask_id = excluded_id(model.config)
         self.device = execution_device(self.unembed)
         own: Tensor = next(norm.parameters(), self.unembed.weight)  # OLMo's norm has no weights
         self.norm_device, self.dtype = execution_device(norm), own.dtype
@@ -64,7 +65,7 @@ def positions_at_once(model: Any) -> int:
 
 def without_mask(model: Any, logits: Float[Tensor, "state d_vocab"]) -> Float[Tensor, "state d_vocab"]:
     """Logits or log-probabilities in which [MASK], which no sampler proposes, has -inf."""
-    mask_id = getattr(model.config, "mask_token_id", None)
+    mask_id = excluded_id(model.config)
     if mask_id is None or mask_id >= logits.shape[-1]:
         return logits
     return logits.index_fill(-1, torch.tensor([mask_id], device=logits.device), -torch.inf)

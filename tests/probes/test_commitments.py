@@ -72,6 +72,23 @@ def test_the_numbers_are_those_of_the_logits_that_the_run_saw(name: str) -> None
     assert found.committed_at.tolist() == committed_by_loop(found)
 
 
+def test_a_token_that_the_sampler_excludes_is_never_predicted() -> None:
+    """GIDD's [MASK] has no probability, also where the noise is random tokens and no config names a mask."""
+    model = tiny("gidd")
+    model.get_output_embeddings().weight.data[3] *= -50  # the likeliest of most states, if it counted
+    seen: list[Tensor] = []
+    run = denoise(model, PROMPTS, gen_length=6, steps=6, on_logits=lambda *given: seen.append(given[2].clone()))
+    found, lens = commitment(model, run), dl.logit_lens(model, run, layers=[-1])
+    stored = StoredRun(model, run)
+    assert bool((stored.logits(stored.states(2)).argmax(-1) == 3).any())
+    for step, row, place in found.predicted.nonzero().tolist():
+        logits = seen[step][row, place].double()
+        allowed = logits.index_fill(0, torch.tensor(3), -math.inf)
+        assert int(found.token[step, row, place]) == int(allowed.argmax())
+        entry = (lens.step == step) & (lens.batch == row) & (lens.predicts == place)
+        assert int(lens.rank[entry, 0]) == int((allowed > logits[run.tokens[row, place]]).sum())
+
+
 def planted(predictions: list[list[int]], steps: list[int], final: list[int]) -> Commitment:
     """Predictions [step][position] of a run that decides position i at steps[i]."""
     run = run_of(steps)

@@ -21,7 +21,7 @@ from dlm_lens.attention import (
     is_hook,
 )
 from dlm_lens.probes.attribution.targets import Decisions, Target
-from dlm_lens.probes.unembedding import ENTRIES_AT_ONCE
+from dlm_lens.probes.unembedding import positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompts import read_prompts
 
@@ -266,14 +266,11 @@ class Passes:
         wanted = self.wanted[step].to(predicted.device) & predicted
         row, position = wanted.nonzero().unbind(-1)
         vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
-        size = max(1, ENTRIES_AT_ONCE // vocabulary)
-        kept = states[:, wanted[predicted]]
-        parts = [self.stored.logits(part) for part in kept.split(size, 1)] if len(row) else []
-        logits = torch.cat(parts) if parts else kept.new_zeros(0, vocabulary)
+        kept = states[:, wanted[predicted]].split(positions_at_once(self.model), 1) if len(row) else ()
+        parts = [self.stored.logits(part) for part in kept]
+        logits = torch.cat(parts) if parts else states.new_zeros(0, vocabulary)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        mask = getattr(self.model.config, "mask_token_id", None)
-        if mask is not None and mask < logits.shape[-1]:
-            logits = logits.index_fill(-1, torch.tensor([mask], device=logits.device), -torch.inf)
+        logits = without_mask(self.model, logits)
         where = row.cpu(), position.cpu()
         token = self.tokens[step][where].to(logits.device)
         other = (

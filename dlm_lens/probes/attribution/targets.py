@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.registry import excluded_id
+
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
@@ -80,7 +82,7 @@ def check_target(model: Any, target: Any, who: str) -> None:
     if against is None:
         return
     count = int(model.get_output_embeddings().weight.shape[0])
-    if not 0 <= against < count or against == getattr(model.config, "mask_token_id", None):
+    if not 0 <= against < count or against == excluded_id(model.config):
         raise ValueError(
             f"{who}: LogitDifference(against={against}); give a token between 0 and {count - 1} that is not "
             "[MASK], which is never decided"

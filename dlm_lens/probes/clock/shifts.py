@@ -18,7 +18,7 @@ from dlm_lens.placement import in_float64
 from dlm_lens.probes.clock.clocks import DenoisingClock
 from dlm_lens.probes.clock.states import EMBEDDING
 from dlm_lens.probes.residual_reader import ResidualReader, reading
-from dlm_lens.probes.unembedding import kl_divergence
+from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import Estimate, estimate, mean_of, summed
@@ -32,9 +32,6 @@ Direction = Literal["clock", "random", "orthogonal"]
 MEASURES = ("confidence", "entropy", "kl", "flipped", "read")
 """Changes of the largest probability and of the entropy (nats), KL(plain || steered) (nats), changed predictions,
 and the change of the time read in the last layer."""
-
-ENTRIES_AT_ONCE = 2**22
-"""Logits in float64 at a time, 32 MiB each of a few."""
 
 FAR = 4.0
 """The straight line is defined from -FAR to 1 + FAR, so that a shift is never cut."""
@@ -333,16 +330,9 @@ def _compared(
     stored: StoredRun, plain: tuple[Tensor, Tensor], steered: tuple[Tensor, Tensor]
 ) -> Float[Tensor, "predicted measure"]:
     """`MEASURES` of every prediction, a few at a time; [MASK] has no probability."""
-    size = max(1, ENTRIES_AT_ONCE // int(stored.model.get_output_embeddings().weight.shape[0]))
-    mask = getattr(stored.model.config, "mask_token_id", None)
-    parts = []
-    for one, two in zip(plain[0].split(size, 1), steered[0].split(size, 1), strict=True):
-        logs = []
-        for states in (one, two):
-            logits = stored.logits(states).double()
-            if mask is not None and mask < logits.shape[-1]:
-                logits[:, mask] = -torch.inf
-            logs.append(logits.log_softmax(-1))
+    size, parts = positions_at_once(stored.model), []
+    for pair in zip(plain[0].split(size, 1), steered[0].split(size, 1), strict=True):
+        logs = [without_mask(stored.model, stored.logits(states).double()).log_softmax(-1) for states in pair]
         likely = [log.exp() for log in logs]
         best = [one.max(-1) for one in likely]
         entropy = [torch.special.entr(one).sum(-1) for one in likely]

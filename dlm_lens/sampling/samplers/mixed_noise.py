@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.registry import excluded_id
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.mdlm import SelectLikelier
@@ -65,8 +66,10 @@ def mixed_posterior(
 
 
 def noise_mask_id(config: Any) -> int:
-    """The id of [MASK], which has no probability, also of a model whose noise has no masks."""
-    return int(config.excluded_token_id if config.mask_token_id is None else config.mask_token_id)
+    """`excluded_id` of a model of mixed noise, which always has one."""
+    found = excluded_id(config)
+    assert found is not None
+    return found
 
 
 class MixedPropose(PosteriorPropose):
