@@ -231,7 +231,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _check_call(node: ast.Call) -> None:
-    known = [*hook_names(), *detector_names(), "range", "slice"]
+    known = [*hook_names(), *detector_names(), *NUMBERS]
     written = ast.unparse(node)[:120]
     if not isinstance(node.func, ast.Name):
         raise ValueError(f"{written!r} calls something that has no plain name; known are {_listed(known)}")
@@ -242,6 +242,9 @@ def _check_call(node: ast.Call) -> None:
     if any(isinstance(item, ast.Starred) for item in node.args) or any(one.arg is None for one in node.keywords):
         raise ValueError(f"{written!r} unpacks arguments with *; write them out")
     for item in [*node.args, *(one.value for one in node.keywords)]:
+        # Ranges are counted before anything else is evaluated (`_check_ranges`).
+        if node.func.id in NUMBERS and isinstance(item, ast.Call):
+            raise ValueError(f"{node.func.id} takes whole numbers, not {ast.unparse(item)!r:.80}")
         _check(item)
 
 
@@ -265,7 +268,7 @@ def _evaluated(node: ast.expr) -> Any:
     assert isinstance(node, ast.Call)
     assert isinstance(node.func, ast.Name)
     name, written = node.func.id, ast.unparse(node)[:120]
-    function = _functions()[name]
+    function = _function(name)
     arguments = [_value(item) for item in node.args]
     named = {str(one.arg): _value(one.value) for one in node.keywords}
     try:
@@ -275,9 +278,9 @@ def _evaluated(node: ast.expr) -> Any:
         raise ValueError(f"{written!r}: {error}; it is {name}{_signature(function)}") from None
 
 
-def _functions() -> Mapping[str, Callable[..., Any]]:
-    """What an expression may call, by name."""
-    return {**_hook_makers(), **_detectors(), "range": _range, "slice": _slice}
+def _function(name: str) -> Callable[..., Any]:
+    """What an expression may call by this name; only hooks and detectors import torch."""
+    return NUMBERS.get(name) or {**_hook_makers(), **_detectors()}[name]
 
 
 @cache
@@ -312,6 +315,9 @@ def _slice(start: int | None, stop: int | None = None, step: int | None = None) 
     if step == 0:
         raise ValueError(f"slice({start}, {stop}, 0) never ends; its step must not be 0")
     return slice(start, stop, step)
+
+
+NUMBERS: Mapping[str, Callable[..., Any]] = {"range": _range, "slice": _slice}
 
 
 def _listed(known: Iterable[str]) -> str:

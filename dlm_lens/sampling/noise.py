@@ -1,6 +1,6 @@
 """Random numbers of a run: one generator per row, or the reference's single stream."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -8,6 +8,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.sampling.network import most_likely
+
+ENTRIES = 2**22
+"""Uniform numbers in float64 at a time, 32 MiB, where a token is drawn of each position."""
 
 
 class Noise(Protocol):
@@ -78,16 +81,27 @@ class RowNoise:
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
     ) -> Float[Tensor, "evaluated width"]:
         """A float64 number per evaluated position and column; 1/e, no noise, where it is not eligible."""
-        # -ln(-ln(1/e)) = 0: positions that are evaluated but cannot be written keep their plain argmax.
-        values = torch.full((int(evaluated.sum()), width), torch.e**-1, dtype=torch.float64)
-        wanted, here = eligible.cpu(), evaluated.cpu()
-        values[wanted[here]] = torch.cat(
-            [
-                torch.rand(int(row.sum()), width, generator=generator, dtype=torch.float64)
-                for row, generator in zip(wanted, self.generators, strict=True)
-            ]
-        )
-        return values
+        return next(self._column_parts(evaluated, eligible, width, max(1, int(evaluated.sum()))))[1]
+
+    def _column_parts(
+        self,
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        width: int,
+        size: int,
+    ) -> Iterator[tuple[slice, Float[Tensor, "part width"]]]:
+        """The numbers of `size` evaluated positions after another; a generator gives the same in any parts."""
+        here = evaluated.cpu()
+        rows, drawn = here.nonzero()[:, 0], eligible.cpu()[here]
+        for first in range(0, max(1, len(rows)), size):
+            part = slice(first, first + size)
+            # -ln(-ln(1/e)) = 0: positions that are evaluated but cannot be written keep their plain argmax.
+            values = torch.full((len(rows[part]), width), torch.e**-1, dtype=torch.float64)
+            for row in rows[part].unique_consecutive().tolist():
+                own = drawn[part] & (rows[part] == row)
+                generator = self.generators[row]
+                values[own] = torch.rand(int(own.sum()), width, generator=generator, dtype=torch.float64)
+            yield part, values
 
     def masked_columns(
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
@@ -114,8 +128,12 @@ class RowNoise:
         eligible: Bool[Tensor, "batch position"],
     ) -> Int[Tensor, "evaluated"]:
         """One column per evaluated position, by the Gumbel trick on that row's own numbers."""
-        uniform = self.columns(evaluated, eligible, probabilities.shape[-1])
-        return most_likely(add_gumbel(probabilities.double().log(), uniform, 1.0))
+        width = probabilities.shape[-1]
+        found = [
+            most_likely(add_gumbel(probabilities[part].double().log(), uniform, 1.0))
+            for part, uniform in self._column_parts(evaluated, eligible, width, max(1, ENTRIES // width))
+        ]
+        return torch.cat(found)
 
     def draw(
         self,

@@ -1,6 +1,8 @@
 """Hooks written as text: what they may hold, and that nothing else runs."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,8 @@ def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) 
         ("above_mean('a')", "must be a finite number"),
         ("mask_sinks(above_mean(-1))", "AboveMean(eps=-1): eps must be a finite number of at least 0"),
         ("mask_positions(range(1000000))", "more than"),
+        ("mask_positions(range(above_mean(3)))", "range takes whole numbers, not 'above_mean(3)'"),
+        ("mask_positions(range([3]))", "range takes whole numbers, not [3]"),
         ("mask_positions(0", "no hook expression"),
         ("mask_positions(0); mask_positions(1)", "no hook expression"),
         ("-" * 1500 + "1", "nested too deeply"),
@@ -154,3 +158,13 @@ def test_the_names_known_beforehand_are_the_hooks_and_detectors_that_there_are()
 def test_a_hook_is_made_again_from_its_repr(hook: object) -> None:
     (made,) = parse_hooks(repr(hook))
     assert (type(made), repr(made)) == (type(hook), repr(hook))
+
+
+def test_an_expression_with_ranges_is_checked_without_torch() -> None:
+    """A command refuses a mistyped expression at once; torch takes seconds to import."""
+    code = (
+        "import sys; from dlm_lens.hooks.expressions import check_expression as c; "
+        "c('at_steps(mask_positions(range(3)), slice(None, -1))'); print('torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"

@@ -43,3 +43,28 @@ def test_positions_that_nothing_is_drawn_for_hold_what_the_protocol_says(noise: 
     assert float(numbers[wanted].mean()) == pytest.approx(0.5, abs=0.06)  # 4 standard errors
     assert bool((tokens[~wanted] == 0).all())
     assert tokens[wanted].unique().tolist() == list(range(7))
+
+
+def test_tokens_are_drawn_a_few_positions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any parts: the numbers of each row's generator for its eligible positions, in their order."""
+    evaluated = torch.rand(3, 9, generator=torch.Generator().manual_seed(3)) < 0.5
+    eligible = evaluated & (torch.rand(3, 9, generator=torch.Generator().manual_seed(2)) < 0.7)
+    count = int(evaluated.sum())
+    assert 3 < int(eligible.sum()) < count
+    probabilities = torch.rand(count, 50, generator=torch.Generator().manual_seed(0))
+    wanted = []
+    generators = [torch.Generator().manual_seed(seed) for seed in (7, 8, 9)]
+    for entry, (row, position) in enumerate(evaluated.nonzero().tolist()):
+        scores = probabilities[entry].double().log()
+        if eligible[row, position]:
+            u = torch.rand(1, 50, generator=generators[row], dtype=torch.float64)[0]
+            scores = scores - (-u.log()).log()
+        wanted.append(int(scores.argmax()))
+    for entries in (50, 149, 2**22):
+        monkeypatch.setattr("dlm_lens.sampling.noise.ENTRIES", entries)
+        noise = RowNoise((7, 8, 9))
+        assert noise.tokens(probabilities, evaluated, eligible).tolist() == wanted
+        for one, two in zip(noise.generators, generators, strict=True):
+            assert torch.equal(one.get_state(), two.get_state())
+    none = torch.zeros(3, 9, dtype=torch.bool)
+    assert RowNoise((7, 8, 9)).tokens(probabilities[:0], none, none).tolist() == []
