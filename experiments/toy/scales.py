@@ -61,7 +61,7 @@ def main(prompts: Annotated[int, typer.Option(help="Test prompts of task A.")] =
         model = dlm_lens.load(name)
         run = dlm_lens.denoise(model, [example.prompt for example in examples])
         table += rows(name, dlm_lens.received_over_steps(model, run))
-    head = ["model", "rule", "scale", "level", "keys left out", "patterns with a sink"]
+    head = ["model", "rule", "scale", "level", "keys left out", "maps with a sink"]
     typer.echo(f"n = {prompts} prompts, every step; intervals: 95%, bootstrap over prompts\n")
     typer.echo(markdown_table(head, table))
 
