@@ -9,6 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from dlm_lens import AboveMean, find_sinks, load, record
+from dlm_lens.recording.reducer_registry import REDUCERS
 from tests import pages
 from tests.pages import ROOT, blocks, run_blocks, run_commands, stale
 
@@ -70,6 +71,14 @@ def test_the_numbers_of_the_pictures_are_those_of_the_page() -> None:
     found = int(find_sinks(rec, AboveMean(3.0)).is_sink.sum())
     scores = int((~rec.received.isnan()).sum())
     assert f"`toy-ar` has {found} sinks among {scores:,} scores" in page
+
+
+def test_the_table_of_reducers_has_their_texts() -> None:
+    page = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^\| `(\w+)\([^`]*\)` \| `([^`]*)` \|", page, flags=re.MULTILINE))
+    assert {kind: text.replace("\\|", "|") for kind, text in shown.items()} == {
+        entry.kind: entry.usage for entry in REDUCERS.values()
+    }
 
 
 TASKS = sorted((ROOT / "docs" / "tasks").glob("*.md"))
