@@ -8,6 +8,7 @@ SOURCES = (".ipynb", ".md")
 """Of the pages in `docs/notebooks`."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
+    "Basics": ("concepts", "toy", "hosts", "sinks"),
     "Tutorials": (
         "notebooks/index",
         "notebooks/ten_minutes",
@@ -32,7 +33,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "report",
         "explorer",
         "pictures",
-        "hosts",
         "tracing",
         "transformerlens",
         "caches",
@@ -42,7 +42,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Explanation": (
         "questions",
-        "sinks",
         "trajectories",
         "probes",
         "commitment",
@@ -55,7 +54,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "sink_tokens",
         "families",
         "diffusion_gemma",
-        "toy",
     ),
     "Questions to solve": ("tasks/index",),
     "Reference": ("_pages/api/index", "_pages/command-line", "gallery", "troubleshooting"),
