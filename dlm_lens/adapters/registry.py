@@ -217,7 +217,12 @@ def _autoregressive_layout(model_type: str) -> tuple[type[Any], type[Any]] | Non
 
 @cache
 def families() -> tuple[Family, ...]:
-    """Every family, registered with transformers, in alphabetical order of the files."""
+    """Every family, registered with transformers, in alphabetical order of the files.
+
+    Returns:
+        A tuple of `Family`, of which a user reads `name`, `layouts` (model type -> config and model class),
+        `samplers` (name -> default settings), `hub_names` (released checkpoints), `causal` and `has_mask_token`.
+    """
     found = tuple(defined_in("dlm_lens.adapters.families", "FAMILY", Family))
     for family in found:
         family.register()

@@ -30,6 +30,9 @@ class StepCache:
         values: (the hook point's own name, step) -> the activation.
         aliases: every name -> the hook point's own.
         bridge: the model, for `at`.
+
+    Raises:
+        KeyError: from `cache[name]`, `cache[name, step]` and `at`, for a name or a step that was not kept.
     """
 
     names: tuple[str, ...]

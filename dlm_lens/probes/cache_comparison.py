@@ -288,6 +288,11 @@ def compare(
         seed: one number, or one per row; None for a fresh one, the same for both.
         **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, ...
 
+    Returns:
+        With hooks a `Comparison`: `plain` and `hooked`, two `DenoisingRun`s, and what differs between them. With
+        `cache` and no hooks a `CacheComparison`: `pair`, a `Comparison`; `kl` (nats), `flipped`, `outranked` [step,
+        batch, position]; the sinks `exact` and `cached`; `stale` [step, batch, layer, head].
+
     Raises:
         ValueError: neither hooks nor a cache, observers among the settings, or what `denoise` refuses.
     """

@@ -241,6 +241,13 @@ def logit_lens(
         seed: of controls and intervals.
         progress: show a progress bar.
 
+    Returns:
+        A `LogitLens`, with p the lens's distribution of an entry (a position of a row at a step) in a layer and m
+        that of the network's output there: `entropy`, -sum_v p_v ln p_v, and `kl`, KL(m || p) =
+        sum_v m_v (ln m_v - ln p_v), both [entry, layer] in nats; `rank` [entry, layer]; `top_tokens` and
+        `top_probabilities` [entry, layer, top]. With hooks `hooked`, the same, and `change`, KL(p || p with hooks)
+        [entry, layer] in nats.
+
     Raises:
         TypeError: the run is no `DenoisingRun`.
         ValueError: a step, layer, position or class that is not there, a mask of another shape, sinks of another

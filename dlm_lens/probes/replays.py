@@ -260,6 +260,12 @@ def replay(
             LLaDA2.1).
         progress: show a progress bar.
 
+    Returns:
+        A `Replay`: `kl`, KL(plain || hooked) = sum_v p_v (ln p_v - ln q_v) in nats, and confidences, ranks and
+        likeliest tokens without and with hooks, each [step, batch, position] (NaN or -1 where not `predicted`); the
+        change of the residual stream [step, batch, layer]; with `attention` what keys receive, without and with
+        hooks.
+
     Raises:
         TypeError: the run is no `DenoisingRun`.
         ValueError: a run of another model or sampler or without steps, no hook, or a layer or class of queries that

@@ -278,6 +278,9 @@ def compare(
         seed: one number, or one per row; None for a fresh one, the same for both.
         **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, ...
 
+    Returns:
+        A `Comparison`: `plain` and `hooked`, two `DenoisingRun`s, and what differs between them.
+
     Raises:
         ValueError: no hook, observers among the settings, or what `denoise` refuses.
     """

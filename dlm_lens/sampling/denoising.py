@@ -120,6 +120,17 @@ def denoise(
             Nemotron-Labs-Diffusion, Efficient-DLM and Stable-DiffCoder: threshold, parallel, stop_tokens,
             use_cache; AR: use_cache).
 
+    Returns:
+        A `DenoisingRun`. Its `confidence` [step, batch, position] is the number by which the sampler ranks, -inf
+        where a position is not eligible. LLaDA, MMaDA, dllm, SMDM, AR: the probability of the proposed token in the
+        plain softmax; P2 and most samplers of blocks: in the filtered one, where they filter; "random" and BD3-LM's
+        first_hitting: a uniform number. Dream and SDLM: of the rule, the probability, the difference of the two
+        largest ("topk_margin"), or minus the entropy in nats (SDLM: 1 - H / ln V). RND1 and the entropy bound:
+        minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. MDLM, SEDD, BD3-LM: the share of the
+        token's draw beside [MASK]'s. Duo, UDLM, Sumi, GIDD: the probability that the token is the text's and not
+        noise; "adaptive" and Sumi's "greedy": how much the network would change it; GIDD's correction: the
+        probability of the new token. "origin" and DiffuGPT: -inf, as the order is random.
+
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.
         NonFiniteLogitsError: naming the step; its `partial` holds the steps before.

@@ -40,8 +40,8 @@ INTRODUCTION = """# Results: attention sinks in diffusion language models
 
 Every figure and table of [2510.15731](https://arxiv.org/abs/2510.15731), measured on the embedded models (4 layers
 of 4 heads, canvases of about 55 positions, the shipped word problems), on a real AR model of 135 million parameters
-(`smollm2`, English prompts: [its own page](results_smollm2.md)), on its conversion, and on a block-diffusion twin of
-toy. Figure 2 is a drawing. The other paper: [results of "One Token Is Enough"](results_one_token.md).
+(`smollm2`, English prompts: [its own page](results_smollm2.md)), on its conversion, and on a block-diffusion twin
+of toy. Figure 2 is a drawing. The other paper: [results of "One Token Is Enough"](results_one_token.md).
 """
 
 RULES = """## How to read it

@@ -266,6 +266,10 @@ def log_likelihood(
             stratified; of GIDD: eps, scope; "chain_rule": order ("left_to_right" or "right_to_left"); of a model
             that decodes blocks: block_length, where it is not the model's own.
 
+    Returns:
+        A `LogLikelihood`: `value` and `standard_error` [item] in nats, `tokens` [item] and, per item, `losses`
+        [sample] for "mc", [token] for "chain_rule" (`float` of a single item is its value).
+
     Raises:
         ValueError: items or settings that cannot work, before anything is computed.
         NonFiniteLogitsError: naming the item and the position.

@@ -57,7 +57,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Questions to solve": ("tasks/index",),
     "Reference": ("_pages/api/index", "_pages/command-line", "gallery", "troubleshooting"),
-    "Papers and results": ("papers", "results", "results_smollm2", "results_one_token", "results_axis", "_pages/benchmarks"),
+    "Papers and results": (
+        "papers",
+        "results",
+        "results_smollm2",
+        "results_one_token",
+        "results_axis",
+        "_pages/benchmarks",
+    ),
     "Extending": ("add-a-hook", "add-a-detector", "add-a-reducer", "add-a-figure", "add-a-family"),
     "Project": (
         "_pages/changelog",
