@@ -289,7 +289,7 @@ def compare(
         **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, ...
 
     Returns:
-        With hooks a `Comparison`: `plain` and `hooked`, two `DenoisingRun`s, and what differs between them. With
+        With hooks a `Comparison`: `plain` and `hooked`, each a `DenoisingRun`, and what differs between them. With
         `cache` and no hooks a `CacheComparison`: `pair`, a `Comparison`; `kl` (nats), `flipped`, `outranked` [step,
         batch, position]; the sinks `exact` and `cached`; `stale` [step, batch, layer, head].
 

@@ -279,7 +279,7 @@ def compare(
         **settings: of `dlm_lens.denoise`: steps, gen_length, block_length, temperature, ...
 
     Returns:
-        A `Comparison`: `plain` and `hooked`, two `DenoisingRun`s, and what differs between them.
+        A `Comparison`: `plain` and `hooked`, each a `DenoisingRun`, and what differs between them.
 
     Raises:
         ValueError: no hook, observers among the settings, or what `denoise` refuses.
