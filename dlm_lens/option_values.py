@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Never
 
+from dlm_lens.printable import shown
+
 
 def one_of(option: str, value: str, allowed: Iterable[str]) -> str:
     """The value of an option that must be one of a few words.
@@ -94,6 +96,32 @@ def read_setting(text: str, example: str = "prompts=64") -> tuple[str, Any]:
         except (RecursionError, MemoryError):
             raise ValueError(f"{text[:60]!r}... is nested too deeply for a setting; write a plain value") from None
     return name.strip(), value.strip()
+
+
+def settings_of(texts: Iterable[str], example: str = "prompts=64") -> dict[str, Any]:
+    """Several settings written as name=value, as `read_setting` reads each.
+
+    Raises:
+        ValueError: a text that is no setting, or a setting that is given twice.
+    """
+    given = list(texts)
+    read = [read_setting(text, example) for text in given]
+    check_once(given)
+    return dict(read)
+
+
+def check_once(texts: Iterable[str]) -> None:
+    """Raise where two settings written as name=value have the same name: one of them would be lost silently.
+
+    Raises:
+        ValueError: with both of them.
+    """
+    seen: dict[str, str] = {}
+    for text in texts:
+        name = text.partition("=")[0].strip()
+        if name in seen:
+            raise ValueError(f"{name} is set twice, as {shown(seen[name])} and as {shown(text)}; give it once")
+        seen[name] = text
 
 
 def _no_number(name: str) -> Never:

@@ -1,6 +1,6 @@
 """`dlm-lens eval`: tasks of lm-evaluation-harness, with interventions."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ from dlm_lens.cli.options import (
 )
 from dlm_lens.cli.output import show_json
 from dlm_lens.files.paths import check_directory
-from dlm_lens.option_values import read_setting, whole_numbers, words
+from dlm_lens.option_values import settings_of, whole_numbers, words
 from dlm_lens.printable import echo
 from dlm_lens.recording.reducer_registry import parse_reducers
 
@@ -48,10 +48,14 @@ def eval_command(
         bool, typer.Option("--add-bos", help="Begin every text with the beginning-of-text token.")
     ] = False,
     max_length: Annotated[int | None, typer.Option(help="Positions of a canvas; the model's by default.")] = None,
-    likelihood: Annotated[str, typer.Option(help="Settings, such as method=mc,samples=128,cfg_scale=0.5.")] = "",
+    likelihood: Annotated[
+        list[str] | None,
+        typer.Option(help="Settings, such as method=mc,samples=128,cfg_scale=0.5; repeatable."),
+    ] = None,
     generation: Annotated[
-        str, typer.Option(help='Settings, such as gen_length=256,block_length=32,options={"threshold":0.9}.')
-    ] = "",
+        list[str] | None,
+        typer.Option(help='Settings, such as gen_length=256,options={"threshold":0.9}; repeatable.'),
+    ] = None,
     seed: Annotated[int, SEED] = 0,
     dtype: Annotated[str | None, DTYPE] = None,
     device: Annotated[str | None, DEVICE] = None,
@@ -86,9 +90,10 @@ def eval_command(
         "tasks": words("--tasks", tasks) if tasks else None, "chat": chat or None, "add_bos": add_bos or None,
         "max_length": max_length, "num_fewshot": num_fewshot,
     }  # fmt: skip
-    pairs = {"likelihood": read_pairs(likelihood), "generation": read_pairs(generation)}
-    for group, names in pairs.items():
-        check_not_options(context.command, f"--{group}", names)
+    pairs = {}
+    for group, texts in (("likelihood", likelihood), ("generation", generation)):
+        pairs[group] = read_pairs(texts or ())
+        check_not_options(context.command, f"--{group}", pairs[group])
     settings = _settings(preset, given, pairs) | chosen_model
     if record or record_to is not None or record_layers is not None:
         settings |= _recorded(record or "received", record_to, record_layers, record_storage)
@@ -161,21 +166,29 @@ def _score(score: Any) -> dict[str, Any]:
     return {name: None if value != value else value for name, value in asdict(score).items()}
 
 
-def read_pairs(text: str) -> dict[str, Any]:
+def read_pairs(texts: Iterable[str]) -> dict[str, Any]:
     """Settings written as name=value, separated by commas; values are JSON, Python literals or plain text.
 
     Commas within braces and brackets belong to a value: options={"threshold": 0.9, "cache": "dual"}.
 
+    Args:
+        texts: one of each use of the option.
+
     Raises:
-        ValueError: a part without "=".
+        ValueError: a part without "=", or a setting that is given twice.
     """
+    return settings_of([part for text in texts for part in _parts(text)], "samples=128")
+
+
+def _parts(text: str) -> list[str]:
+    """The text between commas outside of braces and brackets."""
     parts: list[str] = []
     for piece in text.split(","):
         if parts and sum(map(parts[-1].count, "{[")) > sum(map(parts[-1].count, "}]")):
             parts[-1] += f",{piece}"
         else:
             parts.append(piece)
-    return dict(read_setting(part, "samples=128") for part in parts if part)
+    return [part for part in parts if part]
 
 
 def _recorded(names: str, to: Path | None, layers: str | None, storage: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dlm_lens.cli.options import (
 from dlm_lens.cli.output import show_json
 from dlm_lens.cli.stopped_training import one_sentence_of_a_stop
 from dlm_lens.files.paths import check_directory
-from dlm_lens.option_values import read_setting, words
+from dlm_lens.option_values import settings_of, words
 from dlm_lens.printable import echo
 
 
@@ -67,7 +67,7 @@ def experiment_command(
     check_dtype(dtype)
     directory = out or Path("runs") / (f"{name}-small" if small else name)
     check_directory(directory)
-    given = dict(read_setting(text) for text in settings or ())
+    given = settings_of(settings or ())
     if chosen_models and "models" in given:
         raise ValueError("--models and --set both name the models; give one of them")
 

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from dlm_lens.arguments import near_name
-from dlm_lens.option_values import one_of, read_setting
+from dlm_lens.option_values import one_of, settings_of
 from dlm_lens.recording.query_classes import OTHER_NAMES, QUERY_CLASSES
 from dlm_lens.sinks.detector_registry import DETECTORS, parse_detector
 
@@ -104,10 +104,10 @@ def sampler_settings(command: Any, own: Mapping[str, Any], others: Iterable[str]
         others: name=value.
 
     Raises:
-        ValueError: no setting of any sampler, or one that has an option.
+        ValueError: no setting of any sampler, one that is given twice, or one that has an option.
     """
     given = {name: value for name, value in own.items() if value is not None}
-    read = dict(read_setting(text, "top_p=0.9") for text in others)
+    read = settings_of(others, "top_p=0.9")
     check_not_options(command, "--set", read)
     if read:
         from dlm_lens.sampling.algorithm_registry import algorithms
@@ -128,12 +128,12 @@ def loading_options(texts: Iterable[str] | None) -> dict[str, Any]:
     """The arguments of `dlm_lens.load` that `--load` gives as name=value.
 
     Raises:
-        ValueError: no argument of `dlm_lens.load`, or one that has an option.
+        ValueError: no argument of `dlm_lens.load`, one that is given twice, or one that has an option.
     """
-    read: dict[str, Any] = {}
-    for text in texts or ():
-        name, value = read_setting(text, "sampler=dmax")
-        read[name] = text.partition("=")[2].strip() if name in LOADING_TEXTS else value
+    given = list(texts or ())
+    read = settings_of(given, "sampler=dmax")
+    plain = {name.strip(): value.strip() for name, _, value in (text.partition("=") for text in given)}
+    read |= {name: value for name, value in plain.items() if name in LOADING_TEXTS}
     for name in read:
         if name in ("dtype", "device", "device_map"):
             raise ValueError(f"give --{name.removesuffix('_map')} in place of --load {name}=")

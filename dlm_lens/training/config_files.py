@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from dlm_lens.option_values import check_once
 from dlm_lens.printable import shown
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingS
 
     Raises:
         FileNotFoundError: neither a file nor a shipped config.
-        ValueError: invalid YAML, an unknown setting, or a value of the wrong kind.
+        ValueError: invalid YAML, an unknown setting, one that is overridden twice, or a value of the wrong kind.
     """
+    check_once(overrides)
     values = _read(name)
     given = [(override, *_parted(override)) for override in overrides]
     # Before the other overrides: what they set of an objective stays, and is refused where the kind lacks it.

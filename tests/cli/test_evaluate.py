@@ -135,7 +135,7 @@ def test_a_limit_that_is_no_number_of_documents_is_refused(limit: str) -> None:
 
 
 def test_settings_are_read_as_json_or_text() -> None:
-    assert read_pairs("samples=16,cfg_scale=0.5,method=mc,is_greedy=False,strata=null") == {
+    assert read_pairs(["samples=16,cfg_scale=0.5,method=mc", "is_greedy=False,strata=null"]) == {
         "samples": 16,
         "cfg_scale": 0.5,
         "method": "mc",
@@ -143,14 +143,14 @@ def test_settings_are_read_as_json_or_text() -> None:
         "strata": None,
     }
     nested = 'gen_length=8,options={"threshold": 0.9, "cache": "dual", "more": {"a": [1, 2]}},steps=4'
-    assert read_pairs(nested) == {
+    assert read_pairs([nested]) == {
         "gen_length": 8,
         "options": {"threshold": 0.9, "cache": "dual", "more": {"a": [1, 2]}},
         "steps": 4,
     }
     for text in ("samples", 'options={"a": 1}, 2'):
         with pytest.raises(ValueError, match="write name=value"):
-            read_pairs(text)
+            read_pairs([text])
 
 
 def test_the_command_line_starts_without_torch_and_harness() -> None:

@@ -76,6 +76,26 @@ for listing in (["plot", "list"], ["experiment", "list"], ["eval", "--presets"],
     assert commands <= set(done.stdout.split())
 
 
+TWICE = (
+    ["record", "toy", "--prompts", "p", "--out", "o", "--set", "cfg_scale=1", "--set", "cfg_scale = 2"],
+    ["lens", "nowhere", "--load", "sampler=p2", "--load", "sampler=dmax"],
+    ["train", "laptop", "--set", "optimisation.rate=1e-4", "--set", "optimisation.rate=1e-4"],
+    ["experiment", "beyond-context", "--set", "prompts=1", "--set", "prompts=2"],
+    ["plan", "toy", "--set", "cfg_scale=1", "--set", "cfg_scale=2"],
+    ["eval", "--tasks", "x", "--likelihood", "samples=1,samples=2"],
+    ["eval", "--tasks", "x", "--generation", "gen_length=1", "--generation", "gen_length=2"],
+)
+
+
+@pytest.mark.parametrize("arguments", TWICE, ids=lambda one: one[0])
+def test_a_setting_that_is_given_twice_is_refused(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p").write_text('{"prompt": "w1"}\n')
+    result = CliRunner().invoke(cli.app, arguments)
+    assert isinstance(result.exception, ValueError)
+    assert "is set twice, as " in str(result.exception)
+
+
 WRONG = [
     (["sinks", "nowhere"], "nowhere holds no recording"),
     (["sinks", "nowhere", "--detector", "bogus"], "--detector 'bogus': there are above-mean"),
