@@ -1,11 +1,10 @@
 """Files of a checkpoint, in a directory or on the hub, and the reason where one is unavailable."""
 
-import difflib
 import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -18,6 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
 from dlm_lens.adapters.model_names import embedded_models
+from dlm_lens.arguments import near_name
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.printable import one_line, printable_name
 
@@ -32,6 +32,7 @@ def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:
         FileNotFoundError: it is unavailable, with the reason.
     """
     try:
+        _check_connection(repository, name, options)
         return str(cached_file(repository, name, **options))
     except OSError as error:
         raise FileNotFoundError(
@@ -119,14 +120,14 @@ def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
     if Path(source).is_dir() and (held := file_within(Path(source), "config.json")) is not None:
         return read_object(held, what)
     try:
+        _check_connection(source, "config.json", options)
         values, _ = PreTrainedConfig.get_config_dict(source, **options)
     except RecursionError as error:
         raise ValueError(f"{what} is nested too deeply; fetch it again") from error
     except OSError as error:
-        near = difflib.get_close_matches(source, embedded_models(), 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
         if isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError):
             raise ValueError(f"the config.json of {source} is no JSON file; fetch it again") from error
+        hint = near_name(source, embedded_models(), {})
         raise FileNotFoundError(
             f"{source!r} is neither an embedded model ({', '.join(embedded_models())}) nor a directory{hint}, "
             f"and as a hub name {_why(error, source, 'config.json', options)}"
@@ -134,6 +135,24 @@ def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
     # Read again, with bounds and without the other config files that `configuration_files` may name.
     fetched = local_file(source, "config.json", options)
     return dict(values) if fetched is None else read_object(fetched, what)
+
+
+def _check_connection(repository: str, name: str, options: dict[str, Any]) -> None:
+    """Raise where the hub cannot be reached for a file that is not on this disk.
+
+    One try: transformers makes six of them, which take half a minute, before it says so.
+
+    Raises:
+        LocalEntryNotFoundError: no connection.
+    """
+    if constants.HF_HUB_OFFLINE or local_file(repository, name, options) is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, name, revision=options.get("revision")))
+    except (OSError, ValueError):
+        return  # an answer of the hub or a name that cannot be, of which transformers makes the error
+    except Exception as error:  # of the HTTP client, which is another one in other versions of huggingface_hub
+        raise LocalEntryNotFoundError(one_line(error)) from error
 
 
 def _why(error: BaseException, repository: str, name: str, options: dict[str, Any]) -> str:

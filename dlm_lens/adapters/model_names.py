@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.arguments import near_name
 from dlm_lens.printable import shown
 
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
@@ -66,7 +67,8 @@ def check_model_name(name: Any) -> str | Path:
     """Return the name of an embedded model, a path that can hold a checkpoint, or a possible hub name.
 
     Raises:
-        FileNotFoundError: a path that does not exist, or a directory without a config and without weights.
+        FileNotFoundError: a path that does not exist, a directory without a config and without weights, or a name
+            without an owner that is close to an embedded model's.
         ValueError: neither text nor a path.
     """
     if not isinstance(name, str | Path) or not str(name):
@@ -74,11 +76,17 @@ def check_model_name(name: Any) -> str | Path:
             f"{shown(name)} names no model; give an embedded one ({', '.join(embedded_models())}), a checkpoint's "
             "directory, or a hub name"
         )
-    if str(name) in embedded_models():
+    embedded = embedded_models()
+    if str(name) in embedded:
         return name
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         raise FileNotFoundError(f"{path} holds no config.json; give the directory that does, or a hub name")
+    if "/" not in str(name) and not path.exists() and (hint := near_name(str(name), embedded, {})):
+        raise FileNotFoundError(
+            f"{str(name)!r} is neither an embedded model ({', '.join(embedded)}) nor a directory{hint}; a hub name "
+            "has its owner before it, owner/name"
+        )
     if not path.exists() and (isinstance(name, Path) or str(name).startswith((".", "/", "~"))):
         raise FileNotFoundError(f"{path} is no directory; give a checkpoint's directory or a hub name")
     return name

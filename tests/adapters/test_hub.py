@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
 )
 
 import dlm_lens
+from dlm_lens.adapters.model_names import check_model_name
 from dlm_lens.testing import tiny
 
 OLD, NEW, BARE, SHARDED = ("a" * 40, "b" * 40, "c" * 40, "d" * 40)
@@ -126,6 +127,7 @@ def test_what_the_hub_refuses_is_one_sentence(
         raise OSError("two\nlines") from kind.__new__(kind)  # as transformers does; their making needs a response
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("dlm_lens.adapters.hub.get_hf_file_metadata", lambda url: None)
     monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", refuse)
     with pytest.raises(FileNotFoundError) as caught:
         dlm_lens.load("nobody/nothing", revision="v9")
@@ -133,3 +135,28 @@ def test_what_the_hub_refuses_is_one_sentence(
     assert "'nobody/nothing' at revision 'v9'" in said
     assert remedy in said
     assert "\n" not in said
+
+
+def test_a_missing_network_costs_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def unreachable(url: str) -> None:
+        tries.append(url)
+        raise RuntimeError("Name or service not known")  # as the HTTP client's own class, which is no OSError
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("dlm_lens.adapters.hub.get_hf_file_metadata", unreachable)
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", lambda *_, **__: pytest.fail("more tries"))
+    with pytest.raises(FileNotFoundError, match="while the hub cannot be reached: load it once with a connection"):
+        dlm_lens.load("nobody/nothing")
+    with pytest.raises(FileNotFoundError, match=r"weights.safetensors in the cache .* the hub cannot be reached"):
+        dlm_lens.load("nobody/nothing/weights.safetensors")
+    assert len(tries) == 2
+
+
+def test_a_name_close_to_an_embedded_model_is_refused_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlm_lens.adapters.hub.get_hf_file_metadata", lambda url: pytest.fail("the hub was asked"))
+    with pytest.raises(FileNotFoundError, match=r"'toyy' is neither .* \(did you mean 'toy'\?\); a hub name has"):
+        dlm_lens.load("toyy")
+    assert check_model_name("owner/toyy") == "owner/toyy"
+    assert check_model_name("gpt2") == "gpt2"

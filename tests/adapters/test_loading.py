@@ -119,7 +119,7 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match=r"'nobody/nothing' is neither an embedded model"):
         dlm_lens.load("nobody/nothing")
-    with pytest.raises(FileNotFoundError, match=r"nor a directory \(did you mean 'toy'\?\), and as a hub name"):
+    with pytest.raises(FileNotFoundError, match=r"nor a directory \(did you mean 'toy'\?\); a hub name has"):
         dlm_lens.load("tyo")
     with pytest.raises(ValueError, match=r"no family loads model_type 'bert'; known model types: .*llada"):
         dlm_lens.load(copy_golden(tmp_path / "bert", model_type="bert"))
