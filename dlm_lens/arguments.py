@@ -47,8 +47,12 @@ def is_whole(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
+FINITE = "a finite number between -2^63 and 2^63"
+"""What `is_real` accepts; larger numbers overflow in the formulas that take them."""
+
+
 def is_real(value: Any) -> bool:
-    """Whether this is a finite number, numpy's included; True and False are none."""
+    """Whether this is `FINITE`, numpy's numbers included; True and False are none."""
     return not isinstance(value, bool) and isinstance(value, Real) and -(2.0**63) < float(value) < 2.0**63
 
 
@@ -61,7 +65,7 @@ def whole(least: int | None = None, most: int = 2**63 - 1) -> Rule:
 
 def real() -> Rule:
     """A finite number."""
-    return Rule("a finite number", is_real)
+    return Rule(FINITE, is_real)
 
 
 def flag() -> Rule:

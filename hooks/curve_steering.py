@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.arguments import is_real, store_plain_numbers
+from dlm_lens.arguments import FINITE, is_real, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, RunStep, run_of
 from dlm_lens.hooks.positions import (
     ActivationSite,
@@ -60,7 +60,7 @@ class SteerAlong(Hook):
                 "two points a number, in rising order"
             )
         if not is_real(self.by):
-            raise ValueError(f"steer_along: by is {self.by!r}; it must be a finite number")
+            raise ValueError(f"steer_along: by is {self.by!r}; it must be {FINITE}")
         if self.over not in get_args(Axis):
             raise ValueError(f"steer_along: over is {self.over!r}; it must be 'time' or 'progress'")
 

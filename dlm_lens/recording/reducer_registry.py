@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from dlm_lens.arguments import near_name
 from dlm_lens.declarations import Declaration, by_name, declarations
 from dlm_lens.option_values import whole_number, words
 from dlm_lens.recording.query_classes import OTHER_NAMES, QUERY_CLASSES
@@ -140,7 +141,7 @@ def parse_reducers(text: str, *, option: str = "--reducers") -> list[ReducerText
     for part in words(option, text):
         name, colon, setting = part.partition(":")
         if name not in REDUCERS:
-            raise ValueError(f"{option} {part!r}: there are {', '.join(REDUCERS)}")
+            raise ValueError(f"{option} {part!r}{near_name(name, REDUCERS, {})}: there are {', '.join(REDUCERS)}")
         entry = REDUCERS[name]
         if entry.values == "path" and not setting:
             raise ValueError(f"{option} {part!r}: give {entry.usage}")

@@ -248,7 +248,8 @@ def known_remasking(remasking: str, accepted: Sequence[str], listed: Sequence[st
         ValueError: naming it and those that there are.
     """
     if remasking not in accepted:
-        raise ValueError(f"remasking {remasking!r} is none of {owner}'s: {', '.join(listed)}")
+        hint = near_name(remasking, listed, {})
+        raise ValueError(f"remasking {remasking!r} is none of {owner}'s{hint}: {', '.join(listed)}")
 
 
 def inner_eps(eps: float) -> None:

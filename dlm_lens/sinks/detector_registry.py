@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from dlm_lens.arguments import near_name
 from dlm_lens.declarations import Declaration, by_name, declarations
 
 Range = Literal["not negative", "positive", "fraction", "count"]
@@ -142,7 +143,7 @@ def parse_detector(text: str, *, option: str = "--detector") -> DetectorText:
     """
     name, colon, number = text.partition(":")
     if name not in DETECTORS:
-        raise ValueError(f"{option} {text!r}: there are {', '.join(DETECTORS)}")
+        raise ValueError(f"{option} {text!r}{near_name(name, DETECTORS, {})}: there are {', '.join(DETECTORS)}")
     entry = DETECTORS[name]
     value = entry.default
     if colon:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from dlm_lens.arguments import near_name
 from dlm_lens.option_values import check_once
 from dlm_lens.printable import shown
 
@@ -142,7 +143,9 @@ def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not path.is_file() and str(name) in shipped_configs():
         path = CONFIGS / f"{name}.yaml"
     if not path.is_file():
-        raise FileNotFoundError(f"{name} is neither a file nor a shipped config: {', '.join(shipped_configs())}")
+        shipped = shipped_configs()
+        hint = near_name(str(name), shipped, {})
+        raise FileNotFoundError(f"{name} is neither a file nor a shipped config{hint}: {', '.join(shipped)}")
     chain = (*above, path.resolve())
     if path.resolve() in above:
         circle = " -> ".join(str(one) for one in chain[chain.index(path.resolve()) :])

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dlm_lens.arguments import near_name
 from dlm_lens.declarations import Declaration, by_name, declarations
 from dlm_lens.files.atomic_writes import write_figure
 from dlm_lens.files.paths import check_file
@@ -110,7 +111,8 @@ def find_plot(name: str) -> Plot:
         ValueError: there is none.
     """
     if name not in plots():
-        raise ValueError(f"there is no picture {name!r}; there are {', '.join(plots())}")
+        hint = near_name(name, plots(), {})
+        raise ValueError(f"there is no picture {name!r}{hint}; there are {', '.join(plots())}")
     return plots()[name]
 
 

@@ -65,7 +65,7 @@ def test_it_records_every_request(tmp_path: Path) -> None:
         (["--record-layers", "0"], "need --record-to"),
         (
             ["--record", "recieved", "--record-to", str(tmp_path)],
-            "--record 'recieved': there are channels, entropy",
+            r"--record 'recieved' \(did you mean 'received'\?\): there are channels, entropy",
         ),
         (
             ["--record-layers", "x", "--record-to", str(tmp_path)],

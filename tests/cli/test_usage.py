@@ -98,6 +98,9 @@ def test_a_setting_that_is_given_twice_is_refused(arguments, tmp_path, monkeypat
 
 WRONG = [
     (["sinks", "nowhere"], "nowhere holds no recording"),
+    (["sinks", "nowhere", "--detector", "above-men:3"], "'above-men:3' (did you mean 'above-mean'?): there are"),
+    (["plot", "sink-position", "nowhere"], "no picture 'sink-position' (did you mean 'sink-positions'?); there"),
+    (["train", "laptopp"], "laptopp is neither a file nor a shipped config (did you mean 'laptop'?): laptop, "),
     (["sinks", "nowhere", "--detector", "bogus"], "--detector 'bogus': there are above-mean"),
     (
         ["sinks", "nowhere", "--detector", "above-mean:-1"],
@@ -188,7 +191,7 @@ WRONG = [
     ),
     (["demo", "./none"], "none is no directory"),
     (["demo", "--out", "p.jsonl"], "p.jsonl is a file; give a directory"),
-    (["demo", "--prompt", " "], "prompt 0 is empty"),
+    (["demo", "--prompt", " "], "--prompt is empty"),
     (["demo", "--steps", "0"], "steps is 0; it must be at least 1"),
     (["demo", "--gen-length", "-1"], "gen_length is -1"),
     (["train", "none.yaml"], "none.yaml is neither a file nor a shipped config"),

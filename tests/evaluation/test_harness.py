@@ -36,7 +36,7 @@ def test_the_harness_default_device_is_the_cpu_where_there_is_no_other(caplog: p
         ("max_length=long", "max_length is 'long'; it must be a whole number"),
         ("max_length=64.5", "max_length is 64.5; it must be a whole number"),
         ("likelihood=mc", "'mc' is no LikelihoodSettings"),
-        ("record=recieved,record_to=x", "record 'recieved': there are channels"),
+        ("record=recieved,record_to=x", r"record 'recieved' \(did you mean 'received'\?\): there are channels"),
     ],
 )
 def test_arguments_of_the_harness_are_texts(text: str, says: str) -> None:

@@ -186,6 +186,7 @@ def test_drawn_numbers_are_binomial() -> None:
     ("options", "message"),
     [
         ({"schedule": "quadratic"}, "schedule is 'quadratic'; it must be one of linear, cosine"),
+        ({"remasking": "low_confidance"}, r"none of dllm's \(did you mean 'low_confidence'\?\): low"),
         ({"remasking": "origin"}, "remasking 'origin' is none of dllm's: low_confidence, random"),
         ({"block_length": 0}, "block_length is 0; it must be at least 1"),
         ({"temperature": -1.0}, "temperature is -1.0"),

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments, is_real, one_of, whole
+from dlm_lens.arguments import FINITE, checked_arguments, is_real, one_of, whole
 from dlm_lens.attention import Hook, SinkLayout, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import SteerAlong, at_layers
@@ -87,7 +87,7 @@ def _shift(clock: DenoisingClock, by: float, layer: int, along: Along, positions
     if along not in get_args(Along):
         raise ValueError(f"along is {along!r}; it must be 'means', 'slope' or 'readout'")
     if not is_real(by):
-        raise ValueError(f"by is {by!r}; it must be a finite number")
+        raise ValueError(f"by is {by!r}; it must be {FINITE}")
     if positions not in ("open", "prompt"):
         raise ValueError(f"positions is {positions!r}; a hook acts on 'open' or 'prompt' ones")
     kind, place = clock.reading.kind_index(positions), clock.reading.layer_index(layer)
