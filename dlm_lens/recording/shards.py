@@ -69,7 +69,7 @@ class ShardDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         plain = json.loads(json.dumps({"format": FORMAT, **request}, allow_nan=False))
         if (self.path / HEADER).exists():
-            _compare(self.path, self.header(), plain)
+            _check_same(self.path, self.header(), plain)
         elif other_files(self.path):
             raise FileExistsError(f"{self.path} is not empty and holds no recording; give another directory")
         else:
@@ -314,22 +314,42 @@ class ShardDirectory:
         return held[name]
 
 
-def _compare(path: Path, before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> None:
+def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise unless a header is that of this call.
+
+    Raises:
+        ValueError: with all that differs; of many values the first `NAMED`.
+    """
+    found = _differences(before, now)
+    if found:
+        more = f"; {len(found) - NAMED} more differ" if len(found) > NAMED else ""
+        raise ValueError(
+            f"{path} holds a recording {'; '.join(found[:NAMED])}{more}; give the same to continue it, or another "
+            "directory"
+        )
+
+
+NAMED = 8
+"""Differences in a sentence; another model has dozens of them in its config."""
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[str]:
+    """What a header says and the call does not, such as the settings of a reducer that one of them lacks."""
+    lost, gained, found = [], [], []
     for name in {**before, **now}:
         old, new = in_both(name, before.get(name), now.get(name))
         if isinstance(old, dict) and isinstance(new, dict):
-            _compare(path, old, new, f"{within}{name} ")
+            found += _differences(old, new, f"{within}{name} ")
+        elif isinstance(old, dict) and new is None:
+            lost.append(name)
+        elif isinstance(new, dict) and old is None:
+            gained.append(name)
         elif old != new:
-            raise ValueError(
-                f"{path} holds a recording {_difference(within + name, old, new)}; give the same to continue it, "
-                "or another directory"
-            )
-
-
-def _difference(name: str, old: Any, new: Any) -> str:
-    """What a header says and the call does not, such as the settings of a reducer that one of them lacks."""
-    if isinstance(old, dict) and new is None:
-        return f"with {name}, and now there is none"
-    if isinstance(new, dict) and old is None:
-        return f"without {name}, and now there is one"
-    return f"with {name} = {old!r:.200}, and now it is {new!r:.200}"
+            found.append(f"with {within}{name} = {old!r:.200}, and now it is {new!r:.200}")
+    if gained:
+        there = "is one" if len(gained) == 1 else f"are {len(gained)}"
+        found.insert(0, f"without {within}{', '.join(gained)}, and now there {there}")
+    if lost:
+        there = "is" if len(lost) == 1 else "are"
+        found.insert(0, f"with {within}{', '.join(lost)}, and now there {there} none")
+    return found

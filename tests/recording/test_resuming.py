@@ -104,8 +104,14 @@ def test_another_reducer_is_named_where_a_recording_was_begun(tmp_path, monkeypa
     killed_behind(monkeypatch, 2, model, PROMPTS, [reducer], **settings)
     with pytest.raises(ValueError, match=r"reducers region_mass reducer = .*min_viewers=8\)', and now .*viewers=2"):
         record(model, PROMPTS, [RegionMass(sinks=AboveMean(1.0), min_viewers=2)], **settings)
-    with pytest.raises(ValueError, match="with reducers region_mass, and now there is none; give the same"):
+    both = "with reducers region_mass, and now there is none; without reducers received, and now there is one; give"
+    with pytest.raises(ValueError, match=both):
         record(model, PROMPTS, [ReceivedAttention()], **settings)
+    added = "without reducers received, key_norm, and now there are 2; with dtype = 'float32', and now .*; give the"
+    with pytest.raises(ValueError, match=added):
+        record(model, PROMPTS, [reducer, ReceivedAttention(), KeyNorm()], dtype="float16", **settings)
+    with pytest.raises(ValueError, match=r"and now it is .*; \d+ more differ; give the same to continue it"):
+        record(tiny("dream", num_hidden_layers=3), PROMPTS, [reducer], **settings)
     with pytest.raises(ValueError, match="without reducers received, and now there is one; give the same"):
         record(model, PROMPTS, [reducer, ReceivedAttention()], **settings)
     # Begun before RegionMass had min_viewers, which is another statistic: the rest of the run is not added to it.
@@ -116,7 +122,8 @@ def test_another_reducer_is_named_where_a_recording_was_begun(tmp_path, monkeypa
     where.write_text(json.dumps(sealed(header)))
     sentence = (
         r"reducers region_mass reducer = 'RegionMass\(sinks=AboveMean\(eps=1.0\)\)', and now it is 'RegionMass\("
-        r"sinks=AboveMean\(eps=1.0\), min_viewers=8\)'; give the same to continue it, or another directory"
+        r"sinks=AboveMean\(eps=1.0\), min_viewers=8\)'; with reducers region_mass settings min_viewers = None, and "
+        "now it is 8; give the same to continue it, or another directory"
     )
     with pytest.raises(ValueError, match=sentence):
         record(model, PROMPTS, [reducer], **settings)
