@@ -17,7 +17,7 @@ def show_json(values: Any) -> None:
 
 
 def show_tables(as_json: bool, about: Mapping[str, Any], tables: "Mapping[str, pd.DataFrame]") -> None:
-    """Print what the tables are about, and the tables, as JSON (NaN is null) or as text."""
+    """Print what the tables are about, and the tables, as JSON (NaN is null) or as text (NaN is -)."""
     if as_json:
         show_json(
             {**about, **{name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}}
@@ -30,7 +30,7 @@ def show_tables(as_json: bool, about: Mapping[str, Any], tables: "Mapping[str, p
         if table.empty:
             echo("(none)")
             continue
-        echo(_measured(table).to_string(index=False, float_format=lambda x: f"{x:.4g}"))
+        echo(_measured(table).to_string(index=False, na_rep="-", float_format=lambda x: f"{x:.4g}"))
 
 
 def _measured(table: "pd.DataFrame") -> "pd.DataFrame":

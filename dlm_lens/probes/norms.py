@@ -113,12 +113,15 @@ class ValueNorms(ShowsItself):
 
     @property
     def effect_size(self) -> Estimate:
-        """Cohen's d: the difference of the means over the root of the mean variance."""
+        """Cohen's d: the difference of the means over the root of the mean variance; NaN of equal norms."""
 
         def cohen(sums: Floats) -> Floats:
             count, one, two, one_squared, two_squared = np.moveaxis(sums, -1, 0)
             means = one / count, two / count
-            variance = (one_squared + two_squared) / count - means[0] ** 2 - means[1] ** 2
+            squares = (one_squared + two_squared) / count
+            variance = squares - means[0] ** 2 - means[1] ** 2
+            # One pair has no variance, and of equal norms only rounding is left.
+            variance = np.where(variance > TIE**2 * squares, variance, np.nan)
             found: Floats = (means[0] - means[1]) / np.sqrt(variance / 2)
             return found
 

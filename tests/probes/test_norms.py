@@ -53,6 +53,15 @@ def by_loops(model: Any, rec: Any, level: str) -> Any:
     return found
 
 
+def test_norms_that_do_not_vary_have_no_effect_size() -> None:
+    _, rec = recorded()
+    one = value_norms(rec, dl.find_sinks(rec, dl.TopK(2), level="head"), samples=1)
+    assert np.isfinite(one.difference.value)
+    assert np.isnan(one.effect_size.value)
+    twice = {name: getattr(one, name).repeat(7) for name in ("sink", "other", "percentile", "prompt", "layer")}
+    assert np.isnan(replace(one, **twice).effect_size.value)  # the variance of 7 equal norms is rounding
+
+
 @pytest.mark.parametrize("level", ["head", "layer"])
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_ranks_and_profile_are_those_of_loops(name: str, level: Any) -> None:
