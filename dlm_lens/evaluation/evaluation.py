@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -178,7 +179,7 @@ def evaluate(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     manager = find_tasks(names)
     check_code(manager, names, confirm_run_unsafe_code)
-    with _one_process(), _quiet():
+    with _one_process(), _quiet(), _quiet_git():
         loaded = manager.load(names)
         lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
         with _forgetting(lm):
@@ -347,3 +348,25 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         source.removeFilter(keep)
+
+
+@contextmanager
+def _quiet_git() -> Iterator[None]:
+    """Let the harness look for the commit of the working directory without git's message where there is none."""
+    from lm_eval import evaluator
+    from lm_eval.loggers.utils import get_commit_from_path
+
+    def commit() -> Any:
+        """As the harness's `get_git_commit_hash`, which leaves standard error to git."""
+        try:
+            found = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
+        except (subprocess.CalledProcessError, OSError):
+            return get_commit_from_path(os.getcwd())
+        return found.stdout.strip()
+
+    before = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = commit
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = before

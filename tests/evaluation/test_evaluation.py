@@ -92,6 +92,15 @@ def test_the_harness_itself_takes_the_model(toy: Any) -> None:
 
 
 @pytest.mark.long
+def test_git_is_quiet_outside_a_repository(
+    toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = evaluate(HarnessLM(toy), "toy_lists", limit=1)
+    assert "git" not in capfd.readouterr().err
+    assert found.results["git_hash"] is None
+
+
 def test_worked_examples_and_chats_reach_the_prompt(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy.tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] }}{% endfor %} .")
     lm = HarnessLM(toy, max_length=200)
