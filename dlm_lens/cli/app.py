@@ -4,6 +4,7 @@ import atexit
 import gc
 import io
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -128,14 +129,31 @@ def _escape_what_the_terminal_lacks() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+PROGRESS_IN_FILES = {
+    "TQDM_DELAY": "5",
+    "TQDM_MININTERVAL": "10",
+    "TQDM_BAR_FORMAT": "{l_bar} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]\n",
+}
+"""Defaults of tqdm where no terminal shows its bars: of work of more than 5 seconds, a line every 10 seconds."""
+
+
+def _progress_in_lines() -> None:
+    """Let progress bars, transformers' and the hub's too, write what a file of a log can hold: few whole lines."""
+    if not sys.stderr.isatty():
+        for name, value in PROGRESS_IN_FILES.items():
+            os.environ.setdefault(name, value)
+
+
 def main() -> None:
     """Run the command line; an expected error is one sentence and exit status 1."""
     _collect_less()
     _escape_what_the_terminal_lacks()
+    _progress_in_lines()
     warnings.formatwarning = _format_warning
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_PrintableLines("%(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("huggingface_hub").propagate = False  # it prints its lines itself
     try:
         app()
     except (ValueError, OSError, ImportError, MemoryError) as error:

@@ -13,7 +13,9 @@ from dlm_lens.files.paths import check_directory
 def demo_command(
     model: Annotated[str, MODEL] = "toy",
     prompt: Annotated[str | None, typer.Option(help="Text to continue; a word problem by default.")] = None,
-    out: Annotated[Path, typer.Option(help="Directory of the figures and the numbers.")] = Path("dlm-lens-demo"),
+    out: Annotated[
+        Path, typer.Option(help="Directory of the figures and the numbers; those of an earlier demo are replaced.")
+    ] = Path("dlm-lens-demo"),
     steps: Annotated[
         int | None, typer.Option(help="Denoising steps; one per token of the answer by default.")
     ] = None,
@@ -30,7 +32,7 @@ def demo_command(
     check_directory(out)
     check_least(1, steps=steps, gen_length=gen_length)
     if prompt is not None and not prompt.strip():
-        raise ValueError("prompt 0 is empty; give a text to --prompt")
+        raise ValueError("--prompt is empty; give a text with a word in it, or leave it out")
 
     from dlm_lens.cli.demo_run import run_demo
 

@@ -33,6 +33,8 @@ EXAMPLE = {"gen_length": 21, "block_length": 7}
 LONGEST = 64
 """The largest default length of an answer; models' own defaults go up to 512 steps, hours on a CPU."""
 
+FIGURES = ("incoming-attention", "sink-positions")
+
 SHOWN_STEPS = 24
 SHOWN_SINKS = 10
 
@@ -45,7 +47,7 @@ class Demo:
         run: the run.
         received: received attention at every step.
         sinks: the sinks by `AboveMean(3.0)`.
-        heads: "strongest" and "moving" -> (layer, head) of the figures.
+        heads: "strongest" and, if any sink moves, "moving" -> (layer, head) of the figures.
         files: the files that it wrote.
     """
 
@@ -69,7 +71,8 @@ def run_demo(
     """Denoise `prompt`, find its attention sinks at every step, show them, and write it all to `out`.
 
     The rule is Eq. 3 of 2510.15731 with eps = 3 on received attention relative to uniform, per head. The figures
-    show the head whose strongest key scores highest on average over steps, and the one whose sinks move most often.
+    show the head whose strongest key scores highest on average over steps, and the one whose sinks move most often,
+    if any do. They replace those of an earlier demo in `out`.
     A progress bar of the run is written to stderr.
 
     Args:
@@ -107,25 +110,29 @@ def run_demo(
     recording = record(loaded, prompt, progress=True, **settings)
     run, received = recording.run, received_of(recording)
     sinks = find_sinks(received, AboveMean(eps=3.0))
-    heads = {"strongest": strongest(received), "moving": _most_moving(sinks, received)}
+    heads = {"strongest": strongest(received), **_most_moving(sinks)}
     out.mkdir(parents=True, exist_ok=True)
     # Written before the tables are printed: the reader of the output may be gone.
     files = _write(out, model, run, received, sinks, heads)
     _print_text(console, run)
     _print_sinks(console, sinks)
-    console.print(
-        "\nFigures: the head whose strongest key scores highest on average (layer {}, head {}), and the head whose "
-        "sinks move most often (layer {}, head {}).".format(*heads["strongest"], *heads["moving"])
-    )
+    console.print(f"\n{_about_figures(heads)}")
     for path in files:
         console.print(Text(f"  {path}"))
     console.print(f"Done in {time.perf_counter() - started:.1f} s.")
     return Demo(run, received, sinks, heads, files)
 
 
-def _most_moving(sinks: Sinks, received: Received) -> tuple[int | None, int | None]:
-    """The head whose sinks move most; without any sink, the strongest head."""
-    return most_moving(trajectories(sinks)) if bool(sinks.is_sink.any()) else strongest(received)
+def _most_moving(sinks: Sinks) -> dict[str, tuple[int | None, int | None]]:
+    """The head whose sinks move most, as "moving"; nothing where no sink moves."""
+    paths = trajectories(sinks)
+    return {"moving": most_moving(paths)} if (paths.summary(by="head")["moves"] > 0).any() else {}
+
+
+def _about_figures(heads: dict[str, tuple[int | None, int | None]]) -> str:
+    text = "Figures: the head whose strongest key scores highest on average (layer {}, head {})"
+    other = ", and the head whose sinks move most often (layer {}, head {})." if "moving" in heads else ""
+    return (text + (other or "; no sink moves.")).format(*(one for head in heads.values() for one in head))
 
 
 def demo_settings(
@@ -222,15 +229,16 @@ def _write(
     heads: dict[str, tuple[int | None, int | None]],
 ) -> tuple[Path, ...]:
     paths = []
+    for path in (out / f"{figure}-moving.png" for figure in FIGURES):
+        path.unlink(missing_ok=True)  # of an earlier demo whose sinks moved
     for name, (layer, head) in heads.items():
-        figures = {
-            f"incoming-attention-{name}.png": incoming_attention(received, layer=layer, head=head, title=model),
-            f"sink-positions-{name}.png": sink_positions(
-                received, sinks.detector, layer=layer, head=head, blocks=run.spans, title=model
-            ),
-        }
-        for file, figure in figures.items():
-            paths.append(write_figure(out / file, figure))
+        place: dict[str, Any] = {"layer": layer, "head": head, "title": model}
+        drawn = (
+            incoming_attention(received, **place),
+            sink_positions(received, sinks.detector, blocks=run.spans, **place),
+        )
+        for figure, one in zip(FIGURES, drawn, strict=True):
+            paths.append(write_figure(out / f"{figure}-{name}.png", one))
     numbers = out / "sinks.json"
     write_file(numbers, json.dumps(_numbers(model, run, received, sinks, heads), indent=1, allow_nan=False))
     return (*paths, numbers)

@@ -20,6 +20,10 @@ PHRASES = (
         "which texts and chats need: put its files (tokenizer.json) into the directory of the weights, or give "
         'ids, {"input_ids": [...]}',
     ),
+    (
+        r"give at least one token \(ids of the BOS token alone will do\)",
+        'give a text with a word in it, or {"input_ids": [...]} with the BOS token alone',
+    ),
     (r"pass revision= one of the cached commits \(", "give the directory of a cached commit ("),
 )
 """Advice for Python -> advice for a command line."""
@@ -85,6 +89,8 @@ def sentence_of(error: Exception) -> str:
         errno.EROFS: "is on a disk that cannot be written; give another path",
         errno.ENOSPC: "does not fit on its disk; make room, and give the same command again",
     }
+    if number == errno.ENOSPC:
+        path = path or "the output"  # a stream's error names no file
     if number in remedies and path:
         return f"{path} {remedies[number]}"
     if isinstance(error, ConnectionError):

@@ -22,13 +22,14 @@ def families_command(as_json: Annotated[bool, JSON] = False) -> None:
         show_json({"families": listed, "embedded models": list(embedded_models())})
         return
     console = Console()
-    for family in families():
-        grid = Table.grid(padding=(0, 2))
-        for name, value in _rows(family).items():
-            grid.add_row(f"  {name}", value)
-        console.print(f"[bold]{family.name}[/bold]")
-        console.print(grid)
-    console.print(f"[bold]embedded models[/bold]: {', '.join(embedded_models())}")
+    with console:  # one write: a reader such as head closes the pipe after the lines that it wants
+        for family in families():
+            grid = Table.grid(padding=(0, 2))
+            for name, value in _rows(family).items():
+                grid.add_row(f"  {name}", value)
+            console.print(f"[bold]{family.name}[/bold]")
+            console.print(grid)
+        console.print(f"[bold]embedded models[/bold]: {', '.join(embedded_models())}")
 
 
 def _rows(family: "Family") -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`dlm-lens record`: statistics of many prompts from a file, one process or several."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -139,5 +140,7 @@ def _ids(model: Any, lines: list[Any], path: Path) -> tuple[tuple[int, ...], ...
         try:
             found.append(Batches.of(model, [line], None, None).ids[0])
         except ValueError as error:
-            raise ValueError(f"{path}, prompt {number}: {error}") from None
+            # Its place names the prompt, which is number 0 of the one that was read.
+            sentence = re.sub(r"^prompt 0\b", "the prompt", str(error))
+            raise ValueError(f"{prompt_places(path)[number]}: {sentence}") from None
     return tuple(found)

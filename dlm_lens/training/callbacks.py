@@ -1,6 +1,7 @@
 """Callbacks of the trainer: checkpoints, throughput, evaluation, sink statistics, signals, progress bar."""
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -213,7 +214,8 @@ class ProgressBar(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the bar."""
         if state.is_world_process_zero:
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", mininterval=1.0)
+            seconds = float(os.environ.get("TQDM_MININTERVAL", "1"))  # tqdm's own variable
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", mininterval=seconds)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance by one step."""

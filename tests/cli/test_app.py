@@ -64,13 +64,8 @@ def test_the_demo_prints_the_run_and_writes_figures_and_numbers(checkpoint: Path
     out = tmp_path / "new" / "out"
     result = CliRunner().invoke(cli.app, ["demo", str(checkpoint), "--prompt", "w1 w2 w3", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in out.iterdir()) == [
-        "incoming-attention-moving.png",
-        "incoming-attention-strongest.png",
-        "sink-positions-moving.png",
-        "sink-positions-strongest.png",
-        "sinks.json",
-    ]
+    strongest = ["incoming-attention-strongest.png", "sink-positions-strongest.png", "sinks.json"]
+    assert sorted(path.name for path in out.iterdir()) == strongest
     for picture in out.glob("*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "sinks.json").read_text())
@@ -124,7 +119,7 @@ def test_the_version() -> None:
     ("arguments", "message"),
     [
         (["./nowhere"], "nowhere is no directory; give a checkpoint's directory or a hub name"),
-        (["--prompt", ""], "prompt 0 is empty"),
+        (["--prompt", ""], "--prompt is empty"),
     ],
 )
 def test_an_expected_error_is_one_sentence_and_writes_nothing(
@@ -357,7 +352,10 @@ def test_no_error_of_a_command_gives_advice_for_python(tmp_path: Path) -> None:
 def test_a_sentence_begins_a_line_also_after_a_progress_bar(tmp_path: Path) -> None:
     recording = dlm_lens.record(tiny("llada"), [[1, 2], [3, 4]], steps=2, gen_length=2).save(tmp_path / "rec")
     command = ["report", str(recording), "--detector", "above-median", "-o", str(tmp_path / "x.html")]
-    done = subprocess.run([sys.executable, "-m", "dlm_lens.cli", *command], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "dlm_lens.cli", *command],
+        capture_output=True, text=True, env={**os.environ, "TQDM_DELAY": "0"},
+    )  # fmt: skip
     assert done.returncode == 1
     assert "report:" in done.stderr
     assert "\ndlm-lens: this recording has no max_activation; record with --reducers massive\n" in done.stderr
@@ -430,10 +428,74 @@ def test_the_demo_writes_its_files_before_it_prints_tables(checkpoint: Path, tmp
     with pytest.raises(RuntimeError, match="the output is closed"):
         run_demo("w1 w2", str(checkpoint), tmp_path / "out", gen_length=8, steps=2, console=console)
     assert json.loads((tmp_path / "out/sinks.json").read_text())["model"] == str(checkpoint)
-    assert len([*(tmp_path / "out").glob("*.png")]) == 4
+    assert len([*(tmp_path / "out").glob("*.png")]) == 2
 
 
 def test_names_of_experiments_are_whole_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     printed = CliRunner().invoke(cli.app, ["experiment", "list"]).output
     assert {each.name for each in declared_experiments()} <= {line.split(" ")[0] for line in printed.splitlines()}
+
+
+@pytest.mark.long
+def test_the_demo_of_sinks_that_move_draws_the_head_whose_sinks_move_most(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    demo = run_demo(out=tmp_path, console=console)
+    layer, head = demo.heads["moving"]
+    assert f"sinks move most often (layer {layer}, head {head})." in console.file.getvalue()
+    assert (tmp_path / "incoming-attention-moving.png").exists()
+    assert (tmp_path / "sink-positions-moving.png").exists()
+
+
+def test_the_demo_of_sinks_that_do_not_move_draws_no_moving_head(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "sink-positions-moving.png").write_bytes(b"of an earlier demo")
+    command = ["demo", str(checkpoint), "--prompt", "w1 w2", "--gen-length", "1", "--out", str(out)]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 0, result.output
+    assert "; no sink moves." in " ".join(result.output.split())
+    strongest = ["incoming-attention-strongest.png", "sink-positions-strongest.png", "sinks.json"]
+    assert sorted(path.name for path in out.iterdir()) == strongest
+    assert set(json.loads((out / "sinks.json").read_text())["figures"]) == {"strongest"}
+
+
+def test_progress_in_a_file_is_whole_lines(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from dlm_lens.cli.app import _progress_in_lines; _progress_in_lines()\n"
+        "os.environ |= {'TQDM_DELAY': '0', 'TQDM_MININTERVAL': sys.argv[1]}\n"
+        "from tqdm.auto import tqdm\nfor _ in tqdm(range(200), desc='denoising', unit='step'): pass"
+    )
+    log = tmp_path / "log"
+    for seconds in ("10", "0"):
+        with log.open("wb") as file:
+            subprocess.run([sys.executable, "-c", code, seconds], check=True, stderr=file)
+    lines = log.read_text().replace("\r", "").split("\n")
+    assert all(re.fullmatch(r" *(denoising: +\d+%\| \d+/200 \[.*step/s\])? *", line) for line in lines), lines
+    code = "from dlm_lens.cli.app import _progress_in_lines; _progress_in_lines()\nfrom tqdm.auto import tqdm\n"
+    code += "for _ in tqdm(range(200)): pass"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stderr == ""  # of work of less than 5 seconds
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has /dev/full")
+def test_what_cannot_be_printed_is_named() -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "dlm_lens.cli", "plot", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode != 0
+    assert "dlm-lens: the output does not fit on its disk" in done.stderr
+
+
+def test_the_list_of_families_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr("sys.stdout", Output())
+    cli.COMMANDS["families"]()
+    assert len(written) == 1
+    assert "embedded models: toy" in written[0]

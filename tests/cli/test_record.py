@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import dlm_lens
 from dlm_lens.cli import app as cli
+from dlm_lens.cli.errors import as_command_line
 from dlm_lens.cli.options import LOADING_NAMES
 from dlm_lens.cli.prompts import read_prompts
 from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, ValueNorm, record
@@ -108,7 +110,7 @@ def test_arguments_of_load_can_be_given(files):
     # The directory goes on with its own sampler alone.
     other = CliRunner().invoke(cli.app, [*command, "--out", str(files / "out"), "--load", "mask_token_id=60"])
     assert other.exit_code == 1
-    assert "running_blocks = '3', and now it is None; give the same to continue it" in str(other.exception)
+    assert "running_blocks = '3', and now it is None; " in str(other.exception)
     wrong = CliRunner().invoke(cli.app, [*command, "--out", str(files / "no"), "--load", "sampler=llada3"])
     assert wrong.exit_code == 1
     assert "'llada3'" in str(wrong.exception)
@@ -187,7 +189,10 @@ def test_an_error_in_a_run_has_a_line_of_its_own_after_the_progress_bar(files):
     # Of several batches it would be refused before the first one begins.
     (files / "prompts.jsonl").write_text(json.dumps({"prompt": TEXTS[0]}))
     wrong = arguments(files, "out", "--hooks", "mask_positions(99)")
-    done = subprocess.run([sys.executable, "-m", "dlm_lens.cli", *wrong], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "dlm_lens.cli", *wrong],
+        capture_output=True, text=True, env={**os.environ, "TQDM_DELAY": "0"},
+    )  # fmt: skip
     assert done.returncode != 0
     assert "denoising" in done.stderr
     assert any(line.startswith("dlm-lens: position 99 is not there") for line in done.stderr.splitlines())
@@ -245,7 +250,7 @@ def test_processes_that_cannot_be_are_refused(files, monkeypatch, rank, world, s
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (["--reducers", "received,mass"], "--reducers 'mass': there are channels, entropy, features"),
+        (["--reducers", "received,mass"], "--reducers 'mass' (did you mean 'massive'?): there are channels"),
         (["--reducers", "entropy:all"], "takes nothing after a colon"),
         (["--reducers", "received:some"], "classes of queries are"),
         (["--reducers", "top-keys:x"], "--reducers top-keys is 'x'; give a whole number"),
@@ -268,9 +273,9 @@ def test_a_wrong_option_is_one_sentence(files, change, sentence):
         ("", "holds no prompts"),
         ('{"prompt": "w1"}\nw2\n', 'prompts.jsonl line 2 is not JSON .*; a line is \\{"prompt"'),
         ('{"text": "w1"}\n', r"line 1 is .*text.*; a line is"),
-        ('{"prompt": "w1"}\n{"prompt": " "}\n', "prompts.jsonl, prompt 1: "),
-        ('{"prompt": "w1"}\n{"input_ids": []}\n', "prompts.jsonl, prompt 1: "),
-        ('{"input_ids": [5, 64000]}\n', "prompts.jsonl, prompt 0: .*64000"),
+        ('{"prompt": "w1"}\n{"prompt": " "}\n', "prompts.jsonl line 2: "),
+        ('{"prompt": "w1"}\n{"input_ids": []}\n', "prompts.jsonl line 2: "),
+        ('{"input_ids": [5, 64000]}\n', "prompts.jsonl line 1: .*64000"),
     ],
 )
 def test_a_wrong_line_is_named(files, content, sentence):
@@ -330,8 +335,18 @@ def test_a_lone_surrogate_in_a_file_names_the_prompt(files):
     (files / "prompts.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w1 \\ud800 w2"}\n')
     result = CliRunner().invoke(cli.app, arguments(files, "out"))
     assert isinstance(result.exception, ValueError)
-    assert "prompt 1: prompt 0 holds a lone surrogate, '\\ud800' at character 3" in str(result.exception)
+    assert "prompts.jsonl line 2: the prompt holds a lone surrogate, '\\ud800' at character 3" in str(
+        result.exception
+    )
     assert not (files / "out").exists()
+
+
+def test_an_empty_prompt_is_named_by_its_line_once(files):
+    (files / "prompts.jsonl").write_text('{"prompt": "w1"}\n\n{"prompt": " "}\n')
+    result = CliRunner().invoke(cli.app, arguments(files, "out"))
+    sentence = as_command_line(str(result.exception), {})
+    remedy = 'give a text with a word in it, or {"input_ids": [...]} with the BOS token alone'
+    assert sentence == f"{files / 'prompts.jsonl'} line 3: the prompt is empty; {remedy}"
 
 
 @pytest.mark.parametrize(
