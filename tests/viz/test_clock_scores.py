@@ -7,6 +7,7 @@ import pytest
 
 import dlm_lens as dl
 from dlm_lens.probes import denoising_clock, untrained_twin
+from dlm_lens.statistics import Estimate
 from dlm_lens.testing import tiny
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import write_plot
@@ -48,3 +49,14 @@ def test_rows_of_equal_prompts_are_counted_once() -> None:
     prompts = clock.reading.r2("open", 0).prompts
     assert len(clock.reading.steps) == 2 * prompts
     assert f"n = {prompts} others scored" in dl.viz.clock_scores(clock).get_suptitle()
+
+
+def test_intervals_that_the_axis_cuts_off_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llada")
+    clock = denoising_clock(model, dl.denoise(model, PROMPTS, steps=4, gen_length=8))
+    for low, said in ((-7.34, True), (-0.01, False)):
+        found = Estimate(0.5, low, 0.9, 2)
+        monkeypatch.setattr(type(clock.reading), "r2", lambda *_, found=found: found)
+        figure = dl.viz.clock_scores(clock)
+        assert ("cut off at the bottom (the lowest begins at -7.3)" in figure.get_suptitle()) is said
+        assert figure.axes[0].get_ylabel() == "R² of t / T"

@@ -327,6 +327,12 @@ def test_scores_of_a_snapshot_are_the_recorded_ones_where_padding_is_a_key(with_
         assert shot.row_sums == pytest.approx((float(sums.min()), float(sums.max())))
 
 
+def test_region_mass_says_why_the_panel_of_learned_sinks_is_empty(recording):
+    panel = dl.viz.region_mass(recording).axes[KEY_REGIONS.index("sink")]
+    assert [text.get_text() for text in panel.texts] == ["no learned sink tokens\nin this model"]
+    assert not len(panel.get_yticks())
+
+
 def test_region_mass_of_what_has_none(recording):
     with pytest.raises(ValueError, match="no region_mass; record with RegionMass"):
         dl.viz.region_mass(record(tiny("llada"), TEXTS[:1], [ValueNorm()], **SETTINGS))
@@ -352,6 +358,11 @@ def test_norms_are_drawn_as_they_are(recording):
     for sentence in (norms.rule, f"n = {len(norms.sink)} pairs of {norms.found} sinks, 3 prompts"):
         assert sentence in texts(figure)
     assert len(counts.get_xticks()) <= 5
+    for mean, label in zip((norms.mean_sink, norms.mean_other), points.texts, strict=True):
+        assert label.xy[1] == max(mean.value, mean.high)  # above the line and its interval, which it would hide
+        assert label.get_verticalalignment() == "bottom"
+    assert points.get_ylabel() == "norm ‖vⱼᵐ‖₂"
+    assert "||" not in texts(figure)
     layers = dl.viz.value_norm_layers(norms)
     for axes, name in ((0, "norm_sink"), (0, "norm_other"), (1, "share")):
         np.testing.assert_allclose(line(layers.axes[axes], name), norms.profile[["layer", name]])

@@ -75,6 +75,11 @@ def test_commitment_map(part: Recording) -> None:
     figure = viz.commitment_map(proposed_commitment(part))
     left, right = figure.axes
     assert ticks(left.xaxis) == ["1", "4", "5"]
+    labels = ticks(left.yaxis)
+    where = proposed_commitment(part).predicted[:, 0].any(0).nonzero().flatten().tolist()
+    assert [int(label.partition(": ")[0]) for label in labels] == where
+    assert left.get_legend() is None
+    assert len(figure.legends) == 1  # below both panels, where it takes no room of the left one
     (line,) = [one for one in right.lines if one.get_gid() == "accuracy"]
     assert set(line.get_xdata()) <= {1, 4, 5}
 

@@ -1,5 +1,7 @@
 """`clock_scores`: how well denoising time is read from every layer, and what is read at each time (2607.01774)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -50,8 +52,9 @@ def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = No
     if untrained is not None:
         left.plot([], [], color="black", linewidth=0.8, linestyle=":", label="untrained twin")
     left.set_ylim(max(-0.25, min(-0.05, left.get_ylim()[0])), 1.03)  # a null of few prompts may be far below 0
+    below = bool(_lowest(clock, names) < left.get_ylim()[0])
     left.set_xlabel("layer (-1: token embeddings)", fontsize=8)
-    left.set_ylabel(f"R^2 of {_target(clock)}", fontsize=8, **PLAIN)
+    left.set_ylabel(f"R² of {_target(clock)}", fontsize=8, **PLAIN)
     whole_ticks(left.xaxis)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=5, fontsize=7, frameon=False)
     right.plot([0, 1], [0, 1], color="0.7", linewidth=0.8, zorder=0)
@@ -68,6 +71,10 @@ def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = No
         f"A linear probe of {_target(clock)}",
         f"fitted to {counted(clock.prompts, 'prompt')}, n = {prompts} others scored",
         "every position is a case",
+        *(
+            [f"bands: 95% intervals, cut off at the bottom (the lowest begins at {_lowest(clock, names):.2g})"]
+            * below
+        ),
     ]
     figure.suptitle(caption(sentences, 7.6), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
@@ -76,6 +83,12 @@ def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = No
 @plot("clock-scores", "denoising time read from every layer, held-out prompts (2607.01774)", options=("model",))
 def _draw(options: PlotOptions) -> Figure:
     return clock_scores(denoising_clock(options.network, options.run), title=options.name)
+
+
+def _lowest(clock: DenoisingClock, names: Sequence[str]) -> float:
+    """The lowest end of an interval; infinite where there is none."""
+    ends = [clock.reading.r2(name, layer).low for name in names for layer in clock.layers]
+    return min((low for low in ends if np.isfinite(low)), default=np.inf)
 
 
 def _target(clock: DenoisingClock) -> str:

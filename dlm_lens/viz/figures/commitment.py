@@ -35,10 +35,10 @@ MOST_LABELS = 60
 def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figure:
     """Every open position of the answer at every step: does the model predict its final token, and for good?
 
-    Left: positions of the answer down, labelled with their final tokens, steps across; a dot marks the step that
-    decided a position. Where that step was not read (it is not in a part of a run, or it rewrote the position and
-    `Commitment.unknown` says so), a cell does not say whether it is for good. Right: confidence and accuracy of the
-    predictions of all rows by step, where known.
+    Left: positions of the answer down, labelled with their numbers and final tokens, steps across; a dot marks the
+    step that decided a position. Where that step was not read (it is not in a part of a run, or it rewrote the
+    position and `Commitment.unknown` says so), a cell does not say whether it is for good. Right: confidence and
+    accuracy of the predictions of all rows by step, where known.
 
     Args:
         found: from `probes.commitment` or `probes.proposed_commitment`.
@@ -66,16 +66,16 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
     left.plot(decided[decided >= 0] + 0.5, places + 0.5, ".", color="black", markersize=3, gid="decided")
     left.invert_yaxis()
     skip = -(-len(where) // MOST_LABELS)
-    labels = token_labels(run.tokens[row, where].tolist(), run.tokenizer)
+    tokens = token_labels(run.tokens[row, where].tolist(), run.tokenizer)
+    labels = [f"{position}: {token}" for position, token in zip(where.tolist(), tokens, strict=True)]
     left.set_yticks(
         [place + 0.5 for place in range(0, len(where), skip)], labels[::skip], fontsize=7, **PLAIN
     )  # fmt: skip
     left.set_xlabel("step", fontsize=8)
-    left.set_ylabel("position, by its final token", fontsize=8)
+    left.set_ylabel("position: final token", fontsize=8)
     named = list(STATES.items())[: None if bool((cells == UNKNOWN).any()) else UNKNOWN]
     handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in named]
-    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
-    left.legend(handles=handles, fontsize=6, frameon=False, **below)
+    figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     step_ticks(left, run.step_numbers)
     _draw_confidence(right, found)
     # As `calibration` counts: a prompt that is over in a part of a run has no prediction.

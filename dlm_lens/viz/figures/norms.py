@@ -47,7 +47,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
     points.set_xlim(-0.5, 1.5)
     points.set_ylim(bottom=0)
     points.set_xticks([0, 1], ["sinks", "matched others"], fontsize=8)
-    points.set_ylabel(f"norm {norms.formula.split(' (')[0]}", fontsize=8, **PLAIN)
+    points.set_ylabel(f"norm {_drawn_formula(norms).split(' (')[0]}", fontsize=8, **PLAIN)
     counts.set_xlabel("share of tokens", fontsize=8)
     counts.xaxis.set_major_locator(MaxNLocator(4))  # a narrow panel
     counts.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
@@ -57,7 +57,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
     prompts = len(set(norms.prompt.tolist()))
     sentences = [
         *([title] if title else []),
-        f"Value norms, {norms.formula}",
+        f"Value norms, {_drawn_formula(norms)}",
         f"sinks: {norms.rule}",
         "others: same prompt, step, layer and head" + (", same state" * (norms.match == "masked")),
         f"ratio {norms.ratio.value:.2f}" + _interval(norms.ratio.low, norms.ratio.high),
@@ -105,7 +105,7 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
         axes.grid(color="0.92", linewidth=0.6)
     sentences = [
         *([title] if title else []),
-        f"Value norms per layer, {norms.formula}",
+        f"Value norms per layer, {_drawn_formula(norms)}",
         f"sinks: {norms.rule}",
         "scale of the right: share of all counted attention" if shares else "",
         f"n = {counted(norms.found, 'sink')}, {counted(norms.mean_sink.prompts, 'prompt')}, all steps",
@@ -171,10 +171,17 @@ def _draw_points(points: Axes, norms: ValueNorms) -> None:
             alpha=0.5,
             zorder=3,
         )
+        top = mean.high if np.isfinite(mean.high) else mean.value
         points.annotate(
-            f"mean {mean.value:.2f}", (place + 0.43, mean.value), ha="right", va="bottom", fontsize=7, zorder=5,
+            f"mean {mean.value:.2f}", (place + 0.42, top), (0, 3), textcoords="offset points", ha="right",
+            va="bottom", fontsize=7, zorder=5,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8},
         )  # fmt: skip
+
+
+def _drawn_formula(norms: ValueNorms) -> str:
+    """The formula of the norm with the signs of mathematics that a figure's font has."""
+    return norms.formula.replace("||v_j^m||_2", "‖vⱼᵐ‖₂").replace("sum_m", "Σₘ")
 
 
 def _check(norms: ValueNorms) -> None:

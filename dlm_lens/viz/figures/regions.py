@@ -82,6 +82,7 @@ def region_mass(
     even, ends = _even(recording), _ends(recording)
     figure = NotebookFigure(figsize=(9.6, 4.9), layout="constrained")
     panels = list(figure.subplots(2, 4, sharex=True).flat)
+    chosen = [QUERY_CLASSES.index(name) for name in queries]
     for number, (axes, region) in enumerate(zip(panels, KEY_REGIONS, strict=True)):
         if region in even:
             axes.plot(
@@ -90,7 +91,9 @@ def region_mass(
         for name in queries:
             values = mass[..., QUERY_CLASSES.index(name), number]
             _line(axes, recording, values, name, words.get(name, name))
-        _finish_panel(axes, mass[..., [QUERY_CLASSES.index(name) for name in queries], number], region, words, ends)
+        _finish_panel(axes, recording, mass[..., chosen, number], region, words, ends)
+        if region == "sink" and _learned_alone(recording) and not recording.sinks:
+            axes.set_yticks([])  # no shares to read off
     for axes in panels[4:]:
         axes.set_xlabel("step", fontsize=8)
     named = {
@@ -104,6 +107,7 @@ def region_mass(
 
 def _finish_panel(
     axes: Axes,
+    recording: Recording,
     mass: Float[Tensor, "step batch query_region"],
     region: str,
     words: Mapping[str, str],
@@ -113,7 +117,7 @@ def _finish_panel(
     axes.set_title(f"on {words.get(region, region)}", fontsize=8)
     # The top is a little above the highest line, and never as low as rounding errors.
     axes.set_ylim(0, max(1.06 * axes.dataLim.y1, 0.001))
-    _note_if_empty(axes, mass, region)
+    _note_if_empty(axes, recording, mass, region)
     for step in ends:
         axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label="a sequence ends", gid="ends")
     whole_ticks(axes.xaxis, 5)
@@ -201,13 +205,22 @@ def _line(axes: Axes, recording: Recording, mass: Float[Tensor, "step batch"], n
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def _note_if_empty(axes: Axes, mass: Float[Tensor, "step batch query_region"], region: str) -> None:
+def _nothing(recording: Recording, region: str) -> str:
+    """Why a panel has nothing to show."""
+    if region == "sink" and _learned_alone(recording) and not recording.sinks:
+        return "no learned sink tokens\nin this model"
+    return f"nothing on {region}"
+
+
+def _note_if_empty(
+    axes: Axes, recording: Recording, mass: Float[Tensor, "step batch query_region"], region: str
+) -> None:
     """Write a note into a panel without queries, or with hardly any attention."""
     known = mass[mass.isfinite()]
     if not len(known):
         note(axes, "no queries")
     elif float(known.max()) < EMPTY:
-        note(axes, f"nothing on {region}")
+        note(axes, _nothing(recording, region))
     elif float(known.max()) < NEARLY_EMPTY:
         note(axes, f"at most {float(known.max()):.1g} of the attention")
 
