@@ -79,6 +79,7 @@ from dlm_lens.attention.pattern_reductions import PatternStats, TileStats, patte
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.running_blocks import BlockCounts, RunningBlocks
 from dlm_lens.attention.self_check import check_hook_points, check_ids
+from dlm_lens.attention.shifted_positions import OUTSIDE, warn_of_shifts, warning_of_shifts
 from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, beside_sinks, sink
 from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
 from dlm_lens.attention.softmax_variants import rows_of_one
@@ -91,6 +92,7 @@ __all__ = [
     "HOOK_POINTS",
     "MIN_VIEWERS",
     "NAMES",
+    "OUTSIDE",
     "QUERY_STATS",
     "SITES",
     "AttentionInputs",
@@ -192,6 +194,8 @@ __all__ = [
     "viewers",
     "visible_in",
     "visible_keys",
+    "warn_of_shifts",
+    "warning_of_shifts",
     "window_layout",
     "without_later_masks",
     "writing_module",

@@ -12,9 +12,10 @@ from transformers.cache_utils import Cache
 from dlm_lens.arguments import chosen_indices, plain_number
 from dlm_lens.attention.hook import ColumnHook, Hook, HookLike, as_hook, is_hook
 from dlm_lens.attention.hook_context import PointContext, RunStep
-from dlm_lens.attention.hook_points import HOOK_POINTS, attention_stack, hook_point, listening
+from dlm_lens.attention.hook_points import HOOK_POINTS, attention_stack, decoder_of, hook_point, listening
 from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
 from dlm_lens.attention.masking_stats import hook_keys
+from dlm_lens.attention.shifted_positions import warning_of_shifts
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.sliding_windows import attends_causally
 from dlm_lens.printable import is_array, shown
@@ -97,7 +98,8 @@ def attach_hooks(
     Several hooks at one site run in the order given. Hooks that hide columns run without a pattern while nothing
     else reads it. All are removed at the end of the block, also after an error. Until then other threads wait for
     the model, and its torch.compile code runs eagerly. Positions count from the first of a cache that the pass
-    continues: those before the pass are not in it, and a negative one counts from the pass's end.
+    continues: those before the pass are not in it, and a negative one counts from the pass's end. Hooks that name
+    positions warn in a padded pass outside a run, where a row's padding shifts them.
 
     Args:
         model: from `dlm_lens.load`.
@@ -117,6 +119,7 @@ def attach_hooks(
     sinks = SinkLayout.of(model)
     with ExitStack() as handles:
         handles.enter_context(listening(model))
+        handles.enter_context(warning_of_shifts(decoder_of(model), values, run))
         for hook, place in zip(values, hook_keys(values), strict=True):
             stack = stacks[hook.stack]
             for layer in sorted(chosen[hook.stack] & _layers(hook.layers, len(stack.blocks))):

@@ -305,6 +305,6 @@ def run_of(hook: HookContext | None, who: Any) -> RunStep:
     if run is None:
         raise NoRunError(
             f"{who} needs to know the run's step: pass it to dlm_lens.denoise(..., hooks=[...]) or "
-            "bridge.denoise(..., hooks=[...]), or give attn.apply(hook, step) the step"
+            "bridge.denoise(..., hooks=[...]), or give attn.apply(hook, step) a step of lm.generate(...)"
         )
     return run

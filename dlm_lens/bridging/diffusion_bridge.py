@@ -9,7 +9,7 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from dlm_lens.adapters import family_of
-from dlm_lens.attention import HookLike, SinkLayout, in_use, listening
+from dlm_lens.attention import HookLike, SinkLayout, in_use, is_hook, listening, warning_of_shifts
 from dlm_lens.bridging.step_cache import (
     CacheCollector,
     NamesFilter,
@@ -78,9 +78,9 @@ class DiffusionBridge(TransformerBridge):
             refuse_hooks([(hook_point_name, hook)], "in a backward pass: they act on activations; use fwd_hooks")
 
     @contextmanager
-    def hooks(self, *args: Any, **options: Any) -> Iterator["DiffusionBridge"]:
+    def hooks(self, fwd_hooks: Sequence[Any] = (), *args: Any, **options: Any) -> Iterator["DiffusionBridge"]:
         """Hooks for the duration of a `with` block; see TransformerLens's `TransformerBridge.hooks`."""
-        with listening(self.original_model), super().hooks(*args, **options):
+        with self._acting(fwd_hooks), super().hooks(fwd_hooks, *args, **options):
             yield self
 
     def run_with_hooks(self, input: Any, fwd_hooks: Sequence[Any] = (), *args: Any, **options: Any) -> Any:
@@ -94,8 +94,15 @@ class DiffusionBridge(TransformerBridge):
         """
         if options.get("remove_batch_dim"):
             refuse_hooks(fwd_hooks, "under remove_batch_dim=True: they act on batches; leave remove_batch_dim out")
-        with listening(self.original_model):
+        with self._acting(fwd_hooks):
             return super().run_with_hooks(input, past_sinks(fwd_hooks, self.sinks), *args, **options)
+
+    @contextmanager
+    def _acting(self, fwd_hooks: Sequence[Any]) -> Iterator[None]:
+        """A block in which hooks act; those of `dlm_lens.hooks` warn of padding that shifts their positions."""
+        values = [hook for _, hook in fwd_hooks if is_hook(hook)]
+        with listening(self.original_model), warning_of_shifts(self.original_model, values):
+            yield
 
     def run_with_cache(self, *args: Any, **options: Any) -> Any:
         """One forward pass and its activations; see TransformerLens's `TransformerBridge.run_with_cache`."""

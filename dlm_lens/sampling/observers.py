@@ -28,9 +28,9 @@ from dlm_lens.attention import (
     hook_keys,
     hooked_attentions,
     listening,
-    padding_before,
     refuse_row_lists,
     stream_columns,
+    warn_of_shifts,
 )
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.history import History
@@ -440,16 +440,7 @@ def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
     """
     for hook in hooks:
         hook.check_run(run)
-    shifted = [str(hook) for hook in hooks if hook.shifts_with_padding]
-    padding = padding_before(run.valid) if shifted else run.valid.new_zeros(1)
-    if bool(padding.any()):
-        logger.warning(
-            "%s: positions count from the beginning of the canvas, and rows of this batch begin at %s, after "
-            "their padding: in a padded row they are other tokens than in the row alone; count in every row "
-            "with by_row(...), or run prompts of one length together (record does)",
-            ", ".join(shifted),
-            " to ".join(map(str, sorted({int(padding.min()), int(padding.max())}))),
-        )
+    warn_of_shifts(hooks, run.valid)
 
 
 def warn_of_steps_not_reached(hooks: Sequence[Hook], last: RunStep | None) -> None:

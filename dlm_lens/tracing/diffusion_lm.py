@@ -18,7 +18,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers.utils import TransformersKwargs
 
 from dlm_lens.adapters import family_of, load
-from dlm_lens.attention import ColumnStats, Hook, RunStep, attention_stacks, hooked_attentions
+from dlm_lens.attention import (
+    OUTSIDE,
+    ColumnStats,
+    Hook,
+    RunStep,
+    attention_stacks,
+    hooked_attentions,
+    warn_of_shifts,
+)
 from dlm_lens.attention.hook_points import ProjectionPoint
 from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.placement import input_device
@@ -214,6 +222,15 @@ class DiffusionLM(HuggingFaceModel):
             checked.add(hook.key)
         return run
 
+    def warn_outside_run(self, hook: Hook) -> None:
+        """Warn, once a trace, of a hook without a step whose positions are shifted by the padding of its rows."""
+        content, warned = self.interleaver.content, self.interleaver.warned
+        if content is None or hook.key in warned:
+            return
+        warned.add(hook.key)
+        rows = self._rows(1)
+        warn_of_shifts([hook], content if rows is None else content[rows.to(content.device)], OUTSIDE)
+
     def invoke_rows(self) -> Int[Tensor, "row"] | None:
         """Rows of the network's batch that belong to the running invoke; None for all."""
         batcher = self.interleaver.batcher
@@ -247,6 +264,7 @@ class DiffusionLM(HuggingFaceModel):
 
     def _batch(self, invokes: list[tuple[Prompts, Any]], fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The invokes' prompts, as `PromptBatcher` keeps them, as one left-padded batch, and their settings."""
+        self.interleaver.content, self.interleaver.warned = None, set()
         settings: dict[str, Any] = {}
         found = []
         for prompts, kwargs in invokes:
@@ -255,6 +273,7 @@ class DiffusionLM(HuggingFaceModel):
         if not found:
             return (), settings
         prompts = found[0] if len(found) == 1 else self._joined(found)
+        self.interleaver.content = prompts.attention_mask
         with unset_fake_temporarily():
             if getattr(fn, "__name__", "") == "generate":
                 return (prompts.ids, prompts.attention_mask.long()), settings

@@ -157,6 +157,8 @@ class AttentionEnvoy(Envoy):
     def _edited(self, hook: Hook, value: Tensor, step: Step | None, depth: int) -> Tensor:
         """The edited activation; in a scan, which has shapes alone, as it is: a hook keeps the shape."""
         with unset_fake_temporarily():
+            if step is None:
+                self.root.warn_outside_run(hook)
             context = self._context(hook, step, rows=len(value), depth=depth)
         return value if detect_fake_mode() else hook(value, context)
 

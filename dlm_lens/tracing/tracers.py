@@ -5,6 +5,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any
 
+from jaxtyping import Int
 from nnsight.intervention.editing import EditingTracer
 from nnsight.intervention.interleaver import (
     EarlyStopException,
@@ -15,6 +16,7 @@ from nnsight.intervention.interleaver import (
     getcurrent,
 )
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
+from torch import Tensor
 
 from dlm_lens.adapters.expert_products import shapes_of_experts
 from dlm_lens.attention import in_use, listening
@@ -85,15 +87,19 @@ class RunInterleaver(Interleaver):
         projection_points: every `hook_q` and `hook_k` of the model.
         run: the `TracedRun` that began last; None before the first.
         stopped: whether `tracer.stop()` ended what was traced last.
+        content: of the prompts of the trace, 0 at the padding on the left; None without prompts.
+        warned: the hooks that warned of this padding.
     """
 
     thread: int | None = None
     stopped: bool = False
     run: Any = None
+    content: Int[Tensor, "batch position"] | None = None
     awaited: tuple[TracedModule, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
+        self.warned: set[Any] = set()
         self.counts: Any = VisitCounts()
         self.controllers: dict[str, tuple[ModuleController, TracedModule]] = {}
         self.projection_points: list[ProjectionPoint] = []

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from dlm_lens import denoise, record
+from dlm_lens import DiffusionLM, bridge, denoise, record
+from dlm_lens.bridging.step_hooks import fwd_hooks_of
 from dlm_lens.hooks import (
     ablate,
     at_steps,
+    attach_hooks,
+    by_row,
     freeze_sinks,
     mask_positions,
     scale_attention,
@@ -78,6 +81,62 @@ def test_a_padded_row_alone_begins_at_one_position(caplog: pytest.LogCaptureFixt
     denoise(tiny("llada"), ids, mask, hooks=[mask_positions(0)], **SETTINGS["llada"])
     (message,) = [record.getMessage() for record in caplog.records]
     assert "rows of this batch begin at 2, after their padding" in message
+
+
+@pytest.mark.parametrize("host", ["attach_hooks", "around denoise", "nnsight", "TransformerLens"])
+@pytest.mark.parametrize("name", [name for name in HOOKS if name not in ("some steps", "freeze_sinks")])
+def test_a_padded_pass_outside_a_run_warns_once(name: str, host: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, hook = tiny("llada"), HOOKS[name]
+    outside_a_run(host, model, hook, [PROMPTS[0], PROMPTS[0]])
+    assert not caplog.records
+    outside_a_run(host, model, hook, PROMPTS)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"{hook}: positions count from the beginning of the canvas")
+    assert "rows of this batch begin at 0 to 3" in message
+    assert message.endswith("pass prompts of one length, or count in every row with by_row(...) in "
+                            "dlm_lens.denoise(..., hooks=[...])")  # fmt: skip
+    outside_a_run(host, model, SAFE["from the end"], PROMPTS)
+    assert len(caplog.records) == 1
+
+
+def outside_a_run(host: str, model: Any, hook: Any, prompts: list[list[int]]) -> None:
+    run = denoise(model, prompts, steps=1, gen_length=1)
+    ids, mask = run.tokens, run.attention_mask.long()
+    if host == "attach_hooks":
+        with torch.no_grad(), attach_hooks(model, hook):
+            for _ in range(2):
+                model(input_ids=ids, attention_mask=mask)
+    elif host == "around denoise":
+        with attach_hooks(model, hook):
+            denoise(model, prompts, **SETTINGS["llada"])
+    elif host == "nnsight":
+        lm = DiffusionLM(model)
+        with lm.trace(prompts):
+            for layer in range(2):
+                lm.layers[layer].attn.apply(hook)
+    else:
+        tl = bridge(model)
+        points = fwd_hooks_of(tl, [hook])
+        tl.run_with_hooks(ids, fwd_hooks=points, attention_mask=mask)
+
+
+def test_an_invoke_warns_of_its_own_rows(caplog: pytest.LogCaptureFixture) -> None:
+    lm = DiffusionLM(tiny("llada"))
+    with lm.trace() as tracer:
+        for prompt in PROMPTS:
+            with tracer.invoke(prompt):
+                lm.layers[0].attn.apply(ablate("resid", (2,)))
+        with tracer.invoke(PROMPTS[0]):
+            lm.layers[0].attn.apply(mask_positions(2))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "rows of this batch begin at 3, after their padding" in message
+
+
+def test_the_error_of_a_trace_names_runs() -> None:
+    lm = DiffusionLM(tiny("llada"))
+    message = r"or give attn\.apply\(hook, step\) a step of lm\.generate\("
+    with pytest.raises(ValueError, match=message), lm.trace(PROMPTS):
+        lm.layers[0].attn.apply(mask_positions(by_row([0], [0])))
 
 
 SAFE: dict[str, Any] = {
