@@ -99,9 +99,9 @@ class StepLimit(Limit):
                     )
 
     def first_step(self, total: int) -> int | None:
-        """The first of the steps."""
+        """The first of the steps; `total` for a slice that holds none of the run's."""
         named = self.steps if self.bounds is None else range(total)[slice(*self.bounds)]
-        return min((step % total for step in named), default=None)
+        return min((step % total for step in named), default=total)
 
     def call(self, hook: str) -> str:
         """The call of the limit around `hook`."""
@@ -185,7 +185,12 @@ class ProgressLimit(Limit):
         progress = run_of(hook, who).progress
         if self.chosen is None:
             return (progress >= self.low) & ((progress < self.high) | (self.high >= 1))
-        found = torch.as_tensor(self.chosen(progress), device=progress.device).bool()
+        found = torch.as_tensor(self.chosen(progress), device=progress.device)
+        if found.dtype != torch.bool:
+            raise ValueError(
+                f"{who}: the function returned numbers of {found.dtype} for the progress of the rows; return truth "
+                "values, such as progress < 0.5"
+            )
         if found.ndim and found.shape != progress.shape:
             raise ValueError(
                 f"{who}: the function returned shape {list(found.shape)} for the progress of {len(progress)} rows; "
@@ -374,7 +379,8 @@ def at_steps(hook: HookLike, steps: int | range | slice | Sequence[int]) -> Limi
     Args:
         hook: any hook.
         steps: a step, a range, a list or a slice; negative steps count from the run's end. A step that the run does
-            not have is an error when the run starts; a slice may exceed the run.
+            not have is an error when the run starts; a slice may exceed the run, and one without any of its steps
+            warns.
 
     Raises:
         ValueError: no hook, or no steps.
@@ -459,9 +465,18 @@ def _limited(hook: Hook, limit: Limit) -> Limited:
 
 
 def _bounds(steps: slice) -> tuple[int | None, int | None, int | None]:
-    """The ends and the step of a slice, as Python's ints."""
+    """The ends and the step of a slice, as Python's ints.
+
+    Raises:
+        ValueError: an end that is no whole number, or a slice that holds no step of any run.
+    """
     given = (steps.start, steps.stop, steps.step)
     start, stop, step = (None if end is None else _indices([end], "step")[0] for end in given)
+    ends = [abs(end or 0) for end in (start, stop)]
+    # A slice that holds a step of some run holds one of a run of one of these lengths.
+    lengths = (1, *ends, *(end + 1 for end in ends), sum(ends) + 1, sum(ends) + 2)
+    if step == 0 or not any(range(length)[start:stop:step] for length in lengths):
+        raise ValueError(f"at_steps(..., {steps!r}): there is no step in it")
     return start, stop, step
 
 

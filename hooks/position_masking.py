@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from dlm_lens.arguments import store_plain_numbers
+from dlm_lens.arguments import is_whole, store_plain_numbers
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkToken, Stage, run_of
 from dlm_lens.hooks.base import call_of, check_stage
 from dlm_lens.hooks.positions import Position, check_sinks_known
@@ -140,7 +140,7 @@ class MaskTokens(ColumnHook):
         if not self.classes:
             raise ValueError(f"mask_tokens needs a class ({', '.join(CLASSES)}) or a token id")
         for one in self.classes:
-            valid = one in CLASSES if isinstance(one, str) else isinstance(one, int) and not isinstance(one, bool)
+            valid = one in CLASSES if isinstance(one, str) else is_whole(one) and one >= 0
             if not valid:
                 raise ValueError(f"mask_tokens({one!r}): it must be a token id, or one of {', '.join(CLASSES)}")
 
@@ -148,6 +148,18 @@ class MaskTokens(ColumnHook):
         return call_of(self, "mask_tokens", ("classes",))
 
     padding_safe = True
+
+    def check_run(self, run: RunStep) -> None:
+        """Refuse token ids that are not in the model's vocabulary.
+
+        Raises:
+            ValueError: naming the id.
+        """
+        super().check_run(run)
+        size = None if run.config is None else getattr(run.config.get_text_config(), "vocab_size", None)
+        for one in self.classes:
+            if size is not None and isinstance(one, int) and one >= size:
+                raise ValueError(f"{self}: token id {one} is not in the vocabulary; ids go from 0 to {size - 1}")
 
     @property
     def stateless(self) -> bool:
@@ -194,6 +206,6 @@ def mask_tokens(
     "prompt" exclude open positions, as token ids do.
 
     Raises:
-        ValueError: no class, or an unknown one.
+        ValueError: no class, an unknown one, or an id below 0; in a run, an id that is not in the vocabulary.
     """
     return MaskTokens(classes, stage, renormalise, keep_self)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.arguments import store_plain_numbers
+from dlm_lens.arguments import is_real, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, Site, Stage, rows_of_one
 from dlm_lens.hooks.base import call_of
 from dlm_lens.hooks.positions import (
@@ -20,6 +20,7 @@ from dlm_lens.hooks.positions import (
     spread,
     where,
 )
+from dlm_lens.printable import shown
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,10 @@ class ScaleAttention(Hook):
     def __post_init__(self) -> None:
         store_plain_numbers(self)
         object.__setattr__(self, "positions", read_positions(self.positions, "scale_attention"))
-        if not (0 < self.factor < math.inf):
-            raise ValueError(f"scale_attention: factor is {self.factor}; it must be above 0 (mask_positions hides)")
+        if not (is_real(self.factor) and self.factor > 0):
+            raise ValueError(
+                f"scale_attention: factor is {shown(self.factor)}; it must be above 0 (mask_positions hides)"
+            )
         if self.stage not in ("before_softmax", "after"):
             raise ValueError(f"scale_attention: stage is {self.stage!r}; 'before_softmax' or 'after'")
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.arguments import store_plain_numbers
+from dlm_lens.arguments import is_real, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext
 from dlm_lens.hooks.positions import (
     ActivationSite,
@@ -22,7 +22,7 @@ from dlm_lens.hooks.positions import (
     where,
 )
 from dlm_lens.hooks.schedules import Schedule, check_schedule, shown_schedule, spread_weights, weights_of
-from dlm_lens.printable import shown
+from dlm_lens.printable import one_line, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +51,8 @@ class Steer(Hook):
                 f"steer: direction is {shown(self.direction)}; give a tensor [d_model] or [head, d_head] "
                 "(torch.from_numpy makes one of an array)"
             )
+        if not is_real(self.scale):
+            raise ValueError(f"steer: scale is {shown(self.scale)}; it must be a finite number")
         if not bool(self.direction.isfinite().all()):
             raise ValueError("steer: the direction is not finite")
 
@@ -112,8 +114,8 @@ def steer(
             total): a function, (lo, hi) for a straight line, a number, or None for 1.
 
     Raises:
-        ValueError: an unknown site or class, a direction that is not a finite tensor of 1 or 2 axes, or an invalid
-            schedule.
+        ValueError: an unknown site or class, a direction that is not a finite tensor of 1 or 2 axes, a scale that
+            is no finite number, or an invalid schedule.
     """
     return Steer(direction, scale, site, positions, schedule)  # type: ignore[arg-type]
 
@@ -159,12 +161,28 @@ class Splice(Hook):
         if not any(shares):
             return tensor
         weights = spread_weights(shares, tensor, hook)
-        found: Any = self.module(tensor)
+        found = self._of_module(tensor)
         if not isinstance(found, Tensor) or found.shape != tensor.shape:
             kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"{self}: the module returned {kind}; it must return {list(tensor.shape)}")
         mixed = (1 - weights) * tensor + weights * found.to(tensor)
         return torch.where(spread(where(self.positions, tensor, hook, self), tensor), mixed, tensor)
+
+    def _of_module(self, tensor: Tensor) -> Any:
+        """What the module returns.
+
+        Raises:
+            ValueError: it does not take an activation of this shape, as far as torch says.
+        """
+        try:
+            return self.module(tensor)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(
+                f"{self}: the module failed on {self.site} of shape {list(tensor.shape)}, {one_line(error)}; give "
+                "one that takes and returns this shape"
+            ) from error
 
 
 def splice(

@@ -142,7 +142,10 @@ class Hook:
         """
 
     def first_step(self, total: int) -> int | None:
-        """The first step at which it acts in a run of so many steps, if it names steps; None if it names none."""
+        """The first step at which it acts in a run of `total` steps, if it names steps; None if it names none.
+
+        From `total` on, where none of its steps is in the run.
+        """
         return None
 
     @property

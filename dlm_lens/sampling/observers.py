@@ -438,13 +438,13 @@ def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
     Raises:
         ValueError: a step, a layer or a head that is not there.
     """
-    for hook in hooks:
+    for hook in {hook.key: hook for hook in hooks}.values():  # a bridge has one of every layer
         hook.check_run(run)
     warn_of_shifts(hooks, run.valid)
 
 
 def warn_of_steps_not_reached(hooks: Sequence[Hook], last: RunStep | None) -> None:
-    """Warn of hooks whose steps all lie after the end of a run that ended early.
+    """Warn of hooks whose steps all lie after the end of the run, which may have ended early.
 
     Args:
         hooks: of the run.
@@ -454,7 +454,11 @@ def warn_of_steps_not_reached(hooks: Sequence[Hook], last: RunStep | None) -> No
         return
     for hook in {hook.key: hook for hook in hooks}.values():
         first = hook.first_step(last.total)
-        if first is not None and last.step < first < last.total:
+        if first is not None and first >= last.total:
+            logger.warning(
+                "%s did not act: the run has steps 0 to %d, and none of the hook's", hook, last.total - 1
+            )
+        elif first is not None and last.step < first:
             logger.warning(
                 "%s did not act: it begins at step %d, and the run ended after %d of at most %d steps; give steps "
                 "that it has (negative ones count from the end of the longest run)",

@@ -270,6 +270,13 @@ def test_reprs_say_the_settings(model: Any) -> None:
         (lambda: ablate("resid", value=torch.zeros(5))(torch.zeros(1, 2, 3)), r"value has shape \[5\]"),
         (lambda: steer(torch.zeros(3))(torch.zeros(1, 2, 4)), r"resid has \[4\] features"),
         (lambda: steer(torch.tensor([torch.nan])), "direction is not finite"),
+        (lambda: steer(torch.ones(32), "2"), "steer: scale is '2'; it must be a finite number"),  # type: ignore[arg-type]
+        (lambda: steer(torch.ones(32), math.inf), "steer: scale is inf; it must be a finite number"),
+        (lambda: scale_attention(0, "a"), "factor is 'a'; it must be above 0"),  # type: ignore[arg-type]
+        (
+            lambda: splice(torch.nn.Linear(5, 5))(torch.zeros(1, 2, 4)),
+            r"failed on resid of shape \[1, 2, 4\]",
+        ),
         (lambda: steer(np.ones(32)), r"direction is a ndarray float64 \[32\]; give a tensor .*torch.from_numpy"),
         (lambda: steer(torch.zeros(3), schedule=(1, 2, 3)), r"steer: schedule is \(1, 2, 3\); give \(lo, hi\)"),
         (lambda: steer_along(torch.zeros(2, 3), [0.5, 0.5], 1.0), "2 knots for a curve of 2 points"),

@@ -91,7 +91,7 @@ def test_progress_is_the_rows_own() -> None:
     assert all(acted == [p >= 0.5 for p in progress] for progress, acted in seen)
     assert len(seen[0][1]) == 4  # both halves of guidance
     with pytest.raises(ValueError, match=r"returned shape \[3\] for the progress of 2 rows"):
-        dl.denoise(model, prompts, hooks=[at_progress(Five(), lambda p: torch.ones(3))], gen_length=8, steps=4)
+        dl.denoise(model, prompts, hooks=[at_progress(Five(), lambda p: torch.ones(3) > 0)], gen_length=8, steps=4)
 
 
 @pytest.mark.parametrize(("site", "heads"), [("z", 4), ("k", 2), ("rot_q", 4)])
@@ -210,6 +210,11 @@ def test_what_is_not_there_is_refused_before_anything_is_computed() -> None:
         (lambda: at_steps(3, 1), "3 is no hook"),  # type: ignore[arg-type]
         (lambda: at_steps(mask_top_sinks(1), []), "give at least one step as a whole number"),
         (lambda: at_steps(mask_top_sinks(1), range(3, 3)), "there is no step in it"),
+        (lambda: at_steps(mask_top_sinks(1), slice(5, 2)), r"slice\(5, 2, None\)\): there is no step in it"),
+        (lambda: at_steps(mask_top_sinks(1), slice(-2, -5)), "there is no step in it"),
+        (lambda: at_steps(mask_top_sinks(1), slice(2, 5, -1)), "there is no step in it"),
+        (lambda: at_steps(mask_top_sinks(1), slice(None, 0)), "there is no step in it"),
+        (lambda: at_steps(mask_top_sinks(1), slice(1, 2, 0)), "there is no step in it"),
         (lambda: at_layers(mask_top_sinks(1), ["0"]), "give at least one layer as a whole number"),  # type: ignore[list-item]
         (lambda: at_progress(mask_top_sinks(1), (0.5, 0.2)), r"progress is \(0.5, 0.2\); it must be an interval"),
         (lambda: at_heads(Add("resid"), 1), "belongs at 'resid', which has no heads"),
@@ -270,3 +275,35 @@ def test_a_run_that_ends_before_the_steps_of_a_hook_says_that_it_did_not_act(
     for acts in (at_steps(ablate("z"), 0), at_steps(ablate("z"), slice(0, 4)), ablate("z")):
         dl.denoise(model, [[5, 6, 7]], hooks=[acts], **early)
     assert not caplog.records
+
+
+def test_every_slice_that_holds_a_step_of_some_run_is_a_limit() -> None:
+    ends = (None, *range(-4, 5))
+    for start in ends:
+        for stop in ends:
+            for step in (None, 1, 2, -1, -3):
+                given = slice(start, stop, step)
+                if any(range(total)[given] for total in range(1, 20)):
+                    at_steps(mask_top_sinks(1), given)
+                else:
+                    with pytest.raises(ValueError, match="there is no step in it"):
+                        at_steps(mask_top_sinks(1), given)
+
+
+def test_a_slice_without_a_step_of_the_run_says_that_the_hook_did_not_act(caplog: pytest.LogCaptureFixture) -> None:
+    model, options = tiny("llada"), {"gen_length": 4, "steps": 4}
+    for hook in (at_steps(ablate("z"), slice(20, None)), at_layers(at_steps(ablate("z"), slice(3, -2)), [0])):
+        for denoise in (dl.denoise, lambda _, *args, **more: dl.bridge(model).denoise(*args, **more)):
+            caplog.clear()
+            denoise(model, [[5, 6, 7]], hooks=[hook], **options)
+            (record,) = caplog.records
+            assert record.message == f"{hook} did not act: the run has steps 0 to 3, and none of the hook's"
+
+
+@pytest.mark.parametrize("share", [lambda p: p, lambda p: 0.5, lambda p: [1] * len(p)])
+def test_a_function_of_progress_returns_truth_values(share: Any) -> None:
+    model = tiny("llada")
+    with pytest.raises(ValueError, match=r"the function returned numbers of torch\.(float32|int64) for the"):
+        dl.denoise(model, [[5, 6, 7]], hooks=[at_progress(ablate("z"), share)], gen_length=4, steps=2)
+    for chosen in (lambda p: True, lambda p: p < 0.5, lambda p: [True] * len(p)):
+        dl.denoise(model, [[5, 6, 7]], hooks=[at_progress(ablate("z"), chosen)], gen_length=4, steps=2)

@@ -5,7 +5,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.attention import Hook, PointContext
-from dlm_lens.hooks import MaskPositions, at_steps, attach_hooks, mask_positions, sink
+from dlm_lens.hooks import MaskPositions, at_steps, attach_hooks, mask_positions, mask_tokens, sink
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 
@@ -160,6 +160,16 @@ def test_bad_settings_are_refused() -> None:
         mask_positions("eos")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="position 7 is not there; the model has 4 canvas positions"):
         mask_positions(7)(torch.zeros(1, 1, 4, 4))
+
+
+def test_token_ids_outside_the_vocabulary_are_refused() -> None:
+    for one in (-1, True, 2.5):
+        with pytest.raises(ValueError, match=r"it must be a token id, or one of mask, prompt"):
+            mask_tokens(one)  # type: ignore[arg-type]
+    model = tiny("llada")
+    with pytest.raises(ValueError, match=r"mask_tokens\(3, 64\): token id 64 is not in the vocabulary; .* 0 to 63"):
+        dl.denoise(model, [[5, 6]], hooks=[at_steps(mask_tokens(3, 64), 0)], gen_length=2, steps=1)
+    dl.denoise(model, [[5, 6]], hooks=[mask_tokens(63)], gen_length=2, steps=1)
 
 
 @pytest.mark.parametrize(
