@@ -89,6 +89,10 @@ class ColumnEffects(ShowsItself):
         return of_whole_run(pd.DataFrame(columns), self.run)
 
 
+REMEDY = "leave the layer out of layers=, or hide its columns with dlm_lens.compare(hooks=[mask_positions(...)])"
+"""What to do about a layer whose attention is not a plain softmax."""
+
+
 @checked_arguments(steps=None)
 @exclusive
 def column_attribution(
@@ -136,7 +140,7 @@ def column_attribution(
         gradients = backward.gradients()
         layers_found: dict[str, list[Tensor]] = {name: [] for name in found}
         for layer in nodes.layers:
-            softmax = SoftmaxEffects(backward.inputs[layer], gradients[layer])
+            softmax = SoftmaxEffects(backward.inputs[layer], gradients[layer], REMEDY)
             for name, values in (("log_scale", softmax.of_log_scale()), ("hidden", softmax.of_hiding())):
                 layers_found[name].append(_on_canvas(both, step, values))
         for name, values_of_layers in layers_found.items():

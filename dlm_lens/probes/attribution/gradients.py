@@ -192,7 +192,7 @@ def _estimate(
     places = nodes.places(passes, step, next(iter(values.values())).shape[1])
     for index, layer in enumerate(nodes.layers):
         if fix:
-            softmax = SoftmaxEffects(backward.inputs[layer], gradients[layer])
+            softmax = SoftmaxEffects(backward.inputs[layer], gradients[layer], "take qk_fix=False, or other nodes")
             linear = _through_softmax(softmax, values[layer], nodes)
         else:
             change = values[layer] - backward.keep.found[layer].detach()

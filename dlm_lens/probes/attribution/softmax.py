@@ -28,12 +28,15 @@ class SoftmaxEffects:
     Args:
         inputs: of the layer in the base's pass.
         gradient: dL/dz.
+        remedy: what to do about another attention, which ends the error's sentence.
 
     Raises:
         ValueError: an attention that is not softmax(q k^T scale) v, with a cap or a bias.
     """
 
-    def __init__(self, inputs: AttentionInputs, gradient: Float[Tensor, "batch position head d_head"]) -> None:
+    def __init__(
+        self, inputs: AttentionInputs, gradient: Float[Tensor, "batch position head d_head"], remedy: str
+    ) -> None:
         device = float64_device(gradient.device)
         names = ("q", "k", "v", "z", "visible")
         parts = {name: part.detach().to(device) for name in names if (part := getattr(inputs, name)) is not None}
@@ -43,7 +46,7 @@ class SoftmaxEffects:
         self.gradient = queries.transpose(1, 2)
         self.groups = q.shape[1] // k.shape[1]
         self._wide = torch.promote_types(gradient.dtype, torch.float32)
-        self._check()
+        self._check(remedy)
 
     def of_queries(self, other: Float[Tensor, "batch query head d_head"]) -> Float[Tensor, "batch head query"]:
         """sum_j G_ij (A'_ij - A_ij) for every query i, where A' has the other queries."""
@@ -159,7 +162,7 @@ class SoftmaxEffects:
         """Sums over the query heads of every key/value head."""
         return found.unflatten(1, (-1, self.groups)).sum(2)
 
-    def _check(self) -> None:
+    def _check(self, remedy: str) -> None:
         """Compare the z that this class would form with the module's own."""
         z = self.inputs.z
         if z is None:
@@ -174,5 +177,5 @@ class SoftmaxEffects:
         if float((formed - expected).abs().max()) > allowed * float(expected.abs().max().clamp(min=1e-6)):
             raise ValueError(
                 f"layer {self.inputs.layer} computes more than softmax(q k^T scale) v (a soft cap, a bias, or a "
-                "hook): take qk_fix=False, or other nodes"
+                f"hook): {remedy}"
             )

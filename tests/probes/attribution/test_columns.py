@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.hooks import at_heads, at_layers, mask_positions, scale_attention
+from dlm_lens.hooks import at_heads, at_layers, attach_hooks, mask_positions, scale_attention
 from dlm_lens.probes import LogitDifference, activation_patching, column_attribution
 from dlm_lens.testing import tiny
 from tests.probes.attribution.planted import AGAINST, linear, run_of
@@ -47,3 +47,14 @@ def test_hiding_is_exact_where_only_the_softmax_is_not_linear() -> None:
         at = int(line["step"]), line["batch"], line["layer"], line["head"], line["position"]
         assert line["hidden"] == pytest.approx(float(found.hidden[at]))
         assert line["log_scale"] == pytest.approx(float(found.log_scale[at]))
+
+
+def test_attention_with_more_than_a_softmax_is_refused_with_a_remedy_that_exists() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, [[5, 6, 9]], steps=2, gen_length=4)
+    hook = scale_attention(1, 0.1, stage="after")
+    with (
+        attach_hooks(model, hook),
+        pytest.raises(ValueError, match=r"computes more than softmax.*: leave the layer out of layers="),
+    ):
+        column_attribution(model, run, target=TARGET, steps=[1])

@@ -44,7 +44,7 @@ def test_effects_of_single_keys_are_those_of_two_softmaxes(
     strength: float, causal: bool, spare: list[float] | None
 ) -> None:
     inputs, gradient, other = inputs_of(strength, causal, None if spare is None else torch.tensor(spare))
-    effects = SoftmaxEffects(inputs, gradient)
+    effects = SoftmaxEffects(inputs, gradient, "")
     hidden, changed = effects.of_hiding().double(), effects.of_each_key(other).double()
     wanted_hidden = torch.zeros(2, HEADS, LENGTH, dtype=torch.float64)
     wanted_changed = torch.zeros(2, HEADS, LENGTH, dtype=torch.float64)
