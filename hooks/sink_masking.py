@@ -9,7 +9,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.arguments import store_plain_numbers
-from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, Stage, run_of, top_columns
+from dlm_lens.attention import (
+    ColumnHook,
+    ColumnMask,
+    ColumnStats,
+    PointContext,
+    RunStep,
+    Stage,
+    run_of,
+    top_columns,
+)
 from dlm_lens.hooks.base import call_of, check_stage
 from dlm_lens.hooks.sink_sources import (
     MeasuredSinks,
@@ -18,6 +27,7 @@ from dlm_lens.hooks.sink_sources import (
     measured_columns,
     received_by,
     scores_of,
+    warn_of_model,
 )
 from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.recording import Recording
@@ -85,6 +95,12 @@ class MaskSinks(ColumnHook):
     def remembers(self) -> bool:
         """Whether the sinks are those of the previous step."""
         return isinstance(self.source, str) and self.source == "previous"
+
+    def check_run(self, run: RunStep) -> None:
+        """Warn of sinks that were measured in another model."""
+        super().check_run(run)
+        if isinstance(self.source, Received | Sinks):
+            warn_of_model(self.source, run, self)
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """The columns of the sinks."""

@@ -1,18 +1,25 @@
 """What sink hooks detect sinks from: the statistics of a pass, or a `Received` or `Sinks` measured before."""
 
+import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.adapters.model_names import WITH_ADAPTER, name_in
 from dlm_lens.attention import MIN_VIEWERS, ColumnStats, PointContext, RunStep, run_of, top_columns
 from dlm_lens.sinks import Detector, Level, Quantity, Received, Sinks
 from dlm_lens.sinks.detection import check_all_heads
 from dlm_lens.sinks.detectors.base import of_every_key
 from dlm_lens.sinks.key_axes import with_all_axes
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
+
+logger = logging.getLogger(__name__)
+
+MeasuredSinks = Received | Sinks
 
 
 def scores_of(
@@ -35,6 +42,13 @@ def scores_of(
     else:
         scores = sums / expected if relative else sums
     return scores.masked_fill(_undefined([columns.viewers for columns in given], per), torch.nan)
+
+
+def warn_of_model(source: MeasuredSinks, run: RunStep, who: Any) -> None:
+    """Warn where sinks were measured in another model than the run's, by the last part of its name."""
+    measured, own = source.model.split(WITH_ADAPTER)[0], name_in(run.config)
+    if measured and own and Path(measured).name != Path(own).name:
+        logger.warning("%s: the source is of the model %s, and the run of %s", who, source.model, own)
 
 
 def columns_of_pass(columns: Callable[[], ColumnStats], hook: PointContext, who: Any) -> ColumnStats:
@@ -88,9 +102,6 @@ def grown(found: Bool[Tensor, "batch #head key"], keys: int) -> Bool[Tensor, "ba
         if found.shape[-1] == keys
         else torch.nn.functional.pad(found.byte(), (0, keys - found.shape[-1])).bool()
     )
-
-
-MeasuredSinks = Received | Sinks
 
 
 def measured_columns(

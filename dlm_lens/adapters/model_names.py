@@ -30,16 +30,21 @@ WITH_ADAPTER = " with adapter "
 """Between the name of a model and that of the adapter that was merged into it."""
 
 
+def name_in(config: Any) -> str:
+    """The name with which the model of a config was loaded, without a merged adapter; "" if it has none."""
+    from dlm_lens.adapters import smollm2
+
+    path = str(getattr(config, "_name_or_path", "") or "")
+    converted = Path(path).parent == smollm2.cache_directory() and Path(path).name.startswith(smollm2.NAME)
+    return smollm2.NAME if converted else embedded_name(path)
+
+
 def name_of(model: Any) -> str:
     """The name with which a model was loaded: of an embedded one, a hub name, or a path; without one its class.
 
     With a merged adapter (`load(adapter=)`) its name follows.
     """
-    from dlm_lens.adapters import smollm2
-
-    path = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-    converted = Path(path).parent == smollm2.cache_directory() and Path(path).name.startswith(smollm2.NAME)
-    name = smollm2.NAME if converted else embedded_name(path)
+    name = name_in(model.config) or type(model).__name__
     adapter = getattr(model, "merged_adapter", None)
     return name if adapter is None else f"{name}{WITH_ADAPTER}{adapter}"
 

@@ -37,6 +37,7 @@ class KeyAxes:
         tokenizer: decodes token ids; None if there is none.
         row_prompts: the number of each row's prompt (`DenoisingRun.row_prompts`), which intervals resample; None:
             every row is one of its own.
+        model: name of the model (`DenoisingRun.model`); "" if unknown.
 
     Raises:
         ValueError: unknown axes, or shapes that contradict each other.
@@ -56,6 +57,7 @@ class KeyAxes:
     tokenizer: Any = None
     # Intervals alone read it: hooks do the same without it, and recordings of before have no such field.
     row_prompts: Int[Tensor, "batch"] | None = field(default=None, metadata={IN_IDENTITY: False})
+    model: str = field(default="", metadata={IN_IDENTITY: False})
 
     def __post_init__(self) -> None:
         if tuple(name for name in AXES if name in self.dims) != tuple(self.dims):
@@ -138,5 +140,6 @@ def shared_fields_of(
         "steps": steps,
         "sinks": sinks,
         "tokenizer": run.tokenizer,
+        "model": run.model or "",
         "row_prompts": run.row_prompts,
     }

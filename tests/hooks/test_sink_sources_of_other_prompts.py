@@ -1,10 +1,21 @@
 """`mask_sinks(source=)` takes sinks that were found in a run of the same prompts, row by row."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from dlm_lens import AboveMean, denoise, find_sinks, received_of, record
-from dlm_lens.hooks import mask_sinks
+from dlm_lens import (
+    AboveMean,
+    bridge,
+    denoise,
+    find_sinks,
+    load,
+    received_of,
+    received_over_steps,
+    record,
+)
+from dlm_lens.hooks import at_layers, mask_sinks
 from dlm_lens.sinks import received_from_pattern
 from dlm_lens.testing import tiny
 
@@ -79,3 +90,21 @@ def test_a_source_of_some_heads_is_refused_where_each_head_has_sinks_of_its_own(
     # A layer's sinks by the mean of some heads are sinks of the layer.
     hook = mask_sinks(RULE, source=part, per="layer")
     assert denoise(model, PROMPTS, hooks=[hook], **SETTINGS).settings["columns_hidden"][0] > 0
+
+
+def test_a_source_of_another_model_warns(caplog: pytest.LogCaptureFixture) -> None:
+    toy, gated, prompt = load("toy"), load("toy-gated"), "sort 4 2 9 1 :"
+    settings: dict[str, Any] = {"steps": 2, "gen_length": 4}
+    received = received_over_steps(toy, denoise(toy, prompt, **settings))
+    sinks = find_sinks(received, AboveMean(1.0))
+    assert received.model == sinks.model == "toy"
+    inner = (mask_sinks(source=sinks), mask_sinks(AboveMean(1.0), source=received))
+    for hook, named in ((inner[0], inner[0]), (at_layers(inner[1], [0, 1]), inner[1])):
+        denoise(toy, prompt, hooks=[hook], **settings)
+        bridge(toy).denoise(prompt, hooks=[hook], **settings)
+        assert not caplog.records
+        denoise(gated, prompt, hooks=[hook], **settings)
+        bridge(gated).denoise(prompt, hooks=[hook], **settings)
+        message = f"{named}: the source is of the model toy, and the run of toy-gated"
+        assert [record.getMessage() for record in caplog.records] == [message] * 2
+        caplog.clear()
