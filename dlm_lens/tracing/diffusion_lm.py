@@ -35,9 +35,9 @@ from dlm_lens.sampling.network import network_inputs
 from dlm_lens.sampling.observers import check_hooks
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.tracing.controllers import TracedModule, add_projection_point
-from dlm_lens.tracing.envoys import AttentionEnvoy, SamplerEnvoy, module_names
+from dlm_lens.tracing.envoys import AttentionEnvoy, LayersEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
-from dlm_lens.tracing.steps import Step
+from dlm_lens.tracing.steps import Step, loop_state
 from dlm_lens.tracing.traced_run import PROMPT_NAMES, LastOfTrace, PromptBatcher, Run, TracedRun, run_or_scan
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
 
@@ -82,14 +82,12 @@ class DiffusionLM(HuggingFaceModel):
             raise ValueError(f"{type(model).__name__} was not loaded by dlm_lens.load; load it, then wrap it")
         model = without_wrappers(model)
         self.causal = family_of(model.config.model_type).causal
+        stacks = attention_stacks(model)
+        attentions = [module for stack in stacks for module in hooked_attentions(model, stack)]
         super().__init__(
             model,
             rename=module_names(model),
-            envoys={
-                type(attention): AttentionEnvoy
-                for stack in attention_stacks(model)
-                for attention in hooked_attentions(model, stack)
-            },
+            envoys={type(module): AttentionEnvoy for module in attentions} | {nn.ModuleList: LayersEnvoy},
             interleaver=RunInterleaver(),
         )
         # A child outside the module's tree, like nnsight's `generator`; a run sets its sampler there.
@@ -199,7 +197,14 @@ class DiffusionLM(HuggingFaceModel):
 
         now = None if traced is None else traced.now
         if now is None or now.step != int(step):
-            raise ValueError(f"{step} is over: a hook is applied to the step that the loop is at")
+            loop = loop_state(Mediator.current("run_step").worker)
+            if loop.inside and loop.at == int(step):
+                raise ValueError(
+                    f"{step} had passed the hook's site when it was applied, and the model was at the next step: "
+                    "apply hooks in the order in which the model computes their sites (in a layer q, k, v, rot_q, "
+                    "rot_k, scores, pattern, z, attn_out, mlp_out, resid), or in another tracer.invoke()"
+                )
+            raise ValueError(f"step {step} is over: a hook is applied to the step that the loop is at")
         run = step.seen(now, self._rows(1))
         return replace(run, config=self.config, tokenizer=self.tokenizer, clean=clean)
 

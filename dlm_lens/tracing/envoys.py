@@ -54,6 +54,24 @@ class PointProperty(eproperty):
         super().__set__(envoy, value)
 
 
+class LayersEnvoy(Envoy):
+    """A list of modules, whose entries are named where one is not there."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """The entry of an index, negative from the end, or the entries of a slice.
+
+        Raises:
+            IndexError: naming the index, and how many entries there are.
+        """
+        if isinstance(key, int) and not -len(self) <= key < len(self):
+            path = self.path.removeprefix(self.root.path).lstrip(".")
+            name = module_names(self.root._module).get(path, path)
+            raise IndexError(
+                f"lm.{name}[{key}] is not there: it has {len(self)}, 0 to {len(self) - 1}, or -{len(self)} to -1"
+            )
+        return super().__getitem__(key)
+
+
 class AttentionEnvoy(Envoy):
     """An attention module, whose hook points are values to read, to edit in place and to assign.
 

@@ -1,6 +1,7 @@
 """A denoising run inside a trace: its steps as nnsight locations, rows of each invoke, and scanning."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -220,18 +221,19 @@ class TracedRun(RunObserver):
 
 
 def _as_canvas(value: Any, canvas: Tensor) -> Tensor:
-    """What a trace assigned to the canvas, as a tensor; the loop checks its shape and ids.
+    """What a trace assigned to the canvas, as a tensor; the loop checks its ids.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or of another shape.
     """
-    try:
-        return torch.as_tensor(value, device=canvas.device)
-    except (RuntimeError, TypeError, ValueError):
-        raise ValueError(
-            f"lm.canvas was assigned {shown(value)}; assign token ids [batch, position], of shape "
-            f"{list(canvas.shape)} here"
-        ) from None
+    with suppress(RuntimeError, TypeError, ValueError):
+        assigned = torch.as_tensor(value, device=canvas.device)
+        if assigned.shape == canvas.shape:
+            return assigned
+    raise ValueError(
+        f"lm.canvas was assigned {shown(value)}; assign token ids [batch, position], of shape "
+        f"{list(canvas.shape)} here"
+    )
 
 
 class LastOfTrace(RunObserver):

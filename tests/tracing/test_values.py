@@ -7,6 +7,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.attention import HOOK_POINTS
+from dlm_lens.hooks import ablate, mask_top_sinks
 from dlm_lens.testing import tiny
 from tests.reference import Edit, forward64
 from tests.tracing.reference import run64
@@ -277,6 +278,7 @@ def test_what_a_step_says_of_the_run(lm: Any) -> None:
         ("confidence", float("nan"), "confidence was assigned NaN; assign numbers, or -inf where none is"),
         ("canvas", "abc", r"lm.canvas was assigned 'abc'; assign token ids \[batch, position\]"),
         ("canvas", None, r"lm.canvas was assigned None"),
+        ("canvas", torch.zeros(1, 3, dtype=torch.long), r"lm.canvas was .* int64 \[1, 3\]; .* of shape \[1, 12\]"),
     ],
 )
 def test_an_assigned_value_that_does_not_fit_is_named(lm: Any, name: str, value: Any, message: str) -> None:
@@ -319,3 +321,19 @@ def test_an_assigned_value_takes_the_dtype_of_the_sampler_s(lm: Any) -> None:
             lm.sampler.proposal = torch.tensor(7, dtype=torch.int32)
         run = tracer.result.save()
     assert run.tokens[0, 4:].tolist() == [7] * 8
+
+
+def test_a_layer_that_is_not_there_is_named_with_the_range(lm: Any) -> None:
+    for index in (2, -3):
+        with pytest.raises(IndexError, match=rf"lm\.layers\[{index}\] is not there: it has 2, 0 to 1, or -2 to -1"):
+            lm.layers[index]
+    assert lm.layers[-1] is lm.layers[1]
+    assert list(lm.layers) == list(lm.layers[:])
+
+
+def test_hooks_out_of_the_order_of_their_sites_are_named(lm: Any) -> None:
+    message = r"had passed the hook's site when it was applied.*: apply hooks in the order in which"
+    with pytest.raises(ValueError, match=message), lm.generate(IDS, **RUN) as tracer:
+        for step in tracer.steps[:]:
+            lm.layers[0].attn.apply(ablate("resid", 0), step)
+            lm.layers[0].attn.apply(mask_top_sinks(1), step)
