@@ -25,6 +25,7 @@ from dlm_lens.bridging.step_hooks import (
     fwd_hooks_of,
     past_sinks,
     refuse_hooks,
+    warn_of_folded_biases,
 )
 from dlm_lens.placement import is_quantised
 from dlm_lens.sampling import DenoisingRun, RunObserver, denoise
@@ -37,10 +38,11 @@ class DiffusionBridge(TransformerBridge):
     `run_with_hooks`, `enable_compatibility_mode`, its patching helpers); `denoise` and `denoise_with_cache` run the
     family's own sampler in the loop of `dlm_lens.denoise`. `sinks` is the layout of learned sink tokens:
     activations have S + k positions, logits S. While `silent` is set, in forward passes that are no steps of a run,
-    the run's hooks and recorders are not called.
+    the run's hooks and recorders are not called. `folds_value_biases` after compatibility mode has moved them.
     """
 
     silent = False
+    folds_value_biases = False
 
     @classmethod
     def adopt(cls, bridge: TransformerBridge) -> None:
@@ -101,6 +103,7 @@ class DiffusionBridge(TransformerBridge):
     def _acting(self, fwd_hooks: Sequence[Any]) -> Iterator[None]:
         """A block in which hooks act; those of `dlm_lens.hooks` warn of padding that shifts their positions."""
         values = [hook for _, hook in fwd_hooks if is_hook(hook)]
+        warn_of_folded_biases(self, values)
         with listening(self.original_model), warning_of_shifts(self.original_model, values):
             yield
 
@@ -228,7 +231,10 @@ class DiffusionBridge(TransformerBridge):
         config: Any = self.original_model.config
         spare = getattr(config, "softmax", "standard") != "standard"
         scaled = spare or getattr(config, "gated_attention", False) or getattr(config, "zero_sink_value", False)
-        super().process_weights(*args, fold_value_biases=fold_value_biases and not scaled, **options)
+        folds = fold_value_biases and not scaled
+        biases = [block.attn.b_V for block in self.blocks if "attn" in block._modules]
+        self.folds_value_biases |= folds and any(bias is not None and bool(bias.any()) for bias in biases)
+        super().process_weights(*args, fold_value_biases=folds, **options)
 
     def enable_compatibility_mode(
         self, disable_warnings: bool = False, no_processing: bool = False, **options: Any

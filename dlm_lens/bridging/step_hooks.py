@@ -1,6 +1,7 @@
 """Hooks of a run in a bridge: which hook points they run at, and the denoising step that each call receives."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -37,6 +38,9 @@ from dlm_lens.attention import (
 from dlm_lens.printable import shown
 from dlm_lens.sampling import StepPlan
 from dlm_lens.sampling.observers import StepObserver, check_hooks, hidden_in, warn_of_steps_not_reached
+from dlm_lens.shapes import same_shape
+
+logger = logging.getLogger(__name__)
 
 HookFunction = Callable[[Any, Any], Any]
 FwdHook = tuple[str | Callable[[str], bool], HookFunction]
@@ -93,9 +97,10 @@ class BridgeRun(StepObserver):
         self._begun = False
 
     def __enter__(self) -> "BridgeRun":
+        warn_of_folded_biases(self.bridge, self._values)
         with ExitStack() as stack:
             stack.enter_context(listening(self.model))
-            fwd_hooks = [(name, self._with_step(hook, key)) for name, hook, key in self._keyed_hooks()]
+            fwd_hooks = [(name, self._with_step(name, hook, key)) for name, hook, key in self._keyed_hooks()]
             stack.enter_context(self.bridge.hooks(fwd_hooks=fwd_hooks))
             if any(hook.needs_clean_pass for hook in self._values):
                 stack.callback(self.model.register_forward_pre_hook(self._clean_pass, with_kwargs=True).remove)
@@ -182,12 +187,18 @@ class BridgeRun(StepObserver):
             keys = [hook_keys(before[each])[-1] for each in names]
             yield name, hook, max(keys, key=lambda key: key[1])
 
-    def _with_step(self, function: HookFunction, key: HookKey) -> Callable[..., Any]:
+    def _with_step(
+        self, name: str | Callable[[str], bool], function: HookFunction, key: HookKey
+    ) -> Callable[..., Any]:
         def hook_function(tensor: Any, hook: Any) -> Any:
             if self.bridge.silent:
                 return None
             rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim else 0
-            return function(tensor, hook=self.at(hook, rows, key))  # type: ignore[call-arg]
+            edited = function(tensor, hook=self.at(hook, rows, key))  # type: ignore[call-arg]
+            if edited is not None and isinstance(tensor, Tensor):
+                where = name if isinstance(name, str) else hook.name
+                same_shape(f"the hook at {where}", tensor, edited, or_none=True)
+            return edited
 
         hook_function.__wrapped__ = function  # type: ignore[attr-defined]  # for `check_point`
         return hook_function
@@ -257,6 +268,20 @@ def check_point(bridge: Any, point: Any, name: str, function: Any) -> None:
     own = f"blocks.{layer or 0}.{point_of(bridge.blocks[layer or 0].attn, hook.site)}"
     if layer is None or bridge.hook_dict[own] is not point:
         raise ValueError(f"{hook} belongs at {own} and was put at {name}; name that point, or give hooks=[...]")
+
+
+def warn_of_folded_biases(bridge: Any, hooks: Sequence[HookLike]) -> None:
+    """Warn of hooks at v, z and pattern where compatibility mode moved the value biases past them."""
+    if not bridge.folds_value_biases:
+        return
+    found = dict.fromkeys(str(hook) for hook in hooks if hook.site in ("v", "z", "pattern"))
+    if found:
+        logger.warning(
+            "%s: compatibility mode has folded the value biases into the bias of attention's output, so that v and "
+            "z are without them and an edit of v, z or a pattern's sums can differ from that in the other hosts; "
+            "enable_compatibility_mode(fold_value_biases=False) keeps them equal",
+            ", ".join(found),
+        )
 
 
 def refuse_hooks(pairs: Sequence[tuple[Any, Any]], where: str) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.attention import RunStep
-from dlm_lens.hooks import mask_positions
+from dlm_lens.bridging.step_hooks import fwd_hooks_of
+from dlm_lens.hooks import ablate, attach_hooks, mask_positions
 from tests.bridging.cases import CASES, model_of
 from tests.reference import forward64
 
@@ -177,6 +178,15 @@ def test_wrong_names_and_sites_are_refused_before_anything_runs() -> None:
         tl.denoise(IDS, gen_length=2, hooks=[Far()])
 
 
+def test_a_function_that_returns_another_shape_is_named_by_its_point() -> None:
+    tl = dl.bridge(model_of("llada"))
+    wrong = [("blocks.0.hook_resid_post", lambda t, hook: t[:, :3])]
+    with pytest.raises(
+        ValueError, match=r"the hook at blocks\.0\.hook_resid_post returned a tensor of shape \[2, 3"
+    ):
+        tl.denoise(IDS, gen_length=2, fwd_hooks=wrong)
+
+
 def test_a_hook_acts_in_the_layers_that_it_declares() -> None:
     seen: list[str] = []
 
@@ -226,3 +236,36 @@ def test_every_site_is_where_the_native_model_has_it(site: Any) -> None:
     got = dl.bridge(model).denoise(IDS, hooks=[Shift()], **settings)
     assert torch.equal(got.canvases, want.canvases)
     torch.testing.assert_close(got.confidence, want.confidence, atol=1e-4, rtol=1e-4)
+
+
+def test_folded_value_biases_change_hooks_after_them_and_warn(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = dl.load("toy"), torch.arange(20, 32)[None]
+    bridges = [dl.bridge(model) for _ in range(3)]
+    bridges[1].enable_compatibility_mode(disable_warnings=True)
+    bridges[2].enable_compatibility_mode(disable_warnings=True, fold_value_biases=False)
+    assert [tl.folds_value_biases for tl in bridges] == [False, True, False]
+    for hook, folded in (
+        (ablate("v", 3), True),
+        (ablate("z", 3), True),
+        (mask_positions(3, stage="after"), True),
+        (mask_positions(3), False),
+        (ablate("attn_out", 3), False),
+    ):
+        with torch.no_grad():
+            with attach_hooks(model, hook):
+                native = model(ids).logits.log_softmax(-1)
+            for tl in bridges:
+                caplog.clear()
+                found = tl.run_with_hooks(ids, fwd_hooks=fwd_hooks_of(tl, [hook])).log_softmax(-1)
+                differs = folded and tl is bridges[1]
+                assert bool((found - native).abs().max() > (0.1 if differs else 1e-4)) == differs
+                tl.denoise(ids, hooks=[hook], steps=1, gen_length=2)
+                messages = [record.getMessage() for record in caplog.records]
+                assert len(messages) == 2 * differs
+                assert all(f"{hook}: compatibility mode has folded the value biases" in each for each in messages)
+
+
+def test_a_model_without_value_biases_has_none_to_fold() -> None:
+    tl = dl.bridge(model_of("llada"))
+    tl.enable_compatibility_mode(disable_warnings=True)
+    assert not tl.folds_value_biases
