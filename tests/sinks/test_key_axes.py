@@ -32,6 +32,7 @@ def received() -> Received:
         sinks=1,
         tokenizer=object(),
         row_prompts=torch.tensor([0, 1, 0]),
+        model="toy",
     )
 
 
@@ -66,12 +67,12 @@ def test_a_part_has_its_rows_steps_layers_and_heads_of_every_field(received: Rec
 def test_the_identities_of_hooks_that_recordings_store_stay() -> None:
     """A recording that was begun under hooks with such sources can be resumed; digests of commit 5dc3dbcc.
 
-    It had no `row_prompts`. Trajectories, which are no source of hooks, had other fields there.
+    It had no `row_prompts` and no `model`. Trajectories, which are no source of hooks, had other fields there.
     """
     scores = torch.arange(12.0).view(1, 1, 1, 1, 12)
     ids, own = torch.arange(12).view(1, 1, 12), torch.tensor([0])
     shared = {"tokens": ids, "masked": ids > 6, "valid": ids[0] > 1, "final_tokens": ids[0] + 1, "layers": (0,)}
-    given = Received(scores, torch.ones_like(scores), torch.tensor([[12]]), row_prompts=own, **shared)
+    given = Received(scores, torch.ones_like(scores), torch.tensor([[12]]), row_prompts=own, model="toy", **shared)
     norms = KeyStatistic(scores, "key norm", row_prompts=own, **shared)
     sinks = find_sinks(given, "above-mean:1")
     hooks = (mask_sinks(AboveMean(1.0), source=given), mask_sinks(source=sinks))
