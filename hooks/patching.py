@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.arguments import is_whole, kept_step, store_plain_numbers
-from dlm_lens.attention import Hook, PointContext, RunStep, run_of
+from dlm_lens.attention import Hook, PointContext, RunStep, padding_before, run_of
 from dlm_lens.hooks.activation_capture import Activations
 from dlm_lens.hooks.positions import (
     ActivationSite,
@@ -18,6 +18,7 @@ from dlm_lens.hooks.positions import (
     spread,
     where,
 )
+from dlm_lens.hooks.row_positions import RowPositions
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +67,13 @@ class PatchFrom(Hook):
         return min(self.source.steps) if self.step is None else self._acts_at(total)
 
     def check_run(self, run: RunStep) -> None:
-        """Refuse a step that the run does not have, or that was not captured.
+        """Refuse a step that is in one of the two runs alone, and rows that are not those of the other run.
 
         Raises:
-            ValueError: no such step.
+            ValueError: no such step, another number of rows, or a row with other padding.
         """
         super().check_run(run)
+        self._check_rows(run)
         if self.step is None:
             return
         if not -run.total <= self.step < run.total:
@@ -80,6 +82,35 @@ class PatchFrom(Hook):
             )
         if self.from_step is None:
             self._taken(self._acts_at(run.total))
+
+    def _check_rows(self, run: RunStep) -> None:
+        """Raise unless every row that is patched has the captured row's padding, so that a position is one place.
+
+        Raises:
+            ValueError: another number of rows, or naming the row.
+        """
+        theirs, ours = self.source.run.padding.tolist(), padding_before(run.valid).tolist()
+        ours = ours[: len(ours) // run.halves]
+        if len(theirs) not in (1, len(ours)):
+            raise ValueError(
+                f"{self}: the other run has {len(theirs)} rows and this one {len(ours)}; capture as many rows, or "
+                "one"
+            )
+        for row in range(len(ours)):
+            from_row = row % len(theirs)
+            if theirs[from_row] != ours[row] and self._writes_canvas(row):
+                raise ValueError(
+                    f"{self}: row {from_row} of the other run has {theirs[from_row]} positions of padding and row "
+                    f"{row} of this one {ours[row]}, so that a position is another token there; capture and patch "
+                    "prompts of one length, or leave the row out with an empty list of by_row(...)"
+                )
+
+    def _writes_canvas(self, row: int) -> bool:
+        """Whether the hook patches canvas positions of a row; learned sink tokens are beside its padding."""
+        if not isinstance(self.positions, tuple):
+            return True
+        of_row = (each.rows[row % len(each.rows)] for each in self.positions if isinstance(each, RowPositions))
+        return any(of_row) or any(isinstance(each, int) for each in self.positions)
 
     def _acts_at(self, total: int) -> int:
         """The step at which the hook acts, in a run of `total` steps."""
@@ -128,15 +159,39 @@ class PatchFrom(Hook):
         if layer not in self.layers:
             return tensor
         theirs = self.source[self.site, layer, now if self.from_step is None else self.from_step]
-        if len(tensor) == len(self.source.run.tokens) < len(theirs):  # the conditional half of a guided run
-            theirs = theirs[: len(tensor)]
-        if theirs.shape[1:] != tensor.shape[1:] or len(theirs) not in (1, len(tensor)):
+        theirs = self._for_rows(theirs, tensor, hook.run)
+        chosen = spread(where(self.positions, tensor, hook, self), tensor)
+        return torch.where(chosen, theirs.to(tensor), tensor)
+
+    def _for_rows(self, theirs: Tensor, tensor: Tensor, run: RunStep | None) -> Tensor:
+        """The other run's activation with a row for each of `tensor`, the halves of guidance to the same halves.
+
+        A run without guidance gets the conditional half; one with guidance gets a run without it in both.
+
+        Raises:
+            ValueError: another shape, or rows outside a run of which the halves or the padding are not known.
+        """
+        rows = len(self.source.run.tokens)
+        halves = len(theirs) // rows
+        if run is None:
+            padded, guided = bool(self.source.run.padding.any()), halves > 1 and rows == 1 < len(tensor)
+            if padded or guided:
+                raise ValueError(
+                    f"{self}: the other run has {'padding' if padded else 'guidance'}, and outside a run that of "
+                    f"these {len(tensor)} rows is not known; patch in dlm_lens.denoise(..., hooks=[...])"
+                )
+            ours = halves if len(tensor) == len(theirs) else 1
+        else:
+            ours = run.for_rows(len(tensor)).halves
+        count = len(tensor) // ours
+        if theirs.shape[1:] != tensor.shape[1:] or rows not in (1, count):
             raise ValueError(
                 f"{self}: the other run had shape {list(theirs.shape)} there and this one has "
                 f"{list(tensor.shape)}; patching needs prompts and answers of one length, and as many rows (or one)"
             )
-        chosen = spread(where(self.positions, tensor, hook, self), tensor)
-        return torch.where(chosen, theirs.to(tensor), tensor)
+        # The conditional half comes first.
+        kept = theirs.unflatten(0, (halves, rows))[:ours]
+        return kept.expand(ours, count, *theirs.shape[1:]).flatten(0, 1)
 
 
 def patch_from(
@@ -149,10 +204,12 @@ def patch_from(
 ) -> PatchFrom:
     """Replace an activation by that of another run (activation patching), at one step or at every captured step.
 
-    The hook acts in the captured layers; `at_layers` restricts it further.
+    The hook acts in the captured layers; `at_layers` restricts it further. With guidance each half gets the other
+    run's, or that of a run without guidance; without guidance, the rows get the conditional half.
 
     Args:
-        activations: returned by `capture`; the run has the same number of positions, and as many rows or one.
+        activations: returned by `capture`; the run has the same number of positions, as many rows or one, and in
+            every row that is patched the same padding.
         step: the step at which to act, negative from the end of the patched run; None for every captured step.
         site: "resid", "attn_out", "mlp_out", "q", "k", "v" or "z".
         positions: canvas positions, `sink(i)`, `by_row`, or "masked", "visible", "prompt", "answer" of the patched
