@@ -61,6 +61,7 @@ def warning_of_shifts(
         return
 
     def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Warn before the first padded pass, and listen no longer."""
         content = kwargs.get("attention_mask")
         if not isinstance(content, Tensor) or content.ndim != 2 or run() is not None:
             return

@@ -191,6 +191,7 @@ class BridgeRun(StepObserver):
         self, name: str | Callable[[str], bool], function: HookFunction, key: HookKey
     ) -> Callable[..., Any]:
         def hook_function(tensor: Any, hook: Any) -> Any:
+            """The function with the step of the run, whose result has the shape of what it was given."""
             if self.bridge.silent:
                 return None
             rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim else 0

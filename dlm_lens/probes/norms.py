@@ -116,6 +116,7 @@ class ValueNorms(ShowsItself):
         """Cohen's d: the difference of the means over the root of the mean variance; NaN of equal norms."""
 
         def cohen(sums: Floats) -> Floats:
+            """Cohen's d, of sums of counts, norms and their squares."""
             count, one, two, one_squared, two_squared = np.moveaxis(sums, -1, 0)
             means = one / count, two / count
             squares = (one_squared + two_squared) / count

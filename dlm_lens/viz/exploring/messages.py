@@ -15,6 +15,7 @@ def split(value: Any) -> tuple[Any, list[bytes]]:
     found: list[bytes] = []
 
     def walk(part: Any) -> Any:
+        """A part of the message, whose bytes are moved into the list."""
         if isinstance(part, bytes):
             found.append(part)
             return {"buffer": len(found) - 1}
