@@ -17,6 +17,7 @@ from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.settings import LikelihoodSettings, request_seed
 from dlm_lens.hooks import attach_hooks
 from dlm_lens.placement import input_device
+from dlm_lens.printable import shown
 from dlm_lens.sampling import log_likelihood
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
@@ -304,25 +305,36 @@ class ItemMaker:
 TRIED = 16
 """Positions of the trial canvas: enough for keys to have as many viewers as a score needs."""
 
+OF_LENGTH = (ValueError, IndexError, RuntimeError)
+"""Errors of a hook whose positions, or whose tensor with an axis of positions, a canvas of another length has."""
+
 
 @torch.no_grad()
 def check_likelihood_hooks(model: Any, hooks: Sequence[Any]) -> None:
     """Refuse hooks that need the steps of a run, which a likelihood does not have, by a trial forward pass.
 
+    A hook that the trial canvas is too short for is not refused, with a warning: the requests may be longer.
+
     Raises:
-        ValueError: naming a hook that needs steps.
+        ValueError: naming a hook that needs steps, or a layer, head or part that the model does not have.
     """
     device = input_device(model)
     canvas = torch.zeros(1, TRIED, dtype=torch.long, device=device)
     for hook in hooks:
-        try:
-            with attach_hooks(model, hook):
+        with attach_hooks(model, hook):
+            try:
                 decoder_of(model)(input_ids=canvas, use_cache=False)
-        except NoRunError:
-            raise ValueError(
-                f"{hook} needs the steps of a run, and a likelihood is a forward pass without any; evaluate tasks "
-                "that generate with this hook, or give likelihoods one without steps"
-            ) from None
-        except Exception:
-            # Other errors, such as a position outside the trial canvas, are raised by the requests themselves.
-            continue
+            except NoRunError:
+                raise ValueError(
+                    f"{hook} needs the steps of a run, and a likelihood is a forward pass without any; evaluate "
+                    "tasks that generate with this hook, or give likelihoods one without steps"
+                ) from None
+            except OF_LENGTH as error:
+                logger.warning(
+                    "whether %s needs the steps of a run, which likelihoods do not have, is not known beforehand: "
+                    "on %d positions it raises %s: %s",
+                    shown(hook),
+                    TRIED,
+                    type(error).__name__,
+                    error,
+                )

@@ -9,7 +9,16 @@ import torch
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.settings import request_seed
-from dlm_lens.hooks import attach_hooks, keep_only, mask_positions, mask_random, mask_sinks, mask_top_sinks
+from dlm_lens.hooks import (
+    at_encoder,
+    at_layers,
+    attach_hooks,
+    keep_only,
+    mask_positions,
+    mask_random,
+    mask_sinks,
+    mask_top_sinks,
+)
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.testing import tiny
@@ -359,23 +368,54 @@ def test_nobody_who_stops_reading_leaves_hooks_behind(llada: Any, monkeypatch: p
     assert len(next(read)) == 2
 
 
-def test_what_else_is_wrong_on_the_short_canvas_of_the_trial_is_for_the_requests_to_tell(llada: Any) -> None:
-    class Far:
+class Far:
+    """Edits key 20, which the short canvas of the trial does not have."""
+
+    site = "pattern"
+
+    def __call__(self, tensor: Any, hook: Any = None) -> Any:
+        tensor = tensor.clone()
+        tensor[..., 20] = 0
+        return tensor
+
+
+class Scaled:
+    """Multiplies by a tensor with an axis of 26 positions."""
+
+    site = "pattern"
+
+    def __call__(self, tensor: Any, hook: Any = None) -> Any:
+        return tensor * torch.linspace(0, 1, 26)
+
+
+@pytest.mark.parametrize("hook", [Far(), Scaled(), mask_positions(20)], ids=["index", "shape", "position"])
+def test_a_hook_of_longer_canvases_than_the_trial_is_for_the_requests_to_refuse(
+    llada: Any, hook: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (pair,) = [(words(*range(24)), " w1 w2")]
+    settings = {"method": "chain_rule", "is_greedy": False}
+    (plain,) = valued(HarnessLM(llada, likelihood=settings), [pair])
+    assert not caplog.records
+    (hooked,) = valued(HarnessLM(llada, hooks=[hook], likelihood=settings), [pair])
+    assert abs(hooked - plain) > 1e-3
+    assert "needs the steps of a run, which likelihoods do not have, is not known beforehand" in caplog.text
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        valued(HarnessLM(llada, hooks=[hook], likelihood={"method": "chain_rule"}), [("w1", " w2")])
+
+
+def test_what_is_wrong_on_every_canvas_is_raised_by_the_trial(llada: Any) -> None:
+    class Broken:
         site = "pattern"
 
         def __call__(self, tensor: Any, hook: Any = None) -> Any:
-            tensor = tensor.clone()
-            tensor[..., 20] = 0
-            return tensor
+            return tensor + None
 
-    (pair,) = [(words(*range(24)), " w1 w2")]
-    (plain,), (hooked,) = (
-        valued(HarnessLM(llada, hooks=hooks, likelihood={"method": "chain_rule", "is_greedy": False}), [pair])
-        for hooks in (None, [Far()])
-    )
-    assert abs(hooked - plain) > 1e-3
-    with pytest.raises(IndexError):
-        valued(HarnessLM(llada, hooks=[Far()], likelihood={"method": "chain_rule"}), [("w1", " w2")])
+    with pytest.raises(TypeError, match="unsupported operand"):
+        HarnessLM(llada, hooks=[Broken()]).check_likelihoods()
+    with pytest.raises(ValueError, match="layer 7 of 2"):
+        HarnessLM(llada, hooks=[at_layers(mask_positions(0), 7)]).check_likelihoods()
+    with pytest.raises(ValueError, match="has no encoder"):
+        HarnessLM(llada, hooks=[at_encoder(mask_positions(0))]).check_likelihoods()
 
 
 @pytest.mark.parametrize("recorded", [False, True])
