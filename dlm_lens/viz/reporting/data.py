@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +17,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, received_of
+from dlm_lens.sinks.received import MERGED
 from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 from dlm_lens.viz.reporting.rules import kinds_of, stored_rules
 from dlm_lens.viz.reporting.score_precision import PRECISIONS, Scores
@@ -236,14 +237,13 @@ def _canvas(subject: Subject, shown: Tensor, pack: Pack) -> dict[str, Any]:
 def levels_of(received: Received) -> list[dict[str, Any]]:
     """The levels that scores have: their names, sizes, and the index of their first pattern."""
     levels, first = [], 0
-    possible: list[Level] = ["head", "layer", "model"]
-    merged = {"head": (), "layer": ("head",), "model": ("layer", "head")}
+    possible: tuple[Level, ...] = get_args(Level)
     for level in possible[possible.index(received.level) :]:
-        done = merged[received.level]
-        if any(axis not in received.dims for axis in merged[level] if axis not in done):
+        done = MERGED[received.level]
+        if any(axis not in received.dims for axis in MERGED[level] if axis not in done):
             continue
         layers, heads = (
-            1 if axis in merged[level] else size
+            1 if axis in MERGED[level] else size
             for axis, size in zip(("layer", "head"), received.values.shape[2:4], strict=True)
         )
         levels.append({"name": level, "first": first, "layers": layers, "heads": heads})
