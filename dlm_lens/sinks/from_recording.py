@@ -1,6 +1,6 @@
 """Received attention and statistics of hidden states, read from a Recording or computed for a finished run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from jaxtyping import Float
@@ -154,6 +154,13 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
     )
 
 
+HIDDEN: Mapping[HiddenQuantity, tuple[str, str]] = {
+    "max activation": ("max_activation", "MassiveActivations()"),
+    "key norm": ("key_norm", "KeyNorm()"),
+}
+"""Quantity -> the statistic of a recording that holds it, and the reducer that records it."""
+
+
 def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStatistic:
     """The statistic that detectors of hidden states read: "max activation" or "key norm", as recorded.
 
@@ -162,10 +169,7 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
         ValueError: MassiveActivations, or KeyNorm per head, was not recorded.
     """
     recording = as_recording(recording)
-    name, reducer = {
-        "max activation": ("max_activation", "MassiveActivations()"),
-        "key norm": ("key_norm", "KeyNorm()"),
-    }[quantity]
+    name, reducer = HIDDEN[quantity]
     if name not in recording.specs:
         raise ValueError(f"this recording has no {name}; record with {reducer}")
     values: Tensor = getattr(recording, name)
@@ -196,6 +200,14 @@ def scores_for(recording: Recording, quantity: Quantity) -> Received | KeyStatis
     if quantity == "max activation" or quantity == "key norm":
         return key_statistic_of(recording, quantity)
     return received_of(recording)
+
+
+def has_scores(source: Recording | Received, quantity: Quantity) -> bool:
+    """Whether a recording, or received attention, has the scores that a detector of this quantity reads."""
+    if isinstance(source, Received):
+        return source.has(quantity)
+    name = HIDDEN[quantity][0] if quantity == "max activation" or quantity == "key norm" else "received"
+    return name in source.specs
 
 
 def _groups(recording: Recording, values: Float[Tensor, "step batch layer kv_head key"]) -> int:

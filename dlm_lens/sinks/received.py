@@ -14,7 +14,7 @@ from dlm_lens.arguments import instance, level_of_caller
 from dlm_lens.attention import padding_before
 from dlm_lens.display import ShowsItself
 from dlm_lens.shapes import taken
-from dlm_lens.sinks.detectors.base import Quantity
+from dlm_lens.sinks.detectors.base import AttentionQuantity, Quantity
 from dlm_lens.sinks.key_axes import AXES, KeyAxes
 
 Scale = Literal[
@@ -134,23 +134,33 @@ class Received(ShowsItself, KeyAxes):
         Raises:
             ValueError: the queries see different keys, and `viewers` are unknown.
         """
-        return self.column_sums / self._viewers().clamp(min=1)
+        viewers = self._viewers()
+        if viewers is None:
+            raise ValueError("the mean attention of a key needs Received.viewers, how many queries see it")
+        return self.column_sums / viewers.clamp(min=1)
 
-    def _viewers(self) -> Float[Tensor, "step batch #layer #head key"]:
+    def _viewers(self) -> Float[Tensor, "step batch #layer #head key"] | None:
+        """How many counted queries see each key; None if unknown."""
         if self.viewers is not None:
             return self.viewers
         # Keys that every query sees have one common e_j; under a causal mask e_j differs from key to key.
         scored = ~self.values.isnan().all((2, 3), keepdim=True)
         most = self.expected.masked_fill(~scored, -torch.inf).amax(-1, keepdim=True)
         if bool(((self.expected < most * (1 - 1e-4)) & scored).any()):
-            raise ValueError("the mean attention of a key needs Received.viewers, how many queries see it")
+            return None
         return self.counted[..., None, None, None].expand(self.expected.shape).to(self.expected.dtype)
+
+    def has(self, quantity: Quantity) -> bool:
+        """Whether `read` has the scores of this quantity."""
+        if quantity == "mean attention":
+            return self._viewers() is not None
+        return quantity in get_args(AttentionQuantity)
 
     def read(self, quantity: Quantity) -> tuple[Float[Tensor, "step batch layer head key"], Scale]:
         """The scores that a detector of this quantity reads, and their scale; half precision is widened to float32.
 
         Raises:
-            ValueError: a quantity of hidden states, which is not in received attention.
+            ValueError: a quantity of hidden states, which is not in received attention, or as `mean_attention`.
         """
         if quantity == "received":
             return _wide(self.values), self.scale

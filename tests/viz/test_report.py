@@ -19,9 +19,10 @@ from dlm_lens.recording import MassiveActivations
 from dlm_lens.sinks import AboveMedian, AttentionShare, LowKeyNorm, Received, find_sinks, received_of
 from dlm_lens.testing import tiny
 from dlm_lens.viz.reporting import report
-from dlm_lens.viz.reporting.data import Subject, content_of, fitting
+from dlm_lens.viz.reporting.data import Subject, content_of, fitting, levels_of
 from dlm_lens.viz.reporting.packing import narrow, packed
 from dlm_lens.viz.reporting.page import embedded
+from dlm_lens.viz.reporting.rules import stored_rules
 from dlm_lens.viz.reporting.score_precision import MARGIN, PRECISIONS, Precision, Scores
 
 PROMPTS = ["Tom has 5 apples and buys 3 more.", "Mia has 2 eggs."]
@@ -428,6 +429,35 @@ def test_a_rule_that_the_page_does_not_compute_is_stored_as_find_sinks_found_it(
         assert found == wanted
         total += len(found)
     assert total > 20
+
+
+def stored_names(source):
+    return {stored["name"].split("(")[0] for stored in content(source)["stored"]}
+
+
+def test_a_rule_whose_statistic_is_absent_is_not_stored() -> None:
+    recorded = dl.record(tiny("llada"), [[1, 2, 3]], gen_length=4)
+    assert stored_names(recorded) == {"AttentionShare", "MeanReceived"}
+    of_keys = dl.record(tiny("llada"), [[1, 2, 3]], [dl.ReceivedAttention(), dl.KeyNorm()], gen_length=4)
+    assert stored_names(of_keys) == {"AttentionShare", "MeanReceived", "LowKeyNorm"}
+    run = dl.denoise(tiny("causal"), [[1, 2, 3, 4]], gen_length=4)
+    received = dl.received_over_steps(tiny("causal"), run, min_viewers=1)
+    keys = torch.arange(received.values.shape[-1])
+    unknown = replace(received, viewers=None)
+    for source, names in ((received, {"AttentionShare", "MeanReceived"}), (unknown, {"AttentionShare"})):
+        found = stored_rules(source, dl.AboveMean(3), levels_of(source), keys, row=0, steps=2, budget=10**6)
+        assert {one["name"].split("(")[0] for one in found} == names
+
+
+def test_an_error_of_a_rule_that_has_its_statistic_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = dl.record(tiny("llada"), [[1, 2, 3]], gen_length=4)
+
+    def broken(*_: object) -> None:
+        raise ValueError("the rule is broken")
+
+    monkeypatch.setattr(AttentionShare, "thresholds", broken)
+    with pytest.raises(ValueError, match="the rule is broken"):
+        content(recorded)
 
 
 def test_a_report_names_the_hooks_under_which_its_scores_were_computed() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, find_sinks, received_of, trajectories
 from dlm_lens.sinks.detector_registry import DETECTORS, DetectorText, text_of
+from dlm_lens.sinks.from_recording import has_scores
 from dlm_lens.sinks.key_axes import AXES
 from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 
@@ -65,14 +66,9 @@ def stored_rules(
     if type(requested) not in [type(rule) for rule in rules] or rule_of(requested)["value"] is None:
         rules = [requested, *(rule for rule in rules if type(rule) is not type(requested) or _computed(rule))]
     for rule in rules:
-        if _computed(rule):
+        if _computed(rule) or not (rule is requested or has_scores(source, rule.quantity)):
             continue
-        try:
-            stored = _stored(source, rule, levels, keys, row=row, steps=steps, pack=pack)
-        except ValueError:
-            if rule is requested:
-                raise
-            continue
+        stored = _stored(source, rule, levels, keys, row=row, steps=steps, pack=pack)
         size = sum(len(stored[name]["data"]) for name in ("count", "key", "score", "threshold"))
         if rule is requested or size <= budget // LARGEST_PART:
             found.append(stored)
