@@ -388,19 +388,14 @@ class NextToken:
         if rows.documents is not None:
             raise ValueError("isolated documents need masked diffusion; set data.packing to joined")
         predicted = (rows.answer | rows.prompt) & ~rows.first()
-        weight = torch.ones(predicted.shape)
-        count = float(predicted.sum())
-        if self.normalisation != "token":
-            count = float(predicted.any(-1).sum())
-        if self.normalisation == "sequence":
-            weight = weight / predicted.sum(-1, keepdim=True).clamp(min=1)
+        weight, count = weights_of_tokens(predicted, self.normalisation)
         index: Int[Tensor, "batch position"] = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
         return {
             "input_ids": rows.tokens,
             **rows.network_inputs(),
             "outputs": index[predicted] - 1,
             "targets": rows.tokens[predicted],
-            "weights": weight[predicted],
+            "weights": weight[predicted].float(),
             "count": torch.tensor(count),
         }
 

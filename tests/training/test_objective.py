@@ -83,19 +83,23 @@ def test_loss_of_a_fine_tuning_batch_with_padding() -> None:
     assert loss == pytest.approx(loss64(model, rows, noised, "sequence", False, prompts=3), rel=2e-5)
 
 
-def test_next_token_loss_is_the_mean_of_log_probabilities() -> None:
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "batch"])
+def test_next_token_loss_is_the_mean_of_log_probabilities(normalisation: Any) -> None:
     model = tiny("causal", model_type="qwen2")
     rows = Rows.of([Example(torch.arange(3, 13)), Example(torch.arange(20, 27))], 10, 0)
-    objective = NextToken()
+    objective = NextToken(normalisation)
     logits = forward64(model, rows.tokens, rows.visible, causal=True)["logits"]
-    losses = []
+    losses: list[list[float]] = [[], []]
     for row, size in enumerate((10, 7)):
         for i in range(1, size):
             values = logits[row, i - 1]
-            losses.append(float(torch.logsumexp(values, 0) - values[rows.tokens[row, i]]))
+            losses[row].append(float(torch.logsumexp(values, 0) - values[rows.tokens[row, i]]))
+    total = sum(map(sum, losses))
+    means = [sum(each) / len(each) for each in losses]
+    wanted = {"token": total / (9 + 6), "sequence": sum(means) / 2, "batch": total / 2}[normalisation]
     with torch.no_grad():
         loss = loss_of(model, objective, objective.prepare(rows, [0, 1], 0))
-    assert loss == pytest.approx(sum(losses) / len(losses), rel=2e-5)
+    assert loss == pytest.approx(wanted, rel=2e-5)
 
 
 def test_rates_of_the_schedules() -> None:
