@@ -39,7 +39,6 @@ class Commitment(ShowsItself):
         entropy: of the prediction, in nats; NaN elsewhere, and where it was read from the run alone.
         likely: the probability of the token that the result has there; NaN like the entropy.
         reference: the tokens that count as right; -1 where none is known.
-        seed: of the intervals.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -51,7 +50,6 @@ class Commitment(ShowsItself):
     entropy: Float[Tensor, "step batch position"]
     likely: Float[Tensor, "step batch position"]
     reference: Int[Tensor, "batch position"]
-    seed: int = 0
 
     def __post_init__(self) -> None:
         step, batch, position = self.run.unmasked.shape
@@ -171,7 +169,7 @@ class Commitment(ShowsItself):
     ) -> Estimate:
         prompt = self.run.row_prompts
         of_prompt = prompt[where.nonzero()[:, 0]].numpy()
-        return estimate_mean(values[where].numpy(), of_prompt, len(prompt), bounds=bounds, seed=self.seed)
+        return estimate_mean(values[where].numpy(), of_prompt, len(prompt), bounds=bounds)
 
 
 def settled_at(

@@ -38,7 +38,6 @@ class DecisionOrder(ShowsItself):
         pairs: how many pairs count.
         retracted: positions whose token was replaced after a position to their right had been decided, so that what
             follows in the text may have caused it: the shape of retroactive correction (2606.20560, section 5.1.2).
-        seed: of the intervals.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -51,7 +50,6 @@ class DecisionOrder(ShowsItself):
     tau: Float[Tensor, "batch"]
     pairs: Int[Tensor, "batch"]
     retracted: Bool[Tensor, "batch position"]
-    seed: int = 0
 
     def __post_init__(self) -> None:
         _, batch, position = self.run.unmasked.shape
@@ -68,9 +66,7 @@ class DecisionOrder(ShowsItself):
         """The mean of tau over rows; the interval is over prompts."""
         rows = self.tau.isfinite().nonzero().flatten()
         prompt = self.run.row_prompts
-        return estimate_mean(
-            self.tau[rows].numpy(), prompt[rows].numpy(), len(prompt), bounds=CORRELATION_BOUNDS, seed=self.seed
-        )
+        return estimate_mean(self.tau[rows].numpy(), prompt[rows].numpy(), len(prompt), bounds=CORRELATION_BOUNDS)
 
     @property
     def reversed(self) -> Float[Tensor, "batch"]:

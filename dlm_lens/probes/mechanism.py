@@ -55,7 +55,6 @@ class SinkMechanism(ShowsItself):
         tokens_changed: how many final tokens differ, with the sinks masked and with random columns (mean), per row.
         rule: rule, scale and level of the sinks.
         controls: seeds of the random columns.
-        seed: of the intervals.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -71,7 +70,6 @@ class SinkMechanism(ShowsItself):
     tokens_changed: Float[Tensor, "kind batch"]
     rule: str
     controls: tuple[int, ...]
-    seed: int = 0
 
     def __post_init__(self) -> None:
         step, batch, position = self.run.unmasked.shape
@@ -115,7 +113,7 @@ class SinkMechanism(ShowsItself):
         lines = []
         for name, (sinks, control, dependence, predicted, dependent) in parts.items():
             both = [self._sums(values, predicted, dependent) for values in (sinks, control)]
-            beyond = estimate(np.concatenate(both, -1), difference_of_differences, seed=self.seed)
+            beyond = estimate(np.concatenate(both, -1), difference_of_differences)
             for masked, sums, values in (("sinks", both[0], sinks), ("random", both[1], control)):
                 rho = self._correlation(dependence, values, predicted)
                 lines.append({"measure": name, "masked": masked, **self._line(sums, rho)})
@@ -125,9 +123,9 @@ class SinkMechanism(ShowsItself):
     def _line(self, sums: Floats, rho: Estimate) -> dict[str, float]:
         line: dict[str, float] = {}
         found: dict[str, Estimate] = {
-            "dependent": estimate(sums[:, :2], mean_of, seed=self.seed),
-            "others": estimate(sums[:, 2:], mean_of, seed=self.seed),
-            "difference": estimate(sums, difference_of, seed=self.seed),
+            "dependent": estimate(sums[:, :2], mean_of),
+            "others": estimate(sums[:, 2:], mean_of),
+            "difference": estimate(sums, difference_of),
             "correlation": rho,
         }
         for name, e in found.items():
@@ -149,7 +147,7 @@ class SinkMechanism(ShowsItself):
         rho, defined = spearman(dependence, values, predicted & values.isfinite())
         prompt = self.run.row_prompts
         of_prompt = prompt[defined.nonzero()[:, 1]]
-        return estimate_mean(rho[defined], of_prompt, len(prompt), bounds=CORRELATION_BOUNDS, seed=self.seed)
+        return estimate_mean(rho[defined], of_prompt, len(prompt), bounds=CORRELATION_BOUNDS)
 
 
 def _above_median(values: Float[Tensor, "*axes position"], kept: Tensor) -> Bool[Tensor, "*axes position"]:

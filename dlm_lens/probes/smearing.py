@@ -52,7 +52,6 @@ class TokenSmearing(ShowsItself):
         near_tokens_by_chance: the expected number of "near" ones.
         threshold: of likely tokens.
         radius: in positions.
-        seed: of the intervals.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -66,7 +65,6 @@ class TokenSmearing(ShowsItself):
     near_tokens_by_chance: Float[Tensor, "step batch"]
     threshold: float
     radius: int
-    seed: int = 0
 
     def __post_init__(self) -> None:
         step, batch, position = self.run.unmasked.shape
@@ -137,7 +135,7 @@ class TokenSmearing(ShowsItself):
         """A mean of sums and counts; the interval is over prompts, each with all of its rows."""
         prompt = self.run.row_prompts
         sums = summed(pairs.numpy(), prompt[rows].numpy(), len(prompt))
-        return estimate(sums, mean_of, bounds=bounds, seed=self.seed)
+        return estimate(sums, mean_of, bounds=bounds)
 
 
 @checked_arguments(threshold=PROBABILITY, decided=flag(), radius=whole(least=1, most=2**20))
