@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 
 import dlm_lens as dl
 from dlm_lens.hooks import (
@@ -52,10 +53,37 @@ def test_before_any_pass(family: str, name: str) -> None:
     assert not seen
 
 
-@pytest.mark.parametrize("family", ["llada", "sdar", "causal"])
-def test_the_last_position_of_a_canvas_that_grows_is_one(family: str) -> None:
+class Watch:
+    """Keeps, by step, the size of the last axis of an activation of the first layer, and where it is all zero."""
+
+    layers = (0,)
+
+    def __init__(self, site: str, axes: tuple[int, ...]) -> None:
+        self.site, self.axes = site, axes
+        self.sizes: list[int] = []
+        self.zeros: list[list[int]] = []
+
+    def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+        zero = (tensor == 0).all(self.axes)
+        self.sizes.append(len(zero))
+        self.zeros.append(zero.nonzero().flatten().tolist())
+        return tensor
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "first"),
+    [("llada", [13] * 8, 1), ("sdar", [8] * 3 + [12] * 4 + [13], 1), ("causal", list(range(5, 13)), 0)],
+)
+def test_the_last_position_of_a_canvas_that_grows_is_one(family: str, sizes: list[int], first: int) -> None:
     model = tiny(family)
-    dl.denoise(model, [PROMPTS[0]], gen_length=8, hooks=[mask_positions(12), at_steps(ablate("resid", -12), [-1])])
+    columns, states = Watch("pattern", (0, 1, 2)), Watch("resid", (0, 2))
+    hooks = [mask_positions(12, stage="after"), at_steps(ablate("resid", -12, "zero"), [7])]
+    dl.denoise(model, [PROMPTS[0]], gen_length=8, hooks=[*hooks, columns, states])
+    assert columns.sizes == states.sizes == sizes
+    # It is hidden from the step on at which the canvas has it; an AR run never reads its last token.
+    assert columns.zeros == [[12] if size > 12 else [] for size in sizes]
+    assert states.zeros == [[]] * 7 + [[first]]
+    dl.denoise(model, [PROMPTS[0]], gen_length=8, hooks=[at_steps(ablate("resid", -12), [-1])])
 
 
 def test_a_patch_is_checked_too() -> None:

@@ -209,12 +209,21 @@ def test_controls_may_decode_other_numbers_of_blocks(seed: int) -> None:
     settings: dict[str, Any] = {"gen_length": 10, "temperature": 1.0, "block_length": 2, "seed": seed}
     prompt = [[20, 21, 22, 23]]
     found = sink_mechanism(model, prompt, dl.AboveMean(0.2), **settings)
-    shape = found.run.tokens.shape
-    assert found.later.shape == found.later_control.shape == shape
-    lengths = {
-        dl.denoise(
-            model, prompt, hooks=[mask_random(like=mask_sinks(dl.AboveMean(0.2)), seed=s)], **settings
-        ).tokens.shape
-        for s in (0, 1, 2)
-    }
-    assert len(lengths) > 1
+    plain = found.run
+    own = mask_sinks(dl.AboveMean(0.2))
+    hooks = [own, *(mask_random(like=own, seed=s) for s in (0, 1, 2))]
+    runs = [dl.denoise(model, prompt, hooks=[hook], **settings) for hook in hooks]
+    assert len({run.tokens.shape for run in runs[1:]}) > 1
+    begin, size = plain.prompt_length, plain.tokens.shape[1]
+    later = [decoded(model, run)[:, :size] - decoded(model, plain) for run in runs]
+    # A position that one of the two runs does not have counts as changed.
+    changed = [run.tokens.shape[1] - size + int((run.tokens[:, :size] != plain.tokens).sum()) for run in runs]
+    for values, wanted in ((found.later, later[0]), (found.later_control, sum(later[1:]) / 3)):
+        assert values[:, :begin].isnan().all()
+        torch.testing.assert_close(values[:, begin:].double(), wanted[:, begin:], rtol=0, atol=1e-6)
+    assert found.tokens_changed[:, 0].tolist() == pytest.approx([changed[0], sum(changed[1:]) / 3])
+
+
+def decoded(model: Any, run: dl.DenoisingRun) -> torch.Tensor:
+    """The step at which each position was decoded: how many canvases before the last hold its mask."""
+    return (run.canvases[:-1] == model.config.mask_token_id).sum(0).double()

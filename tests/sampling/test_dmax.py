@@ -310,9 +310,20 @@ def test_attribution_holds_the_confidences_fixed() -> None:
 
 
 def test_probes_of_changed_canvases_see_tokens_alone() -> None:
-    model = model_of()
-    found = dl.sinks.position_or_token(model, dl.denoise(model, PROMPTS, **RUN), dl.TopK(1), min_viewers=1)
-    assert len(found.table()) > 0
+    model, soft, seen = model_of(), list[int](), list[Tensor]()
+    model.model.soft_inputs.register_forward_hook(lambda *_: soft.append(1))
+    run = dl.denoise(model, PROMPTS, **RUN)
+    assert soft
+    soft.clear()
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, ids, output: seen.append(output.detach()))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    found = dl.sinks.position_or_token(model, run, dl.TopK(1), min_viewers=1)
+    assert {"swap", "shift", "control"} == set(found.table()["change"])
+    assert not soft
+    # The first layer is given the embeddings of the tokens, unchanged.
+    assert seen
+    assert all(given.equal(of_tokens) for of_tokens, given in zip(seen[::2], seen[1::2], strict=True))
 
 
 def test_reference_quirks_take_one_prompt() -> None:

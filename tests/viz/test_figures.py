@@ -446,7 +446,36 @@ def test_of_nothing_nothing_is_drawn(name: str) -> None:
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.filterwarnings("error")
 def test_scores_in_bfloat16_are_drawn_and_no_sink_warns_of_nothing(name: str) -> None:
-    DRAWN[name](made(dtype=torch.bfloat16)).savefig(io.BytesIO())
+    exact, half = (DRAWN[name](made(dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
+    half.savefig(io.BytesIO())
+    assert_alike(half, exact)
+    scores = torch.linspace(0.1, 2, 24).view(4, 1, 1, 1, 6).bfloat16()
+    rounded = replace(made(steps=4), values=scores)
+    assert_alike(DRAWN[name](rounded), DRAWN[name](replace(rounded, values=scores.float())))
+
+
+def assert_alike(one: Figure, other: Figure) -> None:
+    """Both figures show the same numbers, and some."""
+    shown, wanted = (
+        [
+            np.ma.filled(np.ma.asarray(values, dtype=float), np.nan)
+            for axes in figure.axes
+            for values in (
+                *(line.get_xydata() for line in axes.lines),
+                *(part.get_offsets() for part in axes.collections),
+                *(part.get_array() for part in axes.collections if part.get_array() is not None),
+                *(path.vertices for part in axes.collections for path in part.get_paths()),
+            )
+        ]
+        for figure in (one, other)
+    )
+    assert sum(np.isfinite(values).sum() for values in shown) > 10
+    assert len(shown) == len(wanted)
+    for found, expected in zip(shown, wanted, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, equal_nan=True)
+    assert [[text.get_text() for text in axes.texts] for axes in one.axes] == [
+        [text.get_text() for text in axes.texts] for axes in other.axes
+    ]
 
 
 def test_scores_of_zero_have_no_logarithm() -> None:
