@@ -166,7 +166,7 @@ def monte_carlo(
                     sigma = None if found.sigma is None else float(found.sigma[number])
                     yield Query(item, pairs[item], mask, mask, number, sigma)
 
-    sums: dict[int, Float[Tensor, mask]] = {}
+    sums: dict[int, Float[Tensor, "mask"]] = {}
     for query, loss in scorer.losses(queries()):
         sums[query.item][query.term] = loss.sum()
     losses = tuple(_per_sample(drawn[item], sums[item]) for item in range(len(pairs)))
