@@ -66,7 +66,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
             if not (run.autoregressive and queries == "block"):
                 found[name].append(rounded(_counts(prompt_run, prompt_run.received[queries], scale, settings)))
         if item["start"] == 0 and number == 0 and not item.get("network", 0):
-            found["maps"] = _maps(prompt_run, settings)
+            found["maps"] = _maps(prompt_run)
     return found
 
 
@@ -174,7 +174,7 @@ def _follow(counts: list[Any], sinks: BOOLS, scores: Any, share: Any, spans: NDA
     counts[3] += float(mine.sum() * share[now + 1, first:last].sum())
 
 
-def _maps(prompt_run: PromptRun, settings: Settings) -> list[dict[str, Any]]:
+def _maps(prompt_run: PromptRun) -> list[dict[str, Any]]:
     """Score [step, position] of the mean of all heads and of the head with the strongest sinks, with the blocks."""
     run = prompt_run.run
     received = prompt_run.received["all" if run.autoregressive else "block"]

@@ -47,7 +47,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         for scale in READINGS:
             found[scale].append(rounded(_counts(prompt_run, scale, settings)))
         if item["start"] == 0 and number == 0 and not item.get("network", 0) and not run.autoregressive:
-            found["maps"] = _maps(prompt_run, settings)
+            found["maps"] = _maps(prompt_run)
     return found
 
 
@@ -106,7 +106,7 @@ def counted(sinks: BOOLS, alone: BOOLS, opened: BOOLS, answer: BOOLS, positions:
     }  # fmt: skip
 
 
-def _maps(prompt_run: PromptRun, settings: Settings) -> list[dict[str, Any]]:
+def _maps(prompt_run: PromptRun) -> list[dict[str, Any]]:
     """Score [step, position] of the head with the strongest sinks, and which positions are open."""
     run, row = prompt_run.run, prompt_run.row
     steps, content = active_steps(run, row), run.attention_mask[row]

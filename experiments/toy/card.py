@@ -48,7 +48,7 @@ def write_card(name: str, results: Mapping[str, Result]) -> str:
         HEADER + f"# {name}\n\n{DESCRIPTIONS[name]} {_size(result)} It is a specimen for tools and tests, small "
         "enough to ship with `dlm_lens`, and speaks one synthetic language; it is no model of English.",
         _usage(name),
-        "## Accuracy\n\n" + _accuracy(result, results),
+        "## Accuracy\n\n" + _accuracy(result),
         "## Training\n\n" + _training(name, result, results),
         "## Attention sinks\n\n" + sink_tables.all_models(compared),
         *sink_tables.learned(result),
@@ -73,7 +73,7 @@ def _usage(name: str) -> str:
     )
 
 
-def _accuracy(result: Result, results: Mapping[str, Result]) -> str:
+def _accuracy(result: Result) -> str:
     rows = [
         [TASKS[entry["task"]], entry["decoding"], interval(entry["correct"], 3), str(entry["correct"]["n"])]
         for entry in result["accuracy"]
