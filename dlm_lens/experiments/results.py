@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,6 +35,10 @@ Settings = Mapping[str, Any]
 
 Item = Mapping[str, Any]
 """One unit of work, such as a model, a condition and some prompts: JSON values by name."""
+
+
+TRAINED = re.compile(r"toy-(blocks|uniform)|converted-.+|.+-converted")
+"""Names of the DLMs that experiments train, whose results note them by the directories of their weights."""
 
 
 def key_of(item: Item) -> str:
@@ -104,7 +109,7 @@ class Results:
         left_out: how many are finished and left out, because another network or condition lacks their prompts.
         sessions: versions and machine of every start.
         weights: digest of every model's weights.
-        causal: whether each model is autoregressive; older results do not record it.
+        causal: whether each model that was loaded is autoregressive.
     """
 
     config: Mapping[str, Any]
@@ -132,13 +137,18 @@ class Results:
         return list(dict.fromkeys(record.item["model"] for record in self.records if "model" in record.item))
 
     def is_causal(self, model: str) -> bool:
-        """Whether a model is autoregressive; judged by its name where the results do not record it."""
+        """Whether a model is autoregressive, as its loading noted; `TRAINED` names are of DLMs.
+
+        Raises:
+            ValueError: the results do not say it.
+        """
         if model in self.causal:
             return self.causal[model]
-        from dlm_lens.adapters.registry import families  # reading results alone needs no torch
-
-        of_hub = {name: family.causal for family in families() for name in family.hub_names}
-        return of_hub.get(model, model.endswith("-ar") or "llama" in model.lower())
+        if TRAINED.fullmatch(model):
+            return False
+        raise ValueError(
+            f"these results do not record whether {model} is autoregressive; compute them again with this version"
+        )
 
     @property
     def diffusion_models(self) -> list[str]:

@@ -14,6 +14,7 @@ from dlm_lens.experiments.denoising_axis.axis_clock import (
     r2,
 )
 from dlm_lens.experiments.results import Record, Results
+from tests.experiments.finished_runs import finished_run
 
 RNG = np.random.default_rng(0)
 PROMPTS = 40
@@ -60,7 +61,7 @@ def results(trained: list[float], twin: list[float], effect: float, step: float)
         record("toy-ar", "trained", [1.0, 1.0, 1.0]),
         record("toy-ar", "untrained", [1.0, 1.0, 1.0]),
     ]
-    return Results({"settings": {"models": ["toy", "toy-ar"]}, "experiment": "axis-clock"}, records)
+    return finished_run({"settings": {"models": ["toy", "toy-ar"]}, "experiment": "axis-clock"}, records)
 
 
 def verdicts(found: Results) -> dict[str, str]:

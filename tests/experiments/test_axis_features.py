@@ -7,8 +7,9 @@ import torch
 
 from dlm_lens.experiments.denoising_axis import axis_features
 from dlm_lens.experiments.denoising_axis.axis_features import INSERTIONS, PLACES, added, better, recovered, render
-from dlm_lens.experiments.results import Record, Results
+from dlm_lens.experiments.results import Record
 from dlm_lens.features import SparseAutoencoder
+from tests.experiments.finished_runs import finished_run
 
 
 def _prompt(extra, scale=1.0):
@@ -26,7 +27,7 @@ def _prompt(extra, scale=1.0):
 
 def _results(extra, model="toy"):
     value = {"layer 0": [_prompt(extra, scale) for scale in (0.9, 1.0, 1.1)]}
-    return Results({"settings": {}}, [Record({"model": model, "start": 0}, value, 0.0)])
+    return finished_run({"settings": {}}, [Record({"model": model, "start": 0}, value, 0.0)])
 
 
 FAITHFUL = {

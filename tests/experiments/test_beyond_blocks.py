@@ -15,6 +15,7 @@ from dlm_lens.experiments.attention_sinks.beyond_blocks import counted, decoded_
 from dlm_lens.experiments.results import Record, Results
 from experiments.toy.checkpoint import export
 from experiments.toy.model import build_model
+from tests.experiments.finished_runs import finished_run
 
 SPANS = np.array([[4, 6], [4, 6], [6, 8], [6, 8]])
 
@@ -82,7 +83,7 @@ def one(**changes: Any) -> dict[str, Any]:
 def results_of(blocks: dict[str, Any], toy: dict[str, Any]) -> Results:
     found = {name: [blocks, blocks] for name in beyond_blocks.READINGS}
     others = {name: [toy, toy] for name in beyond_blocks.READINGS}
-    return Results({"settings": {}}, [
+    return finished_run({"settings": {}}, [
         Record({"model": "toy-blocks", "start": 0}, {**found, "block causal": True}, 0.0),
         Record({"model": "toy", "start": 0}, {**others, "block causal": False}, 0.0),
     ])  # fmt: skip
@@ -149,7 +150,7 @@ def test_a_run_with_an_untrained_network(tmp_path: Path) -> None:
         before = sum(int(sinks[t, ..., : recording.run.spans[t][0]].sum()) for t in steps)
         assert got["prefix"] == before
         assert 0 < before < got["sinks"]
-    results = Results({"settings": settings}, [Record({"model": "toy-blocks", "start": 0}, value, 0.0)])
+    results = finished_run({"settings": settings}, [Record({"model": "toy-blocks", "start": 0}, value, 0.0)])
     rendering = experiment.render(results)
     assert set(rendering.figures) == {"maps"}
     assert len(rendering.tables[0].rows) == 3

@@ -13,9 +13,10 @@ import dlm_lens as dl
 from dlm_lens.experiments import find_experiment
 from dlm_lens.experiments.attention_sinks import beyond_noise
 from dlm_lens.experiments.attention_sinks.beyond_noise import active_steps, counted
-from dlm_lens.experiments.results import Record, Results
+from dlm_lens.experiments.results import Record
 from experiments.toy.checkpoint import export
 from experiments.toy.model import build_model
+from tests.experiments.finished_runs import finished_run
 
 ANSWER = np.array([False, False, True, True, True, True])
 
@@ -81,7 +82,7 @@ def verdicts(noise: dict[str, Any], toy: dict[str, Any]) -> dict[str, str]:
         values = {name: [value, value] for name in beyond_noise.READINGS}
         return Record({"model": model, "start": 0}, {**values, "uniform noise": uniform}, 0.0)
 
-    results = Results({"settings": {}}, [record("toy-uniform", noise, True), record("toy", toy, False)])
+    results = finished_run({"settings": {}}, [record("toy-uniform", noise, True), record("toy", toy, False)])
     return {finding.paper.split(" (")[0]: finding.verdict for finding in beyond_noise._findings(results)}
 
 

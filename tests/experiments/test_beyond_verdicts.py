@@ -4,12 +4,13 @@ import pytest
 
 from dlm_lens.experiments.attention_sinks import beyond_context, beyond_freezing, beyond_position
 from dlm_lens.experiments.results import Record, Results
+from tests.experiments.finished_runs import finished_run
 
 
 def counts(swap: list[int], control: list[int]) -> Results:
     """Six prompts with outcomes in the order token, position, both, neither."""
     value = [{"swap": swap, "control": control, "shift": [1, 1, 1, 1]}] * 6
-    return Results({"settings": {}}, [Record({"model": "toy", "start": 0}, {"counts": value}, 0.0)])
+    return finished_run({"settings": {}}, [Record({"model": "toy", "start": 0}, {"counts": value}, 0.0)])
 
 
 def test_a_sink_at_the_token_s_new_place_needs_more_than_chance() -> None:
@@ -31,7 +32,7 @@ def answers(model: str, settings: dict, **correct: list[bool]) -> Results:
         Record({"model": model, "condition": name.replace("_", " "), "hook": "", "start": 0}, {"correct": right}, 0)
         for name, right in correct.items()
     ]
-    return Results({"settings": settings}, records)
+    return finished_run({"settings": settings}, records)
 
 
 @pytest.mark.parametrize(

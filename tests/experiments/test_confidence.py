@@ -10,6 +10,7 @@ import torch
 from dlm_lens.experiments.attention_sinks import beyond_confidence
 from dlm_lens.experiments.attention_sinks.beyond_confidence import CELLS, bin_of, count_flips
 from dlm_lens.experiments.results import Record, Results
+from tests.experiments.finished_runs import finished_run
 
 
 def replayed(plain: torch.Tensor, hooked: torch.Tensor, flipped: torch.Tensor) -> SimpleNamespace:
@@ -29,7 +30,7 @@ def results_of(draw: "object", prompts: int = 40) -> Results:
     for kind in beyond_confidence.KINDS:
         counts = [count_flips(draw(number, kind), 0) for number in range(prompts)]  # type: ignore[operator]
         records.append(Record({"model": "toy", "hidden": kind, "start": 0}, {"flips": counts}, 0.0))
-    return Results({"settings": {"columns": 1}}, records)
+    return finished_run({"settings": {"columns": 1}}, records)
 
 
 def test_bins_are_half_units_of_the_log_odds() -> None:

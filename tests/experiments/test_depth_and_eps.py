@@ -10,6 +10,7 @@ from scipy import stats
 from dlm_lens.experiments.attention_sinks import fig5_depth, fig10_eps
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.sinks import Received, eps_sweep
+from tests.experiments.finished_runs import finished_run
 
 
 def depth(curves: list[list[list[float]]]) -> Results:
@@ -22,7 +23,7 @@ def depth(curves: list[list[list[float]]]) -> Results:
         )
         for number, network in enumerate(curves)
     ]
-    return Results({"settings": {}}, records)
+    return finished_run({"settings": {}}, records)
 
 
 def test_trend_is_the_mean_of_spearman_s_correlations() -> None:
@@ -133,9 +134,9 @@ def test_the_paper_s_share_is_judged_in_every_reading(kept: float, verdict: str)
         size = 2 if reading == "literal" else 3
         values[f"measured {reading}"] = [[kept + 0.001 * number] * size for number in range(5)]
         values[f"exponential {reading}"] = [[0.018] * size] * 5
-    found = Results({"settings": SETTINGS}, [Record({"model": "toy-ar", "start": 0}, values, 0.0)])
+    found = finished_run({"settings": SETTINGS}, [Record({"model": "toy-ar", "start": 0}, values, 0.0)])
     findings = list(fig10_eps.findings(found))
     assert [one.verdict for one in findings] == [verdict] * 3 + ["no counterpart"]
     assert all("exponential scores: 0.982" in one.null for one in findings[:3])
-    found = Results({"settings": SETTINGS}, [Record({"model": "toy", "start": 0}, values, 0.0)])
+    found = finished_run({"settings": SETTINGS}, [Record({"model": "toy", "start": 0}, values, 0.0)])
     assert len(list(fig10_eps.findings(found))) == 3  # column sums are the relative scores

@@ -15,10 +15,11 @@ from dlm_lens.experiments.attention_sinks import (
     two_scales,
 )
 from dlm_lens.experiments.results import Record, Results
+from tests.experiments.finished_runs import finished_run
 
 
 def results_of(model: str, **values: list) -> Results:
-    return Results({"settings": {}}, [Record({"model": model, "start": 0}, values, 0.0)])
+    return finished_run({"settings": {}}, [Record({"model": model, "start": 0}, values, 0.0)])
 
 
 def scales(**values: list) -> dict[str, list]:
@@ -30,7 +31,7 @@ def beside(dlm: dict[str, list], baseline: dict[str, list]) -> Results:
     records = [
         Record({"model": model, "start": 0}, values, 0.0) for model, values in (("toy", dlm), ("toy-ar", baseline))
     ]
-    return Results({"settings": {}}, records)
+    return finished_run({"settings": {}}, records)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from dlm_lens.experiments.intervals import wilson
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.hooks import mask_positions, mask_random, mask_sinks, mask_top_sinks, sink
 from dlm_lens.testing import tiny
+from tests.experiments.finished_runs import finished_run
 
 PROMPTS = [[3, 41, 7, 7, 19, 28, 55, 2, 33, 14, 9, 50], [12, 8, 44, 31, 5, 26, 17, 40, 22]]
 RUN = {"gen_length": 8, "steps": 4}
@@ -158,7 +159,7 @@ def results_of(correct: dict[tuple[str, int, str], list[bool]]) -> Results:
         for (model, columns, choose), answers in correct.items()
     ]
     settings = {"columns": [1], "variants": ["mass"], "varied": [1], "task": "t"}
-    return Results({"settings": settings}, records)
+    return finished_run({"settings": settings}, records)
 
 
 def test_differences_are_paired_by_prompt() -> None:
@@ -194,7 +195,7 @@ def draws(columns: int, start: int, seed: int, correct: list[bool]) -> Record:
 def test_draws_of_one_prompt_are_one_case() -> None:
     records = [draws(0, 0, seed, [True, True]) for seed in range(8)]
     records += [draws(1, 0, seed, [True, seed < 4]) for seed in range(8)]
-    found = Results({"settings": {"columns": [1], "variants": [], "varied": [1], "task": "t"}}, records)
+    found = finished_run({"settings": {"columns": [1], "variants": [], "varied": [1], "task": "t"}}, records)
     # Two prompts, not 16 cases: all right, all right half of the time.
     assert masking_findings.accuracy(found, "toy", 0) == wilson([True, True])
     assert masking_findings.accuracy(found, "toy", 1)[:4] == (0.75, 0.0, 1.0, 2)  # nothing is known of two
@@ -208,7 +209,7 @@ def test_an_unfinished_run_pairs_the_prompts_that_both_conditions_have() -> None
     records = [draws(0, 0, 0, [True, True]), draws(0, 4, 0, [True]),
                draws(1, 2, 0, [False, False]), draws(1, 4, 0, [False])]  # fmt: skip
     settings = {"columns": [1], "variants": [], "varied": [1], "task": "t", "models": ["toy"]}
-    found = Results({"settings": settings}, records, missing=3)
+    found = finished_run({"settings": settings}, records, missing=3)
     lost = masking_findings.change(found, "toy", 1)
     assert (lost.value, lost.n) == (-1, 1)
     told = list(masking_findings.findings(found))
@@ -313,7 +314,7 @@ def test_classes_have_rows_verdicts_and_controls_of_their_own() -> None:
         class_record("content", "mass", losing(3), hidden=2.6, mass=0.03),
     ]  # fmt: skip
     settings = {"columns": [1], "variants": ["mass", "function", "content"], "varied": [1], "task": "t"}
-    found = Results({"settings": {**settings, "models": ["toy"]}}, records, missing=1)
+    found = finished_run({"settings": {**settings, "models": ["toy"]}}, records, missing=1)
     shown = table1.render(found)
     rows = {row[2]: row for row in shown.tables[0].rows}
     assert rows["only function tokens"][3:] == ["0.57", "0.57", "0.100", "0.99 [0.95, 1.00]", "-0.01 [-0.03, 0.00]",
@@ -337,7 +338,7 @@ def test_networks_are_pairs_of_their_own_and_widen_the_interval() -> None:
     def made(losses: list[int]) -> Results:
         records = [class_record("plain", "top", losing(0), network) for network in range(len(losses))]
         records += [class_record(None, "top", losing(lost), network) for network, lost in enumerate(losses)]
-        return Results({"settings": {"columns": [1], "variants": [], "varied": [1], "task": "t"}}, records)
+        return finished_run({"settings": {"columns": [1], "variants": [], "varied": [1], "task": "t"}}, records)
 
     one, equal, unequal = (
         masking_findings.change(made(losses), "toy", 1) for losses in ([30], [30, 30, 30], [10, 30, 50])

@@ -362,12 +362,12 @@ def test_results_know_which_models_are_ar_whatever_their_names(tmp_path: Path) -
     results = read_results(tmp_path)
     assert results.is_causal("qwen")
     assert not results.is_causal("sink-llama")
-    # Results of before this was kept say it by their names.
-    assert results.is_causal("toy-ar")
-    assert results.is_causal("meta-llama/Llama-3.1-8B")
-    assert results.is_causal("Qwen/Qwen3-0.6B")
-    assert not results.is_causal("diffusionfamily/diffullama")
-    assert not results.is_causal("toy")
+    # DLMs that an experiment trains are noted by the directories of their weights.
+    for trained in ("toy-blocks", "toy-uniform", "converted-plain", "smollm2-converted"):
+        assert not results.is_causal(trained)
+    for unknown in ("toy-ar", "runs/diffullama", "meta-llama/Llama-3.1-8B"):
+        with pytest.raises(ValueError, match=f"do not record whether {unknown} is autoregressive"):
+            results.is_causal(unknown)
 
 
 def test_settings_are_literals() -> None:

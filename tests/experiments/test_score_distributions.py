@@ -6,8 +6,9 @@ import torch
 
 from dlm_lens.experiments.attention_sinks import fig3_distribution
 from dlm_lens.experiments.attention_sinks.score_nulls import EDGES, nulls
-from dlm_lens.experiments.results import Record, Results
+from dlm_lens.experiments.results import Record
 from dlm_lens.sinks import Received
+from tests.experiments.finished_runs import finished_run
 
 
 def received(values: torch.Tensor, expected: torch.Tensor) -> Received:
@@ -77,7 +78,7 @@ def test_verdicts_of_planted_distributions(kind: str, verdicts: list[str]) -> No
         scores /= scores.mean(-1, keepdims=True)
         for name, value in fig3_distribution.describe(received(torch.tensor(scores), torch.ones(50))).items():
             values.setdefault(name, []).append(value)
-    found = Results({"settings": {}}, [Record({"model": "toy", "start": 0}, values, 0.0)])
+    found = finished_run({"settings": {}}, [Record({"model": "toy", "start": 0}, values, 0.0)])
     findings = list(fig3_distribution.findings(found))
     assert [one.verdict for one in findings] == verdicts
     assert f"exponential scores: {nulls(50).exponential.top:.2f}" in findings[0].null
