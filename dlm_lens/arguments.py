@@ -126,6 +126,17 @@ def check_index(name: str, index: int, count: int, prefix: str = "") -> None:
         )
 
 
+def place_of_layer(layer: Any, layers: Sequence[int]) -> int:
+    """The place of a layer among those that a result was read at.
+
+    Raises:
+        ValueError: it was not read.
+    """
+    if layer not in layers:
+        raise ValueError(f"layer {layer} was not read; there are {', '.join(map(str, layers))}")
+    return layers.index(layer)
+
+
 def chosen_indices(name: str, indices: Iterable[int] | None, count: int, prefix: str = "") -> tuple[int, ...]:
     """The indices of layers, heads or steps that an argument chooses, in increasing order and each once.
 

@@ -50,7 +50,7 @@ def shapes_of(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: sizes or an architecture that are none.
     """
-    width, count = (_size(settings, name) for name in ("d_in", "d_sae"))
+    width, count = (size_in(settings, name) for name in ("d_in", "d_sae"))
     shapes = {"W_enc": (width, count), "W_dec": (count, width), "b_dec": (width,)}
     return {name: shapes.get(name, (count,)) for name in TENSORS[architecture_of(settings)]}
 
@@ -158,7 +158,12 @@ def _metadata(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**settings, **inner} if isinstance(inner, dict) else settings
 
 
-def _size(settings: Mapping[str, Any], name: str) -> int:
+def size_in(settings: Mapping[str, Any], name: str) -> int:
+    """A size of `cfg.json`.
+
+    Raises:
+        ValueError: it is none.
+    """
     value = settings.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31:
         raise ValueError(f"cfg.json: {name} is {shown(value)}; it must be a whole number of at least 1")

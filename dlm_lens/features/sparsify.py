@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dlm_lens.features.saelens import size_in
 from dlm_lens.features.sparse_autoencoder import SparseAutoencoder
 from dlm_lens.printable import shown
 
@@ -28,10 +29,10 @@ def shapes_of(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for name in ("transcode", "skip_connection", "signed"):
         if settings.get(name):
             raise ValueError(f"cfg.json: {name} is set; read are autoencoders of one activation without it")
-    width = _whole(settings, "d_in")
+    width = size_in(settings, "d_in")
     # 0 stands for a multiple of the width.
-    count = _whole(settings, "num_latents") if settings.get("num_latents") else 0
-    count = count or width * _whole(settings, "expansion_factor")
+    count = size_in(settings, "num_latents") if settings.get("num_latents") else 0
+    count = count or width * size_in(settings, "expansion_factor")
     return {"encoder.weight": (count, width), "encoder.bias": (count,), "W_dec": (count, width), "b_dec": (width,)}
 
 
@@ -59,10 +60,3 @@ def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path)
         layer=int(place[1]) if place else None,
         of_module=site != "resid",  # sparsify hooks the module of that name
     )
-
-
-def _whole(settings: Mapping[str, Any], name: str) -> int:
-    value = settings.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31:
-        raise ValueError(f"cfg.json: {name} is {shown(value)}; it must be a whole number of at least 1")
-    return value

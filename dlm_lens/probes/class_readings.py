@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments, chosen_indices, whole
+from dlm_lens.arguments import checked_arguments, chosen_indices, place_of_layer, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.placement import in_float64
@@ -151,17 +151,12 @@ class ClassReadability(ShowsItself):
 
     def _read(self, layer: int, of: str) -> Int[Tensor, "step batch position"]:
         """The classes that a probe, or a null, reads."""
-        index = self._index(layer)
+        index = place_of_layer(layer, self.layers)
         if of == "place":
             return self.place.expand_as(self.read[0])
         if of not in PROBES:
             raise ValueError(f"of is {of!r}; it must be {', '.join(READINGS)}")
         return (self.read if of == "class" else self.shuffled)[index]
-
-    def _index(self, layer: int) -> int:
-        if layer not in self.layers:
-            raise ValueError(f"layer {layer} was not read; there are {', '.join(map(str, self.layers))}")
-        return self.layers.index(layer)
 
     def _mean(self, values: Tensor, rows: Tensor, bounds: Bounds | None = None) -> Estimate:
         prompt = self.settled.run.row_prompts

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance
+from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance, place_of_layer
 from dlm_lens.attention import HookLike, SinkLayout, attach_hooks, attention_blocks, exclusive
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.printable import shown
@@ -180,11 +180,7 @@ class LogitLens(ShowsItself):
         return self.run.tokens[at].masked_fill(missing, -1)
 
     def _places(self, layer: int | None) -> list[int]:
-        if layer is None:
-            return list(range(len(self.layers)))
-        if layer not in self.layers:
-            raise ValueError(f"layer {layer} was not read; there are {self.layers}")
-        return [self.layers.index(layer)]
+        return list(range(len(self.layers))) if layer is None else [place_of_layer(layer, self.layers)]
 
     def _mean(self, name: str, values: Tensor, kept: Tensor) -> dict[str, float]:
         prompt = self.run.row_prompts

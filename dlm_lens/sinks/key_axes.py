@@ -1,6 +1,6 @@
 """`KeyAxes`: the axes of a statistic of keys and what is known of them, the fields of every result of sinks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -86,6 +86,11 @@ class KeyAxes:
     def shared_fields(self) -> dict[str, Any]:
         """The fields of `KeyAxes`, with all axes, for another result of the same keys."""
         return {each.name: getattr(self, each.name) for each in fields(KeyAxes)}
+
+
+def axis_sizes(shape: Sequence[int], dims: tuple[str, ...]) -> dict[str, int]:
+    """The length of every axis in `dims` of a tensor that has all of `AXES`, or all but the last one."""
+    return {name: size for name, size in zip(AXES, shape, strict=False) if name in dims}
 
 
 _PER_KEY = {name: axes for name, axes in tensor_axes(KeyAxes).items() if "key" in axes}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dlm_lens.attention import padding_before
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
-from dlm_lens.sinks.key_axes import AXES, KeyAxes
+from dlm_lens.sinks.key_axes import KeyAxes, axis_sizes
 from dlm_lens.sinks.received import Level, Scale
 
 
@@ -48,7 +48,7 @@ class KeyStatistic(KeyAxes):
     @property
     def sizes(self) -> dict[str, int]:
         """Length of every axis in `dims`."""
-        return {name: size for name, size in zip(AXES, self.values.shape, strict=True) if name in self.dims}
+        return axis_sizes(self.values.shape, self.dims)
 
     @property
     def padding(self) -> Int[Tensor, "batch"] | None:

@@ -15,7 +15,7 @@ from dlm_lens.attention import padding_before
 from dlm_lens.display import ShowsItself
 from dlm_lens.shapes import taken
 from dlm_lens.sinks.detectors.base import AttentionQuantity, Quantity
-from dlm_lens.sinks.key_axes import AXES, KeyAxes
+from dlm_lens.sinks.key_axes import AXES, KeyAxes, axis_sizes
 
 Scale = Literal[
     "relative to uniform", "column sum", "share of attention", "mean attention", "max activation", "key norm"
@@ -106,7 +106,7 @@ class Received(ShowsItself, KeyAxes):
     @property
     def sizes(self) -> dict[str, int]:
         """Length of every axis in `dims`."""
-        return {name: size for name, size in zip(AXES, self.values.shape, strict=True) if name in self.dims}
+        return axis_sizes(self.values.shape, self.dims)
 
     @property
     def padding(self) -> Int[Tensor, "batch"] | None:

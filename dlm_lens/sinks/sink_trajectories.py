@@ -21,7 +21,7 @@ from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.detection import Sinks
 from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.from_recording import received_of
-from dlm_lens.sinks.key_axes import AXES, KeyAxes, with_all_axes
+from dlm_lens.sinks.key_axes import KeyAxes, axis_sizes, with_all_axes
 from dlm_lens.sinks.lifetimes import (
     KINDS,
     TRANSIENT_STEPS,
@@ -140,7 +140,7 @@ class Trajectories(ShowsItself, KeyAxes):
     @property
     def sizes(self) -> dict[str, int]:
         """Length of every axis in `dims`."""
-        return {name: size for name, size in zip(AXES, self.main.shape, strict=False) if name in self.dims}
+        return axis_sizes(self.main.shape, self.dims)
 
     @cached_property
     def kinds(self) -> NDArray[np.str_]:

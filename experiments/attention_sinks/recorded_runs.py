@@ -53,10 +53,10 @@ class PromptRun(NamedTuple):
     recording: Any = None
 
 
-def items(settings: Settings) -> Iterator[Item]:
+def items(settings: Settings, networks: Callable[[str, Settings], range] = networks_of) -> Iterator[Item]:
     """Each model and each of its networks in turn; each item has up to `batch` prompts."""
     for model in settings["models"]:
-        for network in networks_of(model, settings):
+        for network in networks(model, settings):
             for start in starts(settings):
                 # Results stored before twins existed have no network.
                 yield {"model": model, **({"network": network} if "networks" in settings else {}), "start": start}

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.charts import forest_plot
-from dlm_lens.experiments.attention_sinks.problems import chat, problems_of, starts
+from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
 from dlm_lens.experiments.denoising_axis import networks
 from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
-from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
 
@@ -19,13 +18,6 @@ MAJORITY, NEEDED = 0.5, 0.05
 TRIED = "set before this run, after a try on two prompts"
 
 PATTERNS = ("equal norms", "equal angles", "no position", "shuffled norms", "shuffled angles")
-
-
-def items(settings: Settings) -> Iterator[Item]:
-    """Each model, a batch of prompts at a time."""
-    for model in settings["models"]:
-        for start in starts(settings_of(settings, model)):
-            yield {"model": model, "start": start}
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
@@ -261,7 +253,7 @@ EXPERIMENT = Experiment(
         "chat": True, "prompts": 32, "batch": 4, "sampler": {"gen_length": 64}, "eps": 3.0, "controls": 3,
         **networks.SETTINGS,
     },
-    items=items,
+    items=networks.items,
     run=run,
     render=render,
     cost=cost,

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.charts import line_panels
-from dlm_lens.experiments.attention_sinks.problems import chat, problems_of, starts
+from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
+from dlm_lens.experiments.denoising_axis import networks
 from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts
-from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above
 
@@ -17,13 +17,6 @@ before this run, but after a try on three prompts of toy, whose recall was 0.88.
 
 PREDICTORS = ("first steps", "step before", "other block", "other prompt")
 MEASURES = ("correlation", "recall", "kept")
-
-
-def items(settings: Settings) -> Iterator[Item]:
-    """Each model, a batch of prompts at a time."""
-    for model in settings["models"]:
-        for start in starts(settings_of(settings, model)):
-            yield {"model": model, "start": start}
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
@@ -144,7 +137,7 @@ EXPERIMENT = Experiment(
         "models": ["GSAI-ML/LLaDA-8B-Instruct"], "task": "english_prompts", "chat": True, "prompts": 32, "batch": 4,
         "sampler": {"gen_length": 128, "block_length": 32}, "share": 0.1,
     },
-    items=items,
+    items=networks.items,
     run=run,
     render=render,
     cost=cost,

@@ -7,10 +7,10 @@ rows), and the right tokens are those of the shipped solutions, not of the run.
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dlm_lens.experiments.attention_sinks.problems import Problem, solved_problems, starts
+from dlm_lens.experiments.attention_sinks.problems import Problem, solved_problems
+from dlm_lens.experiments.denoising_axis import networks
 from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval, ratio_over_prompts
-from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
 
@@ -29,13 +29,6 @@ NAMED = {
     "mean": "the mean activation",
     "zero": "zero",
 }
-
-
-def items(settings: Settings) -> Iterator[Item]:
-    """Each model, a batch of prompts at a time."""
-    for model in settings["models"]:
-        for start in starts(settings_of(settings, model)):
-            yield {"model": model, "start": start}
 
 
 def problems_between(settings: Settings, first: int, stop: int) -> list[Problem]:
@@ -296,7 +289,7 @@ EXPERIMENT = Experiment(
     metric="cross-entropy in nats that the insertion adds, and the share of zero ablation's loss recovered",
     small=SMALL,
     full={**SMALL, "models": ["toy", "toy-blocks", "toy-ar"], "prompts": 36, "updates": 2000},
-    items=items,
+    items=networks.items,
     run=run,
     render=render,
     cost=cost,

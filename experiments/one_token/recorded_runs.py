@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from dlm_lens.experiments.attention_sinks import recorded_runs as attention_sinks
 from dlm_lens.experiments.attention_sinks import twin_networks
-from dlm_lens.experiments.attention_sinks.problems import chat, problems_of, starts
+from dlm_lens.experiments.attention_sinks.problems import chat, problems_of
 from dlm_lens.experiments.experiment import Cost
 from dlm_lens.experiments.intervals import Interval, over_networks
 from dlm_lens.experiments.one_token.miniature import VARIANTS, Miniature, trained
@@ -34,12 +34,8 @@ CONVERTED = "converted-"
 
 
 def items(settings: Settings) -> Iterator[Item]:
-    """Each model and each of its networks in turn; each item has up to `batch` prompts."""
-    for model in settings["models"]:
-        for network in networks_of(model, settings):
-            for start in starts(settings):
-                # Results stored before there were several networks have no `network`.
-                yield {"model": model, **({"network": network} if "networks" in settings else {}), "start": start}
+    """As in `attention_sinks.recorded_runs`, with the seeds of converted models as networks."""
+    return attention_sinks.items(settings, networks_of)
 
 
 def networks_of(model: str, settings: Settings) -> range:

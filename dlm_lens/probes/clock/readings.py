@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import place_of_layer
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.clock.states import QUANTITIES
 from dlm_lens.shapes import check_shapes
@@ -280,9 +281,7 @@ class ClockReading(ShowsItself):
         Raises:
             ValueError: a layer that the clock does not have.
         """
-        if layer not in self.layers:
-            raise ValueError(f"layer {layer} was not read; there are {', '.join(map(str, self.layers))}")
-        return self.layers.index(layer)
+        return place_of_layer(layer, self.layers)
 
     def label_sums(self, kind: int) -> Float[Tensor, "batch three"]:
         """Sums over positions of 1, y and y^2."""

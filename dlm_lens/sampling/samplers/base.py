@@ -450,6 +450,30 @@ class Sampler(nn.Module):
         return torch.where(unmasked | revised, proposal[0], canvas)
 
 
+class RowEndingSampler(Sampler):
+    """Base class of samplers whose rows end one by one.
+
+    Attributes:
+        ended: the rows that have ended, which are not decoded any further; None before any has.
+    """
+
+    ended: Bool[Tensor, "batch"] | None = None
+
+    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
+        """The masks that the step predicts, in rows that have not ended."""
+        masks = masked & self.reach(masked, plan)
+        return masks if self.ended is None else masks & ~self.ended[:, None]
+
+    def state(self) -> dict[str, Tensor]:
+        """The rows that have ended."""
+        return {**super().state(), **({} if self.ended is None else {"ended": self.ended})}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from such a state."""
+        super().restore(state)
+        self.ended = state.get("ended")
+
+
 def rerun_sampler(settings: Mapping[str, Any]) -> Sampler:
     """The sampler for passes over the canvases of a finished run with these settings.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dlm_lens.attention import BlockLayout
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
+from dlm_lens.sampling.samplers.base import FirstCanvas, RowEndingSampler
 
 
 def block_plans(layout: BlockLayout, begin: int, positions: int, steps: int) -> list[StepPlan]:
@@ -22,7 +22,7 @@ def block_plans(layout: BlockLayout, begin: int, positions: int, steps: int) -> 
     ]
 
 
-class BlockSampler(Sampler):
+class BlockSampler(RowEndingSampler):
     """Base class of samplers that decode block after block, with block causal attention over the finished ones.
 
     A subclass sets `block_length` and `use_cache`. Blocks begin at the first position of the answer, or with
@@ -31,7 +31,6 @@ class BlockSampler(Sampler):
     """
 
     grows = True
-    ended: Bool[Tensor, "batch"] | None = None
     open_first: Bool[Tensor, "batch position"] | None = None
 
     def network(self, model: Any, first: FirstCanvas) -> BlockLogits:
@@ -71,17 +70,3 @@ class BlockSampler(Sampler):
         sampler = super().for_rerun(settings)
         sampler.block_length = int(settings.get("block_length") or settings["gen_length"])
         return sampler
-
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The masks of each row's block, in rows that have not ended."""
-        masks = masked & self.reach(masked, plan)
-        return masks if self.ended is None else masks & ~self.ended[:, None]
-
-    def state(self) -> dict[str, Tensor]:
-        """The rows that have ended."""
-        return {**super().state(), **({} if self.ended is None else {"ended": self.ended})}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from such a state."""
-        super().restore(state)
-        self.ended = state.get("ended")

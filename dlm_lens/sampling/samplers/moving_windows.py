@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
-from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, one_block
+from dlm_lens.sampling.samplers.base import FirstCanvas, RowEndingSampler, one_block
 from dlm_lens.sampling.settings import with_token_ids
 
 
@@ -31,7 +31,7 @@ class WindowLogits(CanvasLogits):
         return self.sampler.window_inputs(self.model, self.content, canvas)
 
 
-class MovingWindowSampler(Sampler):
+class MovingWindowSampler(RowEndingSampler):
     """Base class of samplers that decide masks of a window, which then moves on to the row's next masks.
 
     A row ends with a stop token in its answer that has no mask before it; masks after it stay. How many steps run
@@ -40,12 +40,10 @@ class MovingWindowSampler(Sampler):
 
     Attributes:
         window_length: positions of the window.
-        ended: the rows that have ended.
     """
 
     adaptive = True
     reference_quirks = False
-    ended: Bool[Tensor, "batch"] | None = None
     settings: Any
     stops: tuple[int, ...]
     _content: Bool[Tensor, "batch position"] | None = None
@@ -88,11 +86,6 @@ class MovingWindowSampler(Sampler):
         self._answer = prompt_length
         return one_block(self._most, prompt_length, positions, self.settings.gen_length)
 
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """The masks that the window predicts, in rows that have not ended."""
-        masks = masked & self.reach(masked, plan)
-        return masks if self.ended is None else masks & ~self.ended[:, None]
-
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:
@@ -107,14 +100,6 @@ class MovingWindowSampler(Sampler):
         stops = torch.isin(canvas, torch.tensor(self.stops, dtype=canvas.dtype, device=canvas.device)) & decided
         self.ended = stops[:, self._answer : end].any(-1) | decided[:, end - 1]
         return bool(self.ended.all())
-
-    def state(self) -> dict[str, Tensor]:
-        """The rows that have ended."""
-        return {} if self.ended is None else {"ended": self.ended}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from such a state."""
-        self.ended = state.get("ended")
 
 
 def resolve_window(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
