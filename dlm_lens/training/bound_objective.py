@@ -1,8 +1,8 @@
 """The training objective of models of random tokens: the bound on the likelihood that their paper trains with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -48,6 +48,8 @@ class LikelihoodBoundLoss:
         ValueError: a value out of its range.
     """
 
+    kind: ClassVar[str] = "likelihood_bound"
+    predicted_share: ClassVar[float] = 1.0
     normalisation: Normalisation = "token"
     low_discrepancy: bool = True
     group: int = 0
@@ -55,6 +57,10 @@ class LikelihoodBoundLoss:
 
     def __post_init__(self) -> None:
         _ = self.rows
+
+    def for_evaluation(self, samples: int) -> Self:
+        """The same objective for an evaluation loss: whole rows, and each row's times spread over `samples`."""
+        return replace(self, random_length_share=0.0, low_discrepancy=True, group=samples)
 
     @property
     def rows(self) -> MaskedDiffusionLoss:

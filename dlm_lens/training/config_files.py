@@ -30,9 +30,9 @@ def shipped_configs() -> tuple[str, ...]:
 def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingSettings":
     """Settings of a shipped config ("qwen2.5-0.5b-sink") or a YAML file, with overrides ("optimisation.rate=2e-4").
 
-    A file may name another file in `base` and replaces its values. The `kind` of the objective is masked_diffusion,
-    next_token, uniform_diffusion or likelihood_bound. Where a file or an override changes it, the settings of the
-    file below that only the kind before has are left out.
+    A file may name another file in `base` and replaces its values. The `kind` of the objective is one of
+    `training.objectives.OBJECTIVES`. Where a file or an override changes it, the settings of the file below that
+    only the kind before has are left out.
 
     Raises:
         FileNotFoundError: neither a file nor a shipped config.
@@ -72,40 +72,26 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
     Raises:
         ValueError: an unknown setting, or a value of the wrong kind.
     """
+    from dlm_lens.training.objectives import OBJECTIVES
     from dlm_lens.training.settings import TrainingSettings
 
-    objectives = _objectives()
     given = dict(values)
     objective = given.pop("objective", None)
     objective = {} if objective is None else objective
     if not isinstance(objective, Mapping):
         raise ValueError(
             f"objective is {shown(objective)}; it has settings of its own: give objective.kind, one of "
-            f"{', '.join(objectives)}"
+            f"{', '.join(OBJECTIVES)}"
         )
     objective = dict(objective)
     kind = objective.pop("kind", USUAL)
-    if not isinstance(kind, str) or kind not in objectives:
-        raise ValueError(f"objective.kind is {kind!r}; it must be one of {', '.join(map(repr, objectives))}")
-    _check_names(objective, objectives[kind], "objective.")
+    if not isinstance(kind, str) or kind not in OBJECTIVES:
+        raise ValueError(f"objective.kind is {kind!r}; it must be one of {', '.join(map(repr, OBJECTIVES))}")
+    _check_names(objective, OBJECTIVES[kind], "objective.")
     _check_names(given, TrainingSettings, "")
-    given["objective"] = _validated(objectives[kind], objective, "objective.")
+    given["objective"] = _validated(OBJECTIVES[kind], objective, "objective.")
     settings: TrainingSettings = _validated(TrainingSettings, given, "")
     return settings
-
-
-def _objectives() -> dict[str, Any]:
-    """The classes of the kinds of objectives."""
-    from dlm_lens.training.bound_objective import LikelihoodBoundLoss
-    from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
-    from dlm_lens.training.uniform_objective import UniformDiffusionLoss
-
-    return {
-        USUAL: MaskedDiffusionLoss,
-        "next_token": NextToken,
-        "uniform_diffusion": UniformDiffusionLoss,
-        "likelihood_bound": LikelihoodBoundLoss,
-    }
 
 
 def _validated(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
@@ -184,11 +170,13 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def _of_kind(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """The settings of an objective, without those that only its kind has where `above` changes the kind."""
+    from dlm_lens.training.objectives import OBJECTIVES
+
     before = below.get("kind", USUAL)
-    kinds, objectives = (before, above.get("kind", before)), _objectives()
-    if not all(isinstance(kind, str) and kind in objectives for kind in kinds):
+    kinds = (before, above.get("kind", before))
+    if not all(isinstance(kind, str) and kind in OBJECTIVES for kind in kinds):
         return below
-    old, new = ({field.name for field in fields(objectives[kind])} for kind in kinds)
+    old, new = ({field.name for field in fields(OBJECTIVES[kind])} for kind in kinds)
     # A name that no kind has stays, and is refused.
     return {name: value for name, value in below.items() if name not in old - new}
 

@@ -169,7 +169,7 @@ def plan(
     cost, data = ForwardCost.of(model), settings.data
     seen = _copies(config, settings) * data.length + SinkLayout.of(model).count
     passes = 4 if settings.checkpointing else 3
-    row = passes * cost.layers(seen, seen) + 3 * cost.head(predicted_share(settings.objective) * data.length)
+    row = passes * cost.layers(seen, seen) + 3 * cost.head(settings.objective.predicted_share * data.length)
     muon = _layer_matrices(model) if settings.optimisation.optimizer == "muon" else 0
     state = 16 * cost.parameters - 4 * muon
     return Plan(
@@ -183,13 +183,6 @@ def plan(
         devices,
         utilisation,
     )
-
-
-def predicted_share(objective: Any) -> float:
-    """Logits that a training computes for every position: of a masked DLM on average those of half of them."""
-    if not isinstance(objective, MaskedDiffusionLoss):
-        return 1.0
-    return 1.5 if objective.ar_weight else 0.5
 
 
 def _divides(settings: TrainingSettings, devices: int) -> bool:

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
 import torch
@@ -172,6 +172,7 @@ class MaskedDiffusionLoss:
         ValueError: a value out of its range.
     """
 
+    kind: ClassVar[str] = "masked_diffusion"
     schedule: Schedule = "linear"
     floor: float = 1e-3
     weighting: Weighting = "inverse"
@@ -200,6 +201,15 @@ class MaskedDiffusionLoss:
             raise ValueError(f"block_length is {self.block_length}; it must be 0 (no blocks) or positive")
         if not 0 <= self.ar_weight < math.inf:
             raise ValueError(f"ar_weight is {self.ar_weight}; it must be 0 (no AR loss) or positive")
+
+    @property
+    def predicted_share(self) -> float:
+        """Logits that a training computes for every position: on average those of half of them are masked."""
+        return 1.5 if self.ar_weight else 0.5
+
+    def for_evaluation(self, samples: int) -> Self:
+        """The same objective for an evaluation loss: whole rows, and each row's times spread over `samples`."""
+        return replace(self, random_length_share=0.0, low_discrepancy=True, group=samples)
 
     def rate(self, times: Float[Tensor, "batch"]) -> tuple[Float[Tensor, "batch"], Float[Tensor, "batch"]]:
         """Masking probability tau and the weight of a masked position's loss."""
@@ -369,11 +379,17 @@ class NextToken:
         ValueError: an unknown normalisation.
     """
 
+    kind: ClassVar[str] = "next_token"
+    predicted_share: ClassVar[float] = 1.0
     normalisation: Normalisation = "token"
     random_length_share: float = 0.0
 
     def __post_init__(self) -> None:
         check_choices(self, normalisation=Normalisation)
+
+    def for_evaluation(self, samples: int) -> Self:
+        """The same objective for an evaluation loss: whole rows, which no time is drawn for."""
+        return replace(self, random_length_share=0.0)
 
     def lengths(self, samples: Sequence[int], length: int, seed: int) -> list[int]:
         """As in `MaskedDiffusionLoss`."""

@@ -7,10 +7,9 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from dlm_lens.attention import Placement
-from dlm_lens.training.bound_objective import LikelihoodBoundLoss
-from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, check_choices
+from dlm_lens.training.objective import MaskedDiffusionLoss, check_choices
+from dlm_lens.training.objectives import AnyObjective
 from dlm_lens.training.sources import Packing
-from dlm_lens.training.uniform_objective import UniformDiffusionLoss
 
 IDS = "input_ids"
 """The name of a column of ids; every other one holds texts."""
@@ -194,9 +193,7 @@ class TrainingSettings:
     output: str = "runs/training"
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
-    objective: MaskedDiffusionLoss | UniformDiffusionLoss | LikelihoodBoundLoss | NextToken = field(
-        default_factory=MaskedDiffusionLoss
-    )
+    objective: AnyObjective = field(default_factory=MaskedDiffusionLoss)
     optimisation: Optimisation = field(default_factory=Optimisation)
     batch_size: int = 512
     micro_batch_size: int = 8

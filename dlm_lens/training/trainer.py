@@ -49,7 +49,7 @@ from dlm_lens.training.data import (
 )
 from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
-from dlm_lens.training.objective import DROPOUT, NextToken, random_numbers
+from dlm_lens.training.objective import DROPOUT, random_numbers
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, completed, differences
 from dlm_lens.training.sink_probe import probe_batch
@@ -357,13 +357,10 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         """
         if self.examples is None:
             raise ValueError("the evaluation loss needs eval_dataset, which was not given")
-        objective = replace(self.objective, random_length_share=0.0)
-        if not isinstance(objective, NextToken):
-            objective = replace(objective, low_discrepancy=True, group=self.settings.eval_samples)
         loss = evaluation_loss(
             self.model,
             self.examples,
-            objective,
+            self.objective.for_evaluation(self.settings.eval_samples),
             length=self.source.length,
             samples=self.settings.eval_samples,
             batch_size=self.settings.micro_batch_size,

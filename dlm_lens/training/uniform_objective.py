@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ class UniformDiffusionLoss:
         ValueError: a value out of its range.
     """
 
+    kind: ClassVar[str] = "uniform_diffusion"
+    predicted_share: ClassVar[float] = 1.0
     schedule: Schedule = "linear"
     floor: float = 1e-3
     normalisation: Normalisation = "token"
@@ -58,6 +60,10 @@ class UniformDiffusionLoss:
         _ = self.noise
         if self.vocabulary < 0:
             raise ValueError(f"vocabulary is {self.vocabulary}; it must be 0 (the model's) or positive")
+
+    def for_evaluation(self, samples: int) -> Self:
+        """The same objective for an evaluation loss: whole rows, and each row's times spread over `samples`."""
+        return replace(self, random_length_share=0.0, low_discrepancy=True, group=samples)
 
     @property
     def noise(self) -> MaskedDiffusionLoss:

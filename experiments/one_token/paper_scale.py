@@ -93,11 +93,10 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
     """Of a training; evaluation is small beside it and not counted."""
     if item["task"] != "train":
         return []
-    from dlm_lens.training.cost_estimate import predicted_share
 
     wanted = training_settings(item, settings)
     passes = wanted.total_steps() * wanted.batch_size // wanted.micro_batch_size
-    predicted = predicted_share(wanted.objective)
+    predicted = wanted.objective.predicted_share
     return [Cost(passes, wanted.micro_batch_size, wanted.data.length, wanted.model.start, True, predicted)]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from dlm_lens.testing import tiny
 from dlm_lens.training import Example, MaskedDiffusionLoss, NextToken, Rows, UniformDiffusionLoss, masked_loss
 from dlm_lens.training.objective import Noised
+from dlm_lens.training.objectives import OBJECTIVES
 from tests.reference import forward64
 
 MASK = 63
@@ -303,3 +304,19 @@ def test_uniform_noise_needs_a_model_without_a_mask_token(family: str) -> None:
 def test_a_network_that_predicts_from_the_other_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="the sampler of DuoForDiffusion counts the token that a position holds"):
         UniformDiffusionLoss().for_model(tiny("duo"), 4)
+
+
+def test_every_objective_is_registered_by_its_kind() -> None:
+    assert list(OBJECTIVES) == ["masked_diffusion", "next_token", "uniform_diffusion", "likelihood_bound"]
+    assert all(one.kind == kind for kind, one in OBJECTIVES.items())
+    shares = {kind: one().predicted_share for kind, one in OBJECTIVES.items()}
+    assert shares.pop("masked_diffusion") == 0.5
+    assert set(shares.values()) == {1.0}
+    assert MaskedDiffusionLoss(block_length=4, ar_weight=0.1).predicted_share == 1.5
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_an_evaluation_has_whole_rows_and_spread_times(kind: str) -> None:
+    found = OBJECTIVES[kind](normalisation="sequence", random_length_share=0.5).for_evaluation(6)
+    times = {} if kind == "next_token" else {"low_discrepancy": True, "group": 6}
+    assert found == OBJECTIVES[kind](normalisation="sequence", **times)
