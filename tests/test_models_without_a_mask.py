@@ -30,6 +30,8 @@ OTHERS_ONLY = "counts the token that a position holds beside the prediction"
 CAPPED = "computes more than softmax(q k^T scale) v (a soft cap"
 WITH_MASKS = "ForDiffusion is a model of uniform noise without one"
 HAS_MASK = "is no model of uniform noise (it has a mask token, or is autoregressive)"
+BOUND_ONLY = "has no mask token; train it with LikelihoodBoundLoss"
+SEES_TARGETS = "is not causal, so that it sees the tokens that NextToken has it predict"
 SEEDED = "the result depends on the seed"
 LIKELIHOODS = dict.fromkeys(
     ("sampling.log_likelihood", "sampling.log_likelihood chain rule", "evaluation.evaluate choice", "cli eval"),
@@ -40,7 +42,8 @@ DUO = {
     **ENCODERLESS, "bridge": NO_BRIDGE, "sampling.log_likelihood chain rule": WITH_MASKS,
     "probes.train_tuned_lens": "a tuned lens is trained without one",
     "probes.edge_attribution": "DiTLayer has a norm or a gate between the heads and the residual stream",
-    "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
+    "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": BOUND_ONLY,
+    "training.NextToken": SEES_TARGETS,
 }  # fmt: skip
 
 REFUSED: dict[str, dict[str, str]] = {
@@ -49,7 +52,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "sumi": {
         **ENCODERLESS, "sampling.log_likelihood chain rule": WITH_MASKS,
         "sampling.denoise remasking": "remasking 'random' is none of Sumi's",
-        "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
+        "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": BOUND_ONLY,
+        "training.NextToken": SEES_TARGETS,
     },
     "gidd": {
         **ENCODERLESS, "bridge": NO_BRIDGE, "sampling.log_likelihood chain rule": WITH_MASKS,
@@ -57,14 +61,15 @@ REFUSED: dict[str, dict[str, str]] = {
         "probes.column_attribution": CAPPED,
         "probes.edge_attribution": "GiddLayer has a norm or a gate between the heads and the residual stream",
         "sampling.denoise remasking": "remasking 'random' is none of GIDD's",
-        "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": "has no mask token",
+        "training.UniformDiffusionLoss": OTHERS_ONLY, "training.MaskedDiffusionLoss": BOUND_ONLY,
+        "training.NextToken": SEES_TARGETS,
     },
     "gidd_dit": {  # it has a mask token, and draws beside it
         **ENCODERLESS, "bridge": NO_BRIDGE, "sampling.denoise quirks": "corrects one text after the other",
         "probes.train_tuned_lens": "a tuned lens is trained without one",
         "probes.edge_attribution": "DiTLayer has a norm or a gate between the heads and the residual stream",
         "probes.remask": SEEDED,
-        "training.UniformDiffusionLoss": HAS_MASK,
+        "training.UniformDiffusionLoss": HAS_MASK, "training.NextToken": SEES_TARGETS,
     },
     "diffusion_gemma": {
         **LIKELIHOODS,
@@ -83,6 +88,7 @@ REFUSED: dict[str, dict[str, str]] = {
         **LIKELIHOODS,
         **ENCODERLESS, "sampling.denoise quirks": "has no reference quirks",
         "training.MaskedDiffusionLoss": "has no mask token; train it with UniformDiffusionLoss",
+        "training.NextToken": SEES_TARGETS,
         "training.LikelihoodBoundLoss": "has no bound on the likelihood with random tokens",
     },
 }  # fmt: skip

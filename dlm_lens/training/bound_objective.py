@@ -14,8 +14,9 @@ from dlm_lens.adapters.registry import fills_masks
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.mixed_noise import MixedCorruption
-from dlm_lens.sampling.likelihood.noisy_texts import Integrand, NoisyCorruption
+from dlm_lens.sampling.likelihood.noisy_texts import Integrand
 from dlm_lens.sampling.samplers.mixed_noise import noise_mask_id
+from dlm_lens.training.fitting_objective import fitting_objective
 from dlm_lens.training.objective import (
     POSITIONS,
     TOKENS,
@@ -75,11 +76,11 @@ class LikelihoodBoundLoss:
             ValueError: noise of masks alone, or a model without a bound.
         """
         check_trained_whole(model)
-        if not isinstance(algorithm_of(model.config).corruption, NoisyCorruption):
+        fitting = fitting_objective(model)
+        if fitting != "LikelihoodBoundLoss":
             raise ValueError(
                 f"{type(model).__name__} has no bound on the likelihood with random tokens; train it with "
-                "MaskedDiffusionLoss (weighting='elbo' is its bound), an AR model with NextToken, a uniform_qwen "
-                "with UniformDiffusionLoss"
+                f"{fitting}{' (weighting=elbo is its bound)' if fitting == 'MaskedDiffusionLoss' else ''}"
             )
         values = {field.name: getattr(self, field.name) for field in fields(LikelihoodBoundLoss)}
         values["group"] = self.group or batch_size

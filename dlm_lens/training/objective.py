@@ -13,6 +13,7 @@ from torch import Tensor
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import SinkLayout, computed_span, has_causal_context, mask_window_of
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
+from dlm_lens.training.fitting_objective import check_causal, fitting_objective
 from dlm_lens.training.sources import Rows
 
 Schedule = Literal["linear", "cosine"]
@@ -323,11 +324,12 @@ class MaskedDiffusionLoss:
         check_trained_whole(model)
         mask = getattr(model.config, "mask_token_id", None) if self.mask_token_id is None else self.mask_token_id
         if mask is None:
-            noise = hasattr(model.config, "mask_token_id")  # of uniform noise, whose config says None
+            fitting = fitting_objective(model)
             remedy = (
-                "train it with UniformDiffusionLoss or LikelihoodBoundLoss"
-                if noise
-                else ("turn an autoregressive checkpoint into a DLM with dlm_lens.training.convert first")
+                "turn an autoregressive checkpoint into a DLM with dlm_lens.training.convert first, or train it "
+                "with NextToken"
+                if fitting == "NextToken"
+                else f"train it with {fitting}"
             )
             raise ValueError(f"{type(model).__name__} has no mask token; {remedy}")
         rows = int(model.get_input_embeddings().weight.shape[0])
@@ -419,7 +421,8 @@ class NextToken:
         """This objective itself, which needs nothing else of the model.
 
         Raises:
-            ValueError: the model has an encoder.
+            ValueError: the model has an encoder, or its attention is not causal.
         """
         check_trained_whole(model)
+        check_causal(model)
         return self

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.noisy_texts import NoisyCorruption
+from dlm_lens.training.fitting_objective import fitting_objective
 from dlm_lens.training.objective import (
     TOKENS,
     MaskedDiffusionLoss,
@@ -124,7 +125,7 @@ class UniformDiffusionLoss:
         if getattr(model.config, "mask_token_id", None) is not None or not hasattr(model.config, "mask_token_id"):
             raise ValueError(
                 f"{type(model).__name__} is no model of uniform noise (it has a mask token, or is autoregressive); "
-                "train a uniform_qwen, or use MaskedDiffusionLoss or NextToken"
+                f"train it with {fitting_objective(model)}, or train a uniform_qwen"
             )
         if isinstance(algorithm_of(model.config).corruption, NoisyCorruption):
             raise ValueError(

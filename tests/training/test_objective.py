@@ -6,9 +6,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, ModernBertConfig, ModernBertForMaskedLM
 
+import dlm_lens
+from dlm_lens.adapters.registry import families
 from dlm_lens.testing import tiny
-from dlm_lens.training import Example, MaskedDiffusionLoss, NextToken, Rows, UniformDiffusionLoss, masked_loss
+from dlm_lens.training import (
+    Example,
+    LikelihoodBoundLoss,
+    MaskedDiffusionLoss,
+    NextToken,
+    Rows,
+    UniformDiffusionLoss,
+    masked_loss,
+)
 from dlm_lens.training.objective import Noised
 from dlm_lens.training.objectives import OBJECTIVES
 from tests.reference import forward64
@@ -230,6 +241,39 @@ def test_a_mask_token_in_the_text_is_refused() -> None:
 def test_a_model_without_a_mask_token_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no mask token; turn .* with dlm_lens\.training\.convert"):
         MaskedDiffusionLoss().for_model(tiny("causal"), 8)
+
+
+@pytest.mark.parametrize("family", [family.name for family in families()])
+def test_next_token_takes_causal_models_and_each_refusal_names_an_objective_that_fits(family: str) -> None:
+    """The loss of a network that sees its target falls to nothing, and says nothing."""
+    model = tiny(family)
+    if family == "causal":
+        assert NextToken().for_model(model, 2) == NextToken()
+    else:
+        with pytest.raises(ValueError, match=r"is not causal, so that it sees the tokens|is not trained here"):
+            NextToken().for_model(model, 2)
+    every: Any = (MaskedDiffusionLoss, UniformDiffusionLoss, LikelihoodBoundLoss, NextToken)
+    kinds = {kind.__name__: kind() for kind in every}
+    named = set()
+    for objective in kinds.values():
+        try:
+            objective.for_model(model, 2)
+        except ValueError as refusal:
+            named |= {name for name in kinds if name in str(refusal).partition("; ")[2]}
+    # The sentences on encoders and windows name another model instead.
+    for name in named:
+        kinds[name].for_model(model, 2)
+    assert bool(named) == (family not in ("diffusion_gemma", "sdlm"))
+
+
+def test_next_token_takes_the_networks_of_transformers_that_are_causal() -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, bos_token_id=None, eos_token_id=None)
+    NextToken().for_model(GPT2LMHeadModel(config), 2)
+    NextToken().for_model(dlm_lens.load("toy-ar"), 2)
+    encoder = ModernBertForMaskedLM(ModernBertConfig(intermediate_size=16, pad_token_id=0, **shape))
+    with pytest.raises(ValueError, match=r"is not causal.* train it with MaskedDiffusionLoss"):
+        NextToken().for_model(encoder, 2)
 
 
 @pytest.mark.parametrize("mask", [-1, 64])
