@@ -12,13 +12,14 @@ from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.forward_cost import ForwardCost, layout_of
 from dlm_lens.adapters.model_names import embedded_path
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
-from dlm_lens.attention import SinkLayout, add_hook_points, decoder_of
+from dlm_lens.attention import SinkLayout, add_hook_points
 from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.training.conversion import MASK, TARGETS, with_mask_token
 from dlm_lens.training.gpus import DEVICES, UTILISATION, Device
 from dlm_lens.training.head_loss import ELEMENTS
 from dlm_lens.training.initialization import NEW, SCRATCH, smdm_config
 from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken
+from dlm_lens.training.optimizers import layer_weights
 from dlm_lens.training.settings import TrainingSettings
 
 MOST_DEVICES = 8
@@ -208,9 +209,7 @@ def _network(config: Any) -> Any:
 
 def _layer_matrices(model: Any) -> int:
     """Weights of the layers' matrices, those that Muon takes."""
-    decoder = decoder_of(model)
-    layers = decoder.layers if hasattr(decoder, "layers") else decoder.h  # of GPT-2
-    return sum(parameter.numel() for parameter in layers.parameters() if parameter.ndim == 2)
+    return sum(parameter.numel() for parameter in layer_weights(model) if parameter.ndim == 2)
 
 
 def activation_bytes(config: Any, tokens: int, *, itemsize: int = 2, checkpointing: bool = False) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from dlm_lens.training.muon import build_muon
 from dlm_lens.training.settings import Optimisation
 
 logger = logging.getLogger(__name__)
+
+ADDED = re.compile(r"(^|[._])(bias|sinks?|sink_logits)$")
+"""The end of the names of parameters that are biases or sinks, whatever their shape."""
 
 
 def learning_rate(step: int, steps: int, settings: Optimisation) -> float:
@@ -33,7 +37,8 @@ def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
     """AdamW on everything, or Muon on the matrices of the layers and AdamW on the rest.
 
     `weight_decay` is that of the layers' weights of two or more axes (matrices, and experts, which are stacks of
-    matrices), `other_weight_decay` that of embeddings, norms, biases and sinks. Muon takes matrices alone.
+    matrices), `other_weight_decay` that of embeddings, norms, biases and sinks, also those with an axis of heads or
+    experts (GIDD's learned key and value). Muon takes matrices alone.
 
     AdamW runs as one fused kernel, as in transformers' Trainer: the other implementations hold one or two temporary
     tensors of the largest weight's size.
@@ -69,16 +74,24 @@ def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
 
 
 def _by_place(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trained weights of two or more axes in the layers of a network, and all others."""
+    """The trained `layer_weights` of a network, and its other trained parameters."""
+    layers = [parameter for parameter in layer_weights(model) if parameter.requires_grad]
+    chosen = {id(parameter) for parameter in layers}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return layers, [parameter for parameter in trained if id(parameter) not in chosen]
+
+
+def layer_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of two or more axes in the layers of a network, which multiply activations, in its own order.
+
+    A parameter that is added, or that stands in for a key, has a row for every head or expert and is no matrix.
+    """
     within: set[int] = set()
     for stack in model.modules():
         if isinstance(stack, nn.ModuleList):
             embeddings = {id(p) for m in stack.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-            within |= {id(parameter) for parameter in stack.parameters()} - embeddings
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    layers = [parameter for parameter in trained if id(parameter) in within and parameter.ndim >= 2]
-    chosen = {id(parameter) for parameter in layers}
-    return layers, [parameter for parameter in trained if id(parameter) not in chosen]
+            within |= {id(p) for name, p in stack.named_parameters() if not ADDED.search(name)} - embeddings
+    return [parameter for parameter in model.parameters() if id(parameter) in within and parameter.ndim >= 2]
 
 
 def _fusible(model: nn.Module) -> bool | None:

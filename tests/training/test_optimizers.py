@@ -4,9 +4,11 @@ import re
 import pytest
 import torch
 from torch import nn
+from transformers import Conv1D, GptOssConfig, GptOssForCausalLM
 
+from dlm_lens.adapters.registry import families
 from dlm_lens.testing import tiny
-from dlm_lens.training.optimizers import build_optimizer, optimizer_tensors, restore_optimizer
+from dlm_lens.training.optimizers import build_optimizer, layer_weights, optimizer_tensors, restore_optimizer
 from dlm_lens.training.settings import Optimisation
 
 
@@ -99,6 +101,41 @@ def test_layers_weights_of_two_and_more_axes_decay(family: str) -> None:
     # Muon's groups have a momentum, AdamW's betas.
     muon = {names[id(p)] for group in groups if "momentum" in group for p in group["params"]}
     assert muon == {name for name, p in model.named_parameters() if in_layer[name] and p.ndim == 2}
+
+
+FAMILIES = [family.name for family in families() if not family.causal and family.name != "diffusion_gemma"]
+"""Those that are trained."""
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
+def test_only_what_multiplies_activations_is_a_matrix(family: str) -> None:
+    """GIDD's learned key and value, [head, d_head], were orthogonalised and decayed as matrices."""
+    model = experts_with_biases() if family == "gpt_oss" else tiny(family)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {names[id(p)] for p in layer_weights(model)}
+    added = {name for name, p in model.named_parameters() if p.ndim >= 2 and name not in found}
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    routers = {name for name in found if name.endswith(("gate.weight", "router.weight"))}
+    assert all(re.search(r"experts\.(gate_up|down)_proj$", name) for name in found - linear - routers)
+    learned = {"gidd": ("k_bias", "v_bias"), "gpt_oss": ("proj_bias",)}.get(family, ())
+    others = {name for name in added - linear - tables if not name.endswith(".sinks")}
+    assert bool(others) == bool(learned)
+    assert all(name.endswith(learned) for name in others)
+    settings = Optimisation(weight_decay=0.1, other_weight_decay=0.0, optimizer="muon")
+    for group in build_optimizer(model, settings).param_groups:
+        if {names[id(p)] for p in group["params"]} & others:
+            assert group["weight_decay"] == 0.0
+            assert "momentum" not in group
+
+
+def experts_with_biases() -> nn.Module:
+    """A gpt-oss, whose experts have biases [expert, d] and whose heads have sinks."""
+    config = GptOssConfig(
+        hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_local_experts=4, num_experts_per_tok=2, vocab_size=64, pad_token_id=0,
+    )  # fmt: skip
+    return GptOssForCausalLM(config)
 
 
 def test_muon_says_which_weights_it_leaves(caplog: pytest.LogCaptureFixture) -> None:
