@@ -35,7 +35,6 @@ from dlm_lens.training.checkpoints import (
     check_files,
     last_checkpoint,
     read_run,
-    step_of,
     tidy,
 )
 from dlm_lens.training.data import (
@@ -293,7 +292,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if found is None:
             check_texts(self.source, self._mask, self._embedded)
         self._reading = (0, None) if found is None else self._resumed(found)
-        if found is not None and step_of(found) >= self.args.max_steps:
+        if found is not None and self._reading[0] >= self.args.max_steps:
             logger.warning("%s is already the last step of this run", found)
             self._restore_ended(found)
             return TrainOutput(self.state.global_step, math.nan, {})
@@ -328,7 +327,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             )
         self.stopwatch.before = record["seconds"]
         self._open_loss = record["open_loss"]
-        return step_of(found), record["cursor"]
+        return record["step"], record["cursor"]
 
     def _check_engine(self, found: Path, files: Mapping[str, str]) -> None:
         """Raise unless the moments of a checkpoint are in the form that this run reads.

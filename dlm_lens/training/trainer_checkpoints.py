@@ -24,6 +24,7 @@ from dlm_lens.training.checkpoints import (
     last_checkpoint,
     partial_directory,
     publish,
+    read_run,
     step_of,
     tidy,
 )
@@ -175,7 +176,7 @@ class CheckpointingTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         restore_optimizer(self.optimizer, load_file(os.path.join(checkpoint, MOMENTS_FILE)).items())
-        step, steps = step_of(Path(checkpoint)), self.state.max_steps
+        step, steps = int(read_run(checkpoint)["step"]), self.state.max_steps
         self.lr_scheduler.last_epoch = step
         rate = learning_rate(step, steps, self.settings.optimisation)
         for group in self.optimizer.param_groups:
@@ -194,7 +195,7 @@ class CheckpointingTrainer(Trainer):
         state = checkpoint / TRAINER_STATE_NAME
         if state.exists():
             self.state = TrainerState.load_from_json(str(state))
-        self.state.global_step, self.state.max_steps = step_of(checkpoint), self.args.max_steps
+        self.state.global_step, self.state.max_steps = int(read_run(checkpoint)["step"]), self.args.max_steps
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Save nothing: every pass seeds the generators (`dropout_seed`), and no other random number needs them."""

@@ -184,6 +184,19 @@ def test_a_resume_of_before_a_setting_was_added_has_its_default(
     assert losses(again) == losses(unbroken)
 
 
+def test_a_checkpoint_whose_directory_was_renamed_goes_on(unbroken: MaskedDiffusionTrainer, tmp_path: Path) -> None:
+    """Its step was read from the name, with an IndexError."""
+    shutil.copytree(Path(unbroken.settings.output) / "checkpoint-2", tmp_path / "kept")
+    again = job(tmp_path / "run")
+    again.train(resume_from_checkpoint=str(tmp_path / "kept"))
+    assert losses(again) == losses(unbroken)
+    shutil.copytree(Path(unbroken.settings.output) / f"checkpoint-{STEPS}", tmp_path / "ended-1")
+    ended = job(tmp_path / "other")
+    ended.train(resume_from_checkpoint=str(tmp_path / "ended-1"))
+    assert ended.state.global_step == STEPS
+    assert losses(ended) == losses(unbroken)
+
+
 def test_a_run_that_ended_has_its_weights_when_it_is_resumed(unbroken: MaskedDiffusionTrainer) -> None:
     directory = Path(unbroken.settings.output)
     again = job(directory, eval_dataset=ROWS)
