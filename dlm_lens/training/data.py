@@ -302,8 +302,10 @@ def _value(row: Mapping[str, Any], column: str) -> Any:
     """A column of a row: ids where it is called input_ids, else a text.
 
     Raises:
-        ValueError: neither, naming the column.
+        ValueError: neither, naming the column; or the row is no mapping.
     """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"it is {str(row)[:40]!r}, which is no mapping from columns to values; mend it")
     value = row.get(column)
     if value is None or isinstance(value, str) == (column == IDS):
         kind = "a list of ids" if column == IDS else "a text"

@@ -46,8 +46,9 @@ def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
     Muon's update is scaled to AdamW's RMS, so that both share one learning rate.
 
     Raises:
-        ValueError: Muon for a model whose layers have no matrices.
+        ValueError: a model of which nothing is trained, or Muon for one whose layers have no matrices.
     """
+    check_trained(model)
     layers, others = _by_place(model)
     decay = settings.weight_decay if settings.other_weight_decay is None else settings.other_weight_decay
     adamw: dict[str, Any] = {"lr": settings.rate, "betas": tuple(settings.betas), "fused": _fusible(model)}
@@ -71,6 +72,19 @@ def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:
         return torch.optim.AdamW(groups, **adamw)
     muon = build_muon(matrices, rate=settings.rate, weight_decay=settings.weight_decay)
     return Optimizers([muon, *([torch.optim.AdamW(groups, **adamw)] if groups else [])])
+
+
+def check_trained(model: nn.Module) -> None:
+    """Refuse a model of which nothing is trained.
+
+    Raises:
+        ValueError: no weight requires a gradient.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"all weights of the {type(model).__name__} are frozen (requires_grad is False), so that nothing would "
+            "be trained; call requires_grad_(True) on the model or on what is to be trained"
+        )
 
 
 def _by_place(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

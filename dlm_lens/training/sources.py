@@ -12,9 +12,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.adapters.dit import takes_noise_level
-from dlm_lens.attention import SinkLayout, attends_observed_first, layer_windows, mask_window_of
-from dlm_lens.attention.sliding_windows import smallest_window
 from dlm_lens.shapes import check_shapes
 
 
@@ -138,59 +135,6 @@ class Rows:
             mask = same & self.visible[:, None, None, :] | own
             return {"attention_mask": mask, "position_ids": self.position_ids()}
         return {} if bool(self.visible.all()) else {"attention_mask": self.visible.long()}
-
-
-def check_isolated(model: Any, length: int, *, in_blocks: bool) -> None:
-    """Refuse a network in which isolated documents would not be what they are alone.
-
-    The mask of isolated documents takes the place of the network's own: full attention alone is left as it is.
-
-    Args:
-        model: with hook points.
-        length: positions of a row, the most that a document has.
-        in_blocks: whether the objective is block diffusion, whose mask has the documents in it.
-
-    Raises:
-        ValueError: sinks at the end of a row, one noise level for a row, layers that are no attention, sliding
-            windows of less than `length`, or attention in blocks or in an order of its own.
-    """
-    name, sinks, joined = type(model).__name__, SinkLayout.of(model), "set data.packing to joined"
-    if sinks.count and sinks.placement == "end":
-        raise ValueError(
-            "data.packing is isolated, and the sinks at the end of a row have one position for all of its "
-            "documents, so that none is what it would be alone; set model.position to front, or "
-            "data.packing to joined"
-        )
-    if takes_noise_level(model):
-        raise ValueError(
-            f"data.packing is isolated, and {name} is given one noise level for a row, so that no document is what "
-            f"it would be alone; {joined}"
-        )
-    if not in_blocks and (own := _own_attention(model, length)) is not None:
-        raise ValueError(
-            f"data.packing is isolated, whose mask takes the place of the network's own, and {name} has {own}; "
-            f"{joined}"
-        )
-
-
-def _own_attention(model: Any, length: int) -> str | None:
-    """What hides more from a network's queries than a mask of documents does; None where nothing does."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if others := sorted(kinds - {"full_attention", "sliding_attention", "moe"}):
-        return f"{', '.join(others)} layers"
-    try:
-        windows = [window for window in layer_windows(model) if window is not None]
-    except ValueError:  # windows for which there are no statistics: without causality, or beside learned sinks
-        windows = [smallest_window(config) or 1]
-    if windows and min(windows) < length:
-        return f"sliding windows of {min(windows)} positions, fewer than the {length} of a row"
-    blocks = getattr(config, "block_causal_length", None)
-    if blocks is not None and blocks < length:
-        return f"attention in blocks of {blocks}, fewer than the {length} positions of a row"
-    if mask_window_of(config) is not None or attends_observed_first(config):
-        return "attention in an order of its own"
-    return None
 
 
 Packing = Literal["joined", "isolated"]
@@ -374,7 +318,7 @@ class PackedSource:
                 empty = empty and not len(ids)
                 yield {"epoch": epoch, "document": document, "order": order}, ids
             if empty and first == 0:
-                raise ValueError("the training stream is empty; give at least one document")
+                raise ValueError("the stream of texts is empty; give at least one document")
 
     def _example(self, tokens: torch.Tensor, owners: torch.Tensor) -> Example:
         unmasked = None if self.bos is None else tokens == self.bos

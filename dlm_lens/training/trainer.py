@@ -46,13 +46,14 @@ from dlm_lens.training.data import (
     read_dataset,
     sequences,
 )
+from dlm_lens.training.fit_checks import check_evaluated, check_fit, check_positions, check_rows
 from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
 from dlm_lens.training.objective import DROPOUT, random_numbers
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
 from dlm_lens.training.settings import TrainingSettings, completed, differences
 from dlm_lens.training.sink_probe import probe_batch
-from dlm_lens.training.sources import Cursor, Source, check_isolated, take
+from dlm_lens.training.sources import Cursor, Example, Source, take
 from dlm_lens.training.swiglu import SwiGLU
 from dlm_lens.training.trainer_checkpoints import CheckpointingTrainer, json_values
 
@@ -103,11 +104,13 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.settings = settings
         self.tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
         self.objective = settings.objective.for_model(model, settings.batch_size)
-        _check_fit(model, settings, self.objective)
+        check_fit(model, settings, self.objective, evaluates=eval_dataset is not None)
         # Before an engine splits the weights.
         self._embedded = int(model.get_input_embeddings().weight.shape[0])
         self.train_data = train_dataset
-        self.source = self._source(train_dataset, model, settings.seed)
+        self.source = self._source(train_dataset, "train_dataset", settings.seed)
+        check_positions(model, self.source.length)
+        self.examples = None if eval_dataset is None else self._examples(eval_dataset)
         if getattr(model, "dtype", torch.float32) != torch.float32:
             logger.warning("the weights are %s, in which small updates are lost; load them in float32", model.dtype)
         steps = settings.total_steps(None if settings.epochs is None else sequences(self.source))
@@ -130,23 +133,31 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.add_callback(self.interruption)
         self.stopwatch = Stopwatch(settings.batch_size * self.source.length)
         self.add_callback(self.stopwatch)
-        self.examples = None
-        if eval_dataset is not None:
-            source = self._source(eval_dataset, model, EVALUATION_ORDER, shuffle_buffer=0)
-            self.examples = take(source, settings.eval_rows, EVALUATION_ORDER, repeat=False)
-            for example in self.examples:
-                check_tokens(example.tokens, self._mask, self._embedded, "a text of the evaluation data")
-            if settings.eval_steps:
-                self.add_callback(Evaluation(self, settings.eval_steps))
+        if settings.eval_steps:
+            self.add_callback(Evaluation(self, settings.eval_steps))
         if settings.probe_steps:
             self.add_callback(SinkMetrics(self, settings.probe_steps))
 
-    def _source(self, dataset: Any, model: Any, seed: int, **changed: Any) -> Source:
+    def _source(self, dataset: Any, name: str, seed: int, **changed: Any) -> Source:
+        check_rows(dataset, name)
         if hasattr(dataset, "read") and hasattr(dataset, "length"):
             found: Source = dataset
             return found
         shift = bool(getattr(self.objective, "logit_shift", False))
         return build_source(dataset, replace(self.settings.data, **changed), self.tokenizer, shift=shift, seed=seed)
+
+    def _examples(self, dataset: Any) -> list[Example]:
+        """The sequences of an evaluation set, the same in every run."""
+        source = self._source(dataset, "eval_dataset", EVALUATION_ORDER, shuffle_buffer=0)
+        if source.length > self.source.length:
+            raise ValueError(
+                f"eval_dataset has rows of {source.length} positions and train_dataset of {self.source.length}; "
+                "give one length to both"
+            )
+        examples = take(source, self.settings.eval_rows, EVALUATION_ORDER, repeat=False)
+        for example in examples:
+            check_tokens(example.tokens, self._mask, self._embedded, "a text of the evaluation data")
+        return examples
 
     @property
     def _mask(self) -> int | None:
@@ -354,7 +365,10 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         Raises:
             ValueError: no evaluation data were given.
         """
-        if self.examples is None:
+        if ignore_keys:
+            raise ValueError(f"ignore_keys is {ignore_keys}, and evaluate computes the loss alone; leave it out")
+        examples = self.examples if eval_dataset is None else self._examples(eval_dataset)
+        if examples is None:
             raise ValueError("the evaluation loss needs eval_dataset, which was not given")
         loss = evaluation_loss(
             self.model,
@@ -397,17 +411,6 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         if "loss" in logs:
             logs = {**logs, **self.stopwatch.read(self.state.global_step)}
         super().log(logs, start_time)
-
-
-def _check_fit(model: Any, settings: TrainingSettings, objective: Any) -> None:
-    """Raise for settings that do not fit the model."""
-    if settings.probe_steps and getattr(objective, "block_length", 0):
-        raise ValueError(
-            f"probe_steps is {settings.probe_steps}: the probe shows whole canvases, which a model that "
-            "decodes blocks never sees; set probe_steps=0 and record runs of its checkpoints (dlm_lens.record)"
-        )
-    if settings.data.packing == "isolated":
-        check_isolated(model, settings.data.length, in_blocks=bool(getattr(objective, "block_length", 0)))
 
 
 def dropout_seed(seed: int, step: int, part: int, rank: int) -> int:
@@ -465,7 +468,12 @@ def end_processes() -> None:
 
 
 def run_training(settings: TrainingSettings) -> Path | None:
-    """Train by settings, resuming from the newest checkpoint if there is one; return the last checkpoint."""
+    """Train by settings, resuming from the newest checkpoint if there is one; return the last checkpoint.
+
+    Raises:
+        ValueError: eval_steps without data.eval_split; and what `MaskedDiffusionTrainer` raises.
+    """
+    check_evaluated(settings, evaluates=settings.data.eval_split is not None)
     logging.getLogger("dlm_lens").setLevel(logging.INFO)
     dataset = read_dataset(settings.data)
     evaluation = read_dataset(settings.data, settings.data.eval_split) if settings.data.eval_split else None

@@ -162,7 +162,7 @@ def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTraine
         job(directory).train()
     # How a batch is divided does not change what is learned, nor does the evaluation.
     split = DataSettings(length=12, eval_split="test")
-    again = job(directory, micro_batch_size=2, data=split, eval_steps=2)
+    again = job(directory, micro_batch_size=2, data=split, eval_steps=2, eval_dataset=ROWS)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == STEPS
 

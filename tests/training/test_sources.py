@@ -229,7 +229,7 @@ def test_what_cannot_be_read_is_refused() -> None:
         build_source(TEXTS, DataSettings(), None)
     with pytest.raises(ValueError, match="training dataset is empty"):
         RowSource([], Example, 4)
-    with pytest.raises(ValueError, match="training stream is empty"):
+    with pytest.raises(ValueError, match="the stream of texts is empty"):
         built(PackedSource(lambda epoch, skipped: iter([]), list, 4), 1)
     with pytest.raises(ValueError, match="a multiple of 6"):
         Batching(8, 3, 2)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import dlm_lens
-from dlm_lens.attention import decoder_of
 from dlm_lens.testing import tiny
 from dlm_lens.training import (
     CheckpointError,
@@ -25,7 +24,6 @@ from dlm_lens.training import (
 )
 from dlm_lens.training.checkpoints import TrainingDataError, checkpoints, read_run
 from dlm_lens.training.optimizers import learning_rate
-from dlm_lens.training.sources import Rows, check_isolated
 from tests.training.job import ROWS, STEPS, dropping, job, losses, weights
 
 
@@ -271,68 +269,6 @@ def test_evaluation_texts_do_not_depend_on_the_shuffle_buffer(tmp_path: Path) ->
         found.append([example.tokens.tolist() for example in trainer.examples])
     assert found[0] == found[1]
     assert found[0][0][:6] == [int(word[1:]) for word in ROWS[0]["text"].split()]
-
-
-def test_isolated_documents_with_sinks_at_the_end_are_refused(tmp_path: Path) -> None:
-    data = DataSettings(length=12, packing="isolated")
-    settings = replace(job(tmp_path).settings, data=data)
-    model = tiny("sink_qwen", num_sinks=2, sink_placement="end")
-    with pytest.raises(ValueError, match=r"one position for all of its documents.*set model.position to front"):
-        MaskedDiffusionTrainer(model, settings, ROWS)
-    MaskedDiffusionTrainer(tiny("sink_qwen", num_sinks=2), settings, ROWS)
-
-
-@pytest.mark.parametrize(("family", "options"), [("sedd", {}), ("mdlm", {"time_conditioning": True})])
-def test_isolated_documents_of_a_network_with_a_noise_level_are_refused(
-    family: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    settings = replace(job(tmp_path).settings, data=DataSettings(length=12, packing="isolated"))
-    with pytest.raises(ValueError, match=r"one noise level for a row.*set data.packing to joined"):
-        MaskedDiffusionTrainer(tiny(family, **options), settings, ROWS)
-    MaskedDiffusionTrainer(tiny("mdlm"), settings, ROWS)
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("modernbert", {}, "ModernBert.* has sliding windows of 4 positions, fewer than the 20 of a row"),
-        (
-            "sink_qwen",
-            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
-            "has sliding windows of 6 positions",
-        ),
-        ("bd3lm", {}, "has attention in blocks of 4, fewer than the 20 positions of a row"),
-        ("wedlm", {}, "WeDLM.* has attention in an order of its own"),
-        ("modernbert", {"local_attention": 40}, None),
-        ("fast_dllm_v2", {}, None),  # blocks of 32
-        ("sink_qwen", {"num_sinks": 2}, None),
-    ],
-)
-def test_isolated_documents_of_networks_with_a_mask_of_their_own_are_refused(
-    family: str, options: dict[str, Any], message: str | None
-) -> None:
-    model = tiny(family, **options)
-    tokens = torch.arange(5, 25)
-    rows = Rows.of([Example(tokens, 0, torch.tensor([0] * 10 + [1] * 10))], 20, 61)
-    with torch.no_grad():
-        packed = decoder_of(model)(input_ids=rows.tokens, use_cache=False, **rows.network_inputs())
-        alone = decoder_of(model)(input_ids=tokens[None, 10:], use_cache=False)
-    difference = float((packed.last_hidden_state[0, -10:] - alone.last_hidden_state[0, -10:]).abs().max())
-    if message is None:
-        check_isolated(model, 20, in_blocks=False)
-        assert difference < 1e-5  # rounding of float32
-        return
-    assert difference > 0.1
-    with pytest.raises(ValueError, match=message + r".*; set data.packing to joined"):
-        check_isolated(model, 20, in_blocks=False)
-    if getattr(model.config, "block_causal_length", None):
-        check_isolated(model, 20, in_blocks=True)
-
-
-def test_isolated_documents_of_modernbert_are_refused_by_the_trainer(tmp_path: Path) -> None:
-    settings = replace(job(tmp_path).settings, data=DataSettings(length=12, packing="isolated"))
-    with pytest.raises(ValueError, match="sliding windows of 4 positions, fewer than the 12 of a row"):
-        MaskedDiffusionTrainer(tiny("modernbert"), settings, ROWS)
 
 
 def test_blocks_of_a_network_with_a_noise_level_are_refused() -> None:
