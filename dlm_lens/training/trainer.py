@@ -359,11 +359,18 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         """The newest complete checkpoint of the run."""
         return last_checkpoint(self.settings.output)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The evaluation loss under fixed masks, logged as eval_loss.
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The evaluation loss under fixed masks, logged as eval_loss, which `on_evaluate` of callbacks is given.
+
+        Args:
+            eval_dataset: as in the constructor, whose one is the default; the masks are the same for both.
+            ignore_keys: none, as there are no outputs beside the loss.
+            metric_key_prefix: in place of eval.
 
         Raises:
-            ValueError: no evaluation data were given.
+            ValueError: no evaluation data were given, they cannot be used, or `ignore_keys`.
         """
         if ignore_keys:
             raise ValueError(f"ignore_keys is {ignore_keys}, and evaluate computes the loss alone; leave it out")
@@ -372,7 +379,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             raise ValueError("the evaluation loss needs eval_dataset, which was not given")
         loss = evaluation_loss(
             self.model,
-            self.examples,
+            examples,
             self.objective.for_evaluation(self.settings.eval_samples),
             length=self.source.length,
             samples=self.settings.eval_samples,
@@ -380,8 +387,9 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             seed=EVALUATION_SEED,
             loss_of=self.wrapped_forward(),
         )
-        metrics = {"eval_loss": loss}
+        metrics = {f"{metric_key_prefix}_loss": loss}
         self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def wrapped_forward(self, *, for_probe: bool = False) -> Callable[..., Any] | None:

@@ -42,6 +42,7 @@ class CheckpointingTrainer(Trainer):
     stopwatch: Stopwatch
     last_cursor: Cursor | None
     train_data: Any
+    control: Any
     optimizer: Any
     lr_scheduler: Any
     _tr_loss: torch.Tensor
@@ -49,6 +50,7 @@ class CheckpointingTrainer(Trainer):
     _open_loss: dict[str, Any] | None = None
     """Of the resumed checkpoint: the losses since its last log entry, per process, and the step of that entry."""
     _loss_after_step: torch.Tensor | None = None
+    _saved_step: int | None = None
 
     def _stop_message(self, why: str, remedy: str = "") -> str:
         kept = last_checkpoint(self.settings.output)
@@ -92,6 +94,7 @@ class CheckpointingTrainer(Trainer):
             ) from error
         finally:
             self._partial = None
+        self._saved_step = self.state.global_step
         self.accelerator.wait_for_everyone()
 
     def _losses_since_log(self) -> dict[str, Any]:
@@ -105,6 +108,10 @@ class CheckpointingTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._loss_after_step = None
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.control.should_training_stop and self._saved_step != self.state.global_step:
+            # A callback ends the training, perhaps after those that request checkpoints.
+            self._save_checkpoint(self.model, trial=None)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         # A checkpoint that is saved later, between two steps, has no part of the step that was stopped.
         self._loss_after_step = self._tr_loss.clone()
 

@@ -6,6 +6,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import dlm_lens
 from dlm_lens.testing import tiny
@@ -269,6 +270,66 @@ def test_evaluation_texts_do_not_depend_on_the_shuffle_buffer(tmp_path: Path) ->
         found.append([example.tokens.tolist() for example in trainer.examples])
     assert found[0] == found[1]
     assert found[0][0][:6] == [int(word[1:]) for word in ROWS[0]["text"].split()]
+
+
+class Stop(TrainerCallback):
+    """Ends the training after some steps, or at an evaluation loss, and notes what it is given."""
+
+    def __init__(self, step: int = STEPS) -> None:
+        self.step, self.metrics = step, []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stops = state.global_step + 1 == self.step
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.step < STEPS and self.stops:
+            control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.metrics.append((state.global_step, dict(metrics)))
+        if len(self.metrics) == 2:
+            control.should_training_stop = True
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_callback_that_ends_the_training_leaves_a_checkpoint(
+    evaluates: bool, tmp_path: Path, unbroken: MaskedDiffusionTrainer
+) -> None:
+    """None was saved: the request for the last one comes at the last step of the settings."""
+    stop = Stop() if evaluates else Stop(4)
+    given = {"eval_dataset": ROWS, "eval_steps": 2} if evaluates else {}
+    trainer = job(tmp_path, callbacks=(stop,), **given)
+    trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+    if evaluates:
+        logged = [(e["step"], e["eval_loss"]) for e in trainer.state.log_history if "eval_loss" in e]
+        assert [(step, metrics["eval_loss"]) for step, metrics in stop.metrics] == logged
+        assert [step for step, _ in logged] == [2, 4]
+    again = job(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(unbroken)
+
+
+def test_evaluate_scores_the_data_that_it_is_given(tmp_path: Path) -> None:
+    """It scored those of the constructor, without a word."""
+    other = [{"text": " ".join(f"w{(7 * i + j) % 40}" for j in range(20))} for i in range(30)]
+    trainer = job(tmp_path, eval_dataset=ROWS)
+    own, given = trainer.evaluate()["eval_loss"], trainer.evaluate(other, metric_key_prefix="other")
+    assert "eval_loss" not in given
+    assert given["other_loss"] == job(tmp_path, eval_dataset=other).evaluate()["eval_loss"] != own
+    assert job(tmp_path).evaluate(ROWS)["eval_loss"] == own == trainer.evaluate()["eval_loss"]
+    for wrong, message in (
+        ([], "eval_dataset is empty; give at least one row"),
+        ({"a": ROWS}, "eval_dataset holds 'a'; give one dataset"),
+        ([{"text": "w1 [MASK] w2"}], "a text of the evaluation data holds the mask token 63"),
+        (datasets.Dataset.from_dict({"other": ["w1"]}), "has no column 'text'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer.evaluate(wrong)
+    with pytest.raises(ValueError, match=r"ignore_keys is \['logits'\], and evaluate computes the loss alone"):
+        trainer.evaluate(ignore_keys=["logits"])
+    with pytest.raises(ValueError, match="needs eval_dataset, which was not given"):
+        job(tmp_path).evaluate()
 
 
 def test_blocks_of_a_network_with_a_noise_level_are_refused() -> None:
