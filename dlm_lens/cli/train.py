@@ -78,7 +78,7 @@ def _rows(settings: "TrainingSettings") -> int | None:
             f"epochs is {settings.epochs} of packed text, whose tokens only a run counts; give tokens or steps "
             "for --dry-run"
         )
-    from dlm_lens.training.data import read_dataset
+    from dlm_lens.training.dataset_files import read_dataset
 
     dataset: Any = read_dataset(settings.data)
     return len(dataset) if hasattr(dataset, "__len__") else None

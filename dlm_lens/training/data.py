@@ -1,10 +1,10 @@
-"""From a dataset to the batches of a step: `read_dataset`, `build_source`, `BatchStream`."""
+"""From a dataset to the batches of a step: `build_source`, `BatchStream`."""
 
 import glob
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dlm_lens.printable import shown
+from dlm_lens.training.dataset_files import READERS, read_rows
 from dlm_lens.training.objective import Objective, check_embedded, check_no_mask
 from dlm_lens.training.settings import IDS, DataSettings
 from dlm_lens.training.sources import (
@@ -34,76 +35,6 @@ from dlm_lens.training.sources import (
 )
 
 logger = logging.getLogger(__name__)
-
-READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text", ".csv": "csv"}
-
-
-def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
-    """The dataset of the settings, from local files or the hub; no code of it is executed.
-
-    Raises:
-        FileNotFoundError: a missing local file, or a dataset that the hub does not deliver.
-        ValueError: no path, an unknown file ending, an empty file, or one that cannot be read in its form.
-    """
-    import datasets
-
-    if not settings.path:
-        raise ValueError("data.path is empty; name a dataset of the hub, or a .jsonl, .parquet or .txt file")
-    path = Path(settings.path)
-    if path.suffix in READERS or settings.path.startswith((".", "/", "~")):
-        if path.suffix not in READERS:
-            raise ValueError(f"data.path {settings.path} has an unknown ending; use one of {', '.join(READERS)}")
-        files = glob.glob(settings.path, recursive=True) if "*" in settings.path else [settings.path]
-        if not any(Path(file).is_file() for file in files):
-            raise FileNotFoundError(f"data.path {settings.path} is not a file, or matches none")
-        if not any(Path(file).stat().st_size for file in files):
-            raise ValueError(f"data.path {settings.path} is empty; give at least one document")
-        with _reading(settings):
-            return datasets.load_dataset(
-                READERS[path.suffix],
-                data_files=str(path),
-                split=split or settings.split,
-                streaming=settings.streaming,
-            )
-    try:
-        with _reading(settings):
-            return datasets.load_dataset(
-                settings.path, settings.name, split=split or settings.split, streaming=settings.streaming
-            )
-    except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
-        raise FileNotFoundError(
-            f"the dataset {settings.path} cannot be read from the hub ({' '.join(str(error).split())}); check its "
-            "name and the connection, or give a local file"
-        ) from error
-
-
-@contextmanager
-def _reading(settings: DataSettings) -> Iterator[None]:
-    """In this block, what the datasets library cannot read is one sentence with the path.
-
-    Raises:
-        ValueError: a file that is damaged, of another form or not UTF-8, or a split that is not there.
-    """
-    from datasets.exceptions import DatasetGenerationError
-    from pyarrow import ArrowInvalid
-
-    try:
-        yield
-    except (ValueError, DatasetGenerationError) as error:
-        chain = (error, error.__cause__, error.__context__)
-        # The reader's own error has the row and the byte.
-        own = next((each for each in chain if isinstance(each, ArrowInvalid | UnicodeDecodeError)), error)
-        why = " ".join(str(own).split())
-        raise ValueError(
-            f"the data of {settings.path or 'the dataset'} cannot be read ({why}); mend the file (texts are "
-            "UTF-8), or see data.path and data.split"
-        ) from error
-
-
-def _read(rows: Iterable[Any], settings: DataSettings) -> Iterator[Any]:
-    """The rows of a stream, read under `_reading`."""
-    with _reading(settings):
-        yield from rows
 
 
 def build_source(
@@ -124,7 +55,7 @@ def build_source(
     bos = shift if settings.bos is None else settings.bos
     if settings.prompt_column is not None and settings.answer_column is not None:
         return _fine_tuning(dataset, settings, tokenizer, bos)
-    required_column(dataset, settings.column, _read(dataset, settings))
+    required_column(dataset, settings.column, read_rows(dataset, settings))
     encode = _encoder(settings, tokenizer, bos)
     first = _bos(tokenizer) if bos else None
     return PackedSource(
@@ -174,8 +105,9 @@ def data_record(dataset: Any, settings: DataSettings) -> dict[str, Any]:
                 part = _bytes(values.get(column))
                 digest.update(len(part).to_bytes(8, "little") + part)
         return {"rows": rows, "sha256": digest.hexdigest()[:16]}
-    if Path(settings.path).suffix in READERS:
-        found = sorted(glob.glob(settings.path, recursive=True))
+    path = os.path.expanduser(settings.path)
+    if Path(path).suffix in READERS:
+        found = sorted(glob.glob(path, recursive=True))
         return {"bytes": {name: Path(name).stat().st_size for name in found}}
     return {}
 
@@ -266,7 +198,7 @@ def _documents(dataset: Any, settings: DataSettings, seed: int, epoch: int, skip
         if settings.shuffle_buffer:
             ordered = ordered.shuffle(seed=seed + epoch, buffer_size=settings.shuffle_buffer)
         rows = ordered.skip(skipped) if hasattr(ordered, "skip") else _skipped(iter(ordered), skipped)
-        rows = _read(_rows_of(rows), settings)
+        rows = read_rows(_rows_of(rows), settings)
         numbered: Iterator[tuple[int, Any]] = enumerate(rows, skipped)
     else:
         order = epoch_order(len(dataset), seed, epoch)[skipped:]

@@ -55,7 +55,8 @@ class DataSettings:
     """The training data.
 
     Args:
-        path: hub name of a dataset, or a .jsonl, .json, .parquet or .txt file or pattern.
+        path: hub name of a dataset, or a .jsonl, .json, .parquet or .txt file or pattern. Every line of a .txt file
+            that is not blank is a document.
         name: its configuration on the hub.
         split: its split.
         streaming: read during training; needed for datasets that do not fit on the disk.

@@ -43,9 +43,9 @@ from dlm_lens.training.data import (
     build_source,
     check_texts,
     check_tokens,
-    read_dataset,
     sequences,
 )
+from dlm_lens.training.dataset_files import read_dataset
 from dlm_lens.training.fit_checks import check_evaluated, check_fit, check_positions, check_rows
 from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward

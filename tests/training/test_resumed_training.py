@@ -23,7 +23,7 @@ from dlm_lens.training import (
     Optimisation,
 )
 from dlm_lens.training.checkpoints import TrainingStoppedError, checkpoints, read_run
-from dlm_lens.training.data import read_dataset
+from dlm_lens.training.dataset_files import read_dataset
 from tests.training.job import ROWS, STEPS, dropping, job, losses, weights
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,8 @@ from dlm_lens.training import (
     NextToken,
     RowSource,
 )
-from dlm_lens.training.data import build_source, check_texts, read_dataset
+from dlm_lens.training.data import build_source, check_texts, data_record
+from dlm_lens.training.dataset_files import read_dataset
 from dlm_lens.training.sources import PackedSource, take
 from tests.training.job import job
 
@@ -274,6 +275,25 @@ def test_a_row_without_its_text_is_named() -> None:
     ids = build_source([{"input_ids": [1, 2]}, {"input_ids": "w1"}], DataSettings(column="input_ids"), None)
     with pytest.raises(ValueError, match=r"row 1 of the data: the column 'input_ids' holds 'w1', .* a list of ids"):
         check_texts(ids, 63)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_lines_of_a_text_file_are_documents(stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blank lines were documents of an end alone, and ~ was a folder of that name."""
+    (tmp_path / "lines.txt").write_text("\nw1 w2\n\n  \nw3\n\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = DataSettings(path="~/lines.txt", length=5, streaming=stream)
+    dataset = read_dataset(settings)
+    source = build_source(dataset, settings, TOKENIZER)
+    tokens = built(source, 1)[0].tolist()
+    assert sorted([tokens[:3], tokens[3:]] if tokens[2] == EOS else [tokens[:2], tokens[2:]]) == [
+        [1, 2, EOS], [3, EOS],
+    ]  # fmt: skip
+    record = data_record(dataset, settings)
+    assert record["bytes"] == {str(tmp_path / "lines.txt"): 15} if stream else record["rows"] == 2
+    (tmp_path / "blank.txt").write_text("\n  \n\n")
+    with pytest.raises(ValueError, match=r"blank.txt holds blank lines alone; give at least one line of text"):
+        read_dataset(DataSettings(path="~/blank.txt", streaming=stream))
 
 
 @pytest.mark.parametrize("stream", [False, True])

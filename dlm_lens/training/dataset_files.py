@@ -1,0 +1,99 @@
+"""`read_dataset`: the dataset of the settings, from local files or the hub."""
+
+import glob
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dlm_lens.training.settings import DataSettings
+
+READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text", ".csv": "csv"}
+
+LINES = ".txt"
+"""The ending of files in which every line is a document."""
+
+
+def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
+    """The dataset of the settings, from local files or the hub; no code of it is executed.
+
+    Raises:
+        FileNotFoundError: a missing local file, or a dataset that the hub does not deliver.
+        ValueError: no path, an unknown file ending, an empty file, or one that cannot be read in its form.
+    """
+    import datasets
+
+    if not settings.path:
+        raise ValueError("data.path is empty; name a dataset of the hub, or a .jsonl, .parquet or .txt file")
+    if Path(settings.path).suffix in READERS or settings.path.startswith((".", "/", "~")):
+        return _local_files(settings, split or settings.split)
+    try:
+        with reading(settings):
+            return datasets.load_dataset(
+                settings.path, settings.name, split=split or settings.split, streaming=settings.streaming
+            )
+    except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise FileNotFoundError(
+            f"the dataset {settings.path} cannot be read from the hub ({' '.join(str(error).split())}); check its "
+            "name and the connection, or give a local file"
+        ) from error
+
+
+def _local_files(settings: DataSettings, split: str) -> Any:
+    """The dataset of a file or a pattern; of a .txt file the lines that hold text."""
+    import datasets
+
+    path = os.path.expanduser(settings.path)
+    suffix = Path(path).suffix
+    if suffix not in READERS:
+        raise ValueError(f"data.path {settings.path} has an unknown ending; use one of {', '.join(READERS)}")
+    files = glob.glob(path, recursive=True) if "*" in path else [path]
+    if not any(Path(file).is_file() for file in files):
+        raise FileNotFoundError(f"data.path {settings.path} is not a file, or matches none")
+    if not any(Path(file).stat().st_size for file in files):
+        raise ValueError(f"data.path {settings.path} is empty; give at least one document")
+    with reading(settings):
+        found: Any = datasets.load_dataset(
+            READERS[suffix], data_files=path, split=split, streaming=settings.streaming
+        )
+        if suffix != LINES:
+            return found
+        found = found.filter(_has_text, input_columns=["text"])
+        first = next(iter(found), None)
+    if first is None:
+        raise ValueError(f"data.path {settings.path} holds blank lines alone; give at least one line of text")
+    return found
+
+
+def _has_text(line: str) -> bool:
+    return bool(line.strip())
+
+
+@contextmanager
+def reading(settings: DataSettings) -> Iterator[None]:
+    """In this block, what the datasets library cannot read is one sentence with the path.
+
+    Raises:
+        ValueError: a file that is damaged, of another form or not UTF-8, or a split that is not there.
+    """
+    from datasets.exceptions import DatasetGenerationError
+    from pyarrow import ArrowInvalid
+
+    try:
+        yield
+    except (ValueError, DatasetGenerationError) as error:
+        chain = (error, error.__cause__, error.__context__)
+        # The reader's own error has the row and the byte.
+        own = next((each for each in chain if isinstance(each, ArrowInvalid | UnicodeDecodeError)), error)
+        why = " ".join(str(own).split())
+        raise ValueError(
+            f"the data of {settings.path or 'the dataset'} cannot be read ({why}); mend the file (texts are "
+            "UTF-8), or see data.path and data.split"
+        ) from error
+
+
+def read_rows(rows: Iterable[Any], settings: DataSettings) -> Iterator[Any]:
+    """The rows of a stream, read under `reading`."""
+    with reading(settings):
+        yield from rows
