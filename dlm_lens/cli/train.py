@@ -54,7 +54,8 @@ def train_command(
     with one_sentence_of_a_stop():
         path = run_training(settings)
     end_processes()
-    echo(f"trained: {path} (dlm_lens.load opens it); logs: tensorboard --logdir {settings.output}")
+    logs = f"; logs: tensorboard --logdir {settings.output}" if "tensorboard" in settings.report_to else ""
+    echo(f"trained: {path} (dlm_lens.load opens it){logs}")
 
 
 def _show_plan(settings: "TrainingSettings", device: str, devices: int | None, utilisation: float) -> None:

@@ -60,7 +60,7 @@ def _parted(override: str) -> tuple[str, Any]:
 
 def _override_value(override: str, value: str) -> Any:
     try:
-        return yaml.safe_load(value)
+        return _loaded(value)
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split()) or "nested too deeply"
         raise ValueError(f"the override {shown(override)} is no YAML: {reason}") from error
@@ -146,9 +146,31 @@ def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merged(_read(beside if beside.is_file() else base, chain), values)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML's safe loader, which does not take the last of two values of a name in silence."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """The mapping as it is written, before others are merged into it.
+
+        Raises:
+            ConstructorError: a name that is there twice.
+        """
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            what = f"{twice} is given twice, leave one of them out"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        return node
+
+
+def _loaded(text: str) -> Any:
+    return yaml.load(text, Loader=_UniqueKeys)
+
+
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _loaded(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     except RecursionError:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import SinkLayout, computed_span, has_causal_context, mask_window_of
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
+from dlm_lens.training.field_types import check_types
 from dlm_lens.training.fitting_objective import check_causal, fitting_objective
 from dlm_lens.training.sources import Rows
 
@@ -190,6 +191,7 @@ class MaskedDiffusionLoss:
     ar_weight: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choices(self, schedule=Schedule, weighting=Weighting, normalisation=Normalisation, masks=Masks)
         if not 0 < self.floor < 1:
             raise ValueError(f"floor is {self.floor}; a masking probability must lie between 0 and 1")
@@ -387,6 +389,7 @@ class NextToken:
     random_length_share: float = 0.0
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choices(self, normalisation=Normalisation)
 
     def for_evaluation(self, samples: int) -> Self:

@@ -4,9 +4,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal
 
 from dlm_lens.attention import Placement
+from dlm_lens.training.field_types import check_types
 from dlm_lens.training.objective import MaskedDiffusionLoss, check_choices
 from dlm_lens.training.objectives import AnyObjective
 from dlm_lens.training.sources import Packing
@@ -49,6 +51,9 @@ class ModelSettings:
     shift: bool = True
     tokenizer: str | None = None
 
+    def __post_init__(self) -> None:
+        check_types(self, "model.")
+
 
 @dataclass(frozen=True)
 class DataSettings:
@@ -73,8 +78,8 @@ class DataSettings:
         eval_split: for the evaluation loss, every `eval_steps` steps.
 
     Raises:
-        ValueError: a length below 2, a negative buffer, one of the fine-tuning columns without the other, or `bos`
-            for a column of ids.
+        ValueError: a value of another type, a length below 2, a negative buffer, one of the fine-tuning columns
+            without the other, or `bos` for a column of ids.
     """
 
     path: str = ""
@@ -91,6 +96,7 @@ class DataSettings:
     eval_split: str | None = None
 
     def __post_init__(self) -> None:
+        check_types(self, "data.")
         check_choices(self, packing=Packing)
         if self.length < 2:
             raise ValueError(f"data.length is {self.length}; a sequence has at least 2 positions")
@@ -124,7 +130,7 @@ class Optimisation:
         clip: largest norm of the gradient; 0 for no limit.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value of another type or out of its range, or a min_rate above the rate.
     """
 
     optimizer: OptimizerName = "adamw"
@@ -137,7 +143,13 @@ class Optimisation:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
+        check_types(self, "optimisation.")
         check_choices(self, optimizer=OptimizerName)
+        if 0 <= self.rate < self.min_rate < math.inf:
+            raise ValueError(
+                f"rate is {self.rate} and min_rate is {self.min_rate}, to which the rate falls; set min_rate to "
+                f"{self.rate} or less"
+            )
         if not 0 <= self.min_rate <= self.rate < math.inf:
             raise ValueError(
                 f"learning rates go from rate {self.rate} down to min_rate {self.min_rate}; they must be finite, "
@@ -188,10 +200,11 @@ class TrainingSettings:
             spawned (macOS, Windows), a `Source` of one's own must be picklable.
 
     Raises:
-        ValueError: not exactly one budget, a count out of its range, or data.eval_split without eval_steps.
+        ValueError: a value of another type, not exactly one budget, a count out of its range, or data.eval_split
+            without eval_steps.
     """
 
-    output: str = "runs/training"
+    output: str | Path = "runs/training"
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     objective: AnyObjective = field(default_factory=MaskedDiffusionLoss)
@@ -218,6 +231,7 @@ class TrainingSettings:
     workers: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choices(self, precision=Precision)
         given = [name for name in ("tokens", "steps", "epochs") if getattr(self, name) is not None]
         if len(given) != 1:
@@ -229,7 +243,7 @@ class TrainingSettings:
             raise ValueError(f"{given[0]} is {getattr(self, given[0])}; a run has at least one step, and an end")
         rows = ("batch_size", "micro_batch_size", "probe_rows", "eval_rows", "eval_samples")
         for name in (*rows, "save_minutes", "keep", "log_steps"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # also where it is nan
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         for name in ("seed", "save_steps", "eval_steps", "probe_steps", "workers"):
             if getattr(self, name) < 0:

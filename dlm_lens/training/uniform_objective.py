@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.noisy_texts import NoisyCorruption
+from dlm_lens.training.field_types import check_types
 from dlm_lens.training.fitting_objective import fitting_objective
 from dlm_lens.training.objective import (
     TOKENS,
@@ -58,6 +59,7 @@ class UniformDiffusionLoss:
     vocabulary: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         _ = self.noise
         if self.vocabulary < 0:
             raise ValueError(f"vocabulary is {self.vocabulary}; it must be 0 (the model's) or positive")

@@ -38,6 +38,14 @@ def scalars(output: Path) -> dict[str, list[float]]:
     return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.parametrize("reporters", ["[tensorboard]", "[]"])
+def test_train_names_the_logs_that_there_are(reporters: str, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlm_lens.training.trainer.run_training", lambda settings: config.parent / "run")
+    result = RUN.invoke(app, ["train", str(config), "--set", f"report_to={reporters}"], catch_exceptions=False)
+    assert "trained: " in result.output
+    assert ("tensorboard --logdir" in result.output) == (reporters != "[]")
+
+
 @pytest.mark.long
 def test_train_writes_checkpoints_and_curves(config: Path) -> None:
     result = RUN.invoke(app, ["train", str(config)], catch_exceptions=False)

@@ -122,6 +122,12 @@ def test_another_kind_of_objective_takes_the_settings_that_it_has(tmp_path: Path
             "optimisation.rate=.inf",
             r"learning rates go from rate inf down to .*; they must be finite, and not negative",
         ),
+        (
+            "optimisation.rate=1e-6",
+            r"rate is 1e-06 and min_rate is 1e-05, to which the rate falls; set min_rate to 1e-06 or less",
+        ),
+        ("save_minutes=.nan", r"save_minutes is nan; it must be positive"),
+        ("data={length: 8, length: 9}", r"is no YAML: length is given twice, leave one of them out"),
         ("optimisation.betas=[1.5,0.9]", r"betas is \(1\.5, 0\.9\); it must be two numbers from 0 to below 1"),
         ("optimisation.clip=.nan", r"clip is nan; it must be finite and not negative, and 0 for none"),
         ("optimisation.clip=-1", r"clip is -1\.0; it must be finite and not negative"),
@@ -155,6 +161,14 @@ def test_files_that_are_no_configs(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("a: [1")
     with pytest.raises(ValueError, match="is no YAML"):
         read_settings(tmp_path / "a.yaml")
+    (tmp_path / "twice.yaml").write_text("steps: 5\ndata: {length: 8}\nseed: 1\nsteps: 7\n")
+    with pytest.raises(ValueError, match=r"twice\.yaml is no YAML: steps is given twice, leave one of them out"):
+        read_settings(tmp_path / "twice.yaml")
+    merged = "base: null\ndata: &short {length: 8, column: a}\nobjective: {}\nsteps: 5\n"
+    (tmp_path / "merged.yaml").write_text(merged + "model: {start: toy}\n")
+    assert (
+        read_settings(tmp_path / "merged.yaml", ["data={<<: {length: 8, column: b}, length: 9}"]).data.length == 9
+    )
     (tmp_path / "b.yaml").write_text("- 1")
     with pytest.raises(ValueError, match="it must hold settings"):
         read_settings(tmp_path / "b.yaml")

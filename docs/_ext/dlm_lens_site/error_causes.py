@@ -267,7 +267,13 @@ GROUPS = (
     Group(
         "training-configs",
         "Configuration files of trainings",
-        ("training.config_files", "training.settings", "training.data"),
+        (
+            "training.config_files",
+            "training.settings",
+            "training.field_types",
+            "training.data",
+            "training.dataset_files",
+        ),
         "A YAML file of a training, or an override `key=value`, has an unknown name or a value that cannot be.",
         "The sentence names file and field; [training](../../training.md) lists the fields.",
     ),
