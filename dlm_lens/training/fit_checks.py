@@ -1,7 +1,8 @@
 """`check_fit`: whether settings, model and data of a training belong together, before any work is done."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ from dlm_lens.attention import (
     mask_window_of,
 )
 from dlm_lens.attention.sliding_windows import smallest_window
+from dlm_lens.printable import shown
 from dlm_lens.sampling.prompts import embeds_positions
 from dlm_lens.training.objective import NextToken
 from dlm_lens.training.optimizers import check_trained
 from dlm_lens.training.settings import TrainingSettings
 
 logger = logging.getLogger(__name__)
+
+READABLE = ("read", "__iter__", "__getitem__")
+"""One of these has a dataset, the first a `Source`."""
 
 
 def check_fit(model: Any, settings: TrainingSettings, objective: Any, *, evaluates: bool) -> None:
@@ -80,11 +85,17 @@ def check_rows(dataset: Any, name: str) -> None:
         name: of the argument.
 
     Raises:
-        ValueError: several datasets by their names, no rows, or rows that are no mappings.
+        ValueError: no dataset, several by their names, one that can be read once, no rows, or rows that are no
+            mappings.
     """
-    if isinstance(dataset, Mapping | str):
-        held = f"holds {', '.join(map(repr, dataset))}" if isinstance(dataset, Mapping) else f"is {dataset!r}"
+    if isinstance(dataset, Mapping | str) or not any(map(partial(hasattr, dataset), READABLE)):
+        held = f"holds {', '.join(map(repr, dataset))}" if isinstance(dataset, Mapping) else f"is {shown(dataset)}"
         raise ValueError(f"{name} {held}; give one dataset, such as a list of mappings")
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            f"{name} is a {type(dataset).__name__}, which can be read once alone; give a list, or a dataset of the "
+            "datasets library (IterableDataset.from_generator)"
+        )
     if not hasattr(dataset, "__len__"):
         return
     if not len(dataset):

@@ -84,9 +84,9 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         callbacks: of transformers.
 
     Raises:
-        ValueError: a budget smaller than a batch, a batch that does not divide, a missing column, a model without
-            a mask token, evaluation data that hold it or an id that the model does not embed, probe_steps with
-            block diffusion, isolated documents with sinks at the end.
+        ValueError: a budget smaller than a batch, a batch that does not divide, a missing column, no rows, a model
+            that the objective does not train, evaluation data that hold its mask token or an id that it does not
+            embed, rows beyond its table of positions; and as `check_fit`.
     """
 
     loss_is_scaled_for_ga = True

@@ -51,6 +51,7 @@ class CheckpointingTrainer(Trainer):
     """Of the resumed checkpoint: the losses since its last log entry, per process, and the step of that entry."""
     _loss_after_step: torch.Tensor | None = None
     _saved_step: int | None = None
+    _initial_global_step: int
 
     def _stop_message(self, why: str, remedy: str = "") -> str:
         kept = last_checkpoint(self.settings.output)
@@ -108,7 +109,8 @@ class CheckpointingTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._loss_after_step = None
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self.control.should_training_stop and self._saved_step != self.state.global_step:
+        step = self.state.global_step
+        if self.control.should_training_stop and step > self._initial_global_step and self._saved_step != step:
             # A callback ends the training, perhaps after those that request checkpoints.
             self._save_checkpoint(self.model, trial=None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)

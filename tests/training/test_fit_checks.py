@@ -144,6 +144,8 @@ def test_rows_beyond_the_positions_are_refused_where_these_are_learned(
         ([], "is empty; give at least one row"),
         (datasets.Dataset.from_dict({"text": []}), "is empty; give at least one row"),
         (["w1 w2", "w3"], r"holds 'w1 w2' as a row; give mappings from columns to values, such as \{'text'"),
+        (iter(ROWS), "is a list_iterator, which can be read once alone; give a list"),
+        (3, "is 3; give one dataset"),
         ("text.txt", "is 'text.txt'; give one dataset"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), "holds 'train'; give one dataset"),
         ([ROWS[0], "w1"], None),

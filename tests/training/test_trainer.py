@@ -310,6 +310,17 @@ def test_a_callback_that_ends_the_training_leaves_a_checkpoint(
     assert losses(again) == losses(unbroken)
 
 
+def test_a_training_that_ends_before_its_first_step_saves_nothing(tmp_path: Path) -> None:
+    class Never(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    trainer = job(tmp_path, callbacks=(Never(),))
+    trainer.train()
+    assert checkpoints(tmp_path) == []
+    assert trainer.state.global_step == 0
+
+
 def test_evaluate_scores_the_data_that_it_is_given(tmp_path: Path) -> None:
     """It scored those of the constructor, without a word."""
     other = [{"text": " ".join(f"w{(7 * i + j) % 40}" for j in range(20))} for i in range(30)]
