@@ -328,9 +328,13 @@ CALLS: dict[str, Callable[[Case], Any]] = {
     "training.MaskedDiffusionTrainer": lambda c: training.MaskedDiffusionTrainer(
         c.model,
         training.TrainingSettings(
-            output=str(c.folder / "trained"), objective=objective_of(c.model), steps=1, batch_size=8
+            output=str(c.folder / "trained"),
+            objective=objective_of(c.model),
+            steps=1,
+            batch_size=8,
+            data=training.DataSettings(column="input_ids", length=24),
         ),
-        train_dataset=EXAMPLES,
+        train_dataset=[{"input_ids": example.tokens.tolist()} for example in EXAMPLES],
     ),
     "training.convert": lambda c: training.convert(str(c.checkpoint), mask_token_id=3),
     "training.build_model": lambda c: training.build_model(
