@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import BlockLayout, attends_observed_first
 from dlm_lens.recording import Recorder, Recording
-from dlm_lens.recording.arrays import widened
+from dlm_lens.recording.arrays import widened, with_zeros_
 from dlm_lens.recording.forward_recording import on_passes, sampler_of_pass, settings_of_pass
 from dlm_lens.recording.recorder import Storage
 from dlm_lens.sampling import DenoisingRun, StepPlan
@@ -130,7 +130,7 @@ class CanvasRecorder(Recorder):
         sizes = {"key": queries + self.layout.count, "query": queries}
         for spec in self.arrays.specs:
             parts = [widened(part[spec.name], spec.dims[1:], sizes) for part in self._parts]
-            arrays[spec.name] = torch.cat(parts)[order, None]
+            arrays[spec.name] = with_zeros_(torch.cat(parts)[order, None], spec)
         canvases, plans = canvases[order], [self._plans[place] for place in order.tolist()]
         run = self._run(canvases[:, None], plans, settings)
         answer = torch.arange(canvases.shape[1])[None] >= self.context

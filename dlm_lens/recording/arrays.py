@@ -28,6 +28,7 @@ class ArraySpec:
         settings: the reducer's settings that are plain values.
         labels: axis -> names along it, for axes of the reducer's own.
         positions: whether the numbers are positions of keys.
+        zero_padding: whether a present query has 0, not NaN, at keys that its row lacks.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ArraySpec:
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     positions: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    zero_padding: bool = False
 
 
 def specs_of(reducers: Sequence[Statistic]) -> tuple[ArraySpec, ...]:
@@ -52,6 +54,7 @@ def specs_of(reducers: Sequence[Statistic]) -> tuple[ArraySpec, ...]:
             labels=dict(reducer.labels),
             positions=reducer.positions,
             settings=dict(reducer.stored_settings),
+            zero_padding=reducer.zero_padding,
         )
         for reducer in reducers
     )
@@ -126,8 +129,9 @@ class StepArrays:
         """
         if not self.steps:
             raise ValueError("the run took no step, so that nothing was recorded; give a longer gen_length")
+        sizes = {"key": keys, "query": queries}
         return {
-            spec.name: cut(self._arrays[spec.name][: self.steps], spec.dims, {"key": keys, "query": queries})
+            spec.name: with_zeros_(cut(self._arrays[spec.name][: self.steps], spec.dims, sizes), spec)
             for spec in self.specs
         }
 
@@ -174,6 +178,16 @@ def widened(tensor: Tensor, dims: Sequence[str], sizes: Mapping[str, int], *, fr
     return tensor
 
 
+def with_zeros_(array: Tensor, spec: ArraySpec) -> Tensor:
+    """An array [step, ...], in place with 0 for NaN in rows of keys that are not all NaN, if its padding is 0."""
+    if spec.zero_padding:
+        keys = spec.dims.index("key") - 1
+        for step in array:  # one at a time: an array over queries and keys is large
+            missing = step.isnan()
+            step.masked_fill_(missing & ~missing.all(keys, keepdim=True), 0.0)
+    return array
+
+
 def cut(tensor: Tensor, dims: Sequence[str], sizes: Mapping[str, int]) -> Tensor:
     """A tensor cut to at most these sizes, as a view."""
     for axis, name in enumerate(dims):
@@ -193,6 +207,8 @@ def as_plain(spec: ArraySpec) -> dict[str, Any]:
         "labels": {name: list(labels) for name, labels in spec.labels.items()},
         "positions": spec.positions,
         "settings": dict(spec.settings),
+        # Named where it holds alone: other recordings are described as before there was one.
+        **({"zero_padding": True} if spec.zero_padding else {}),
     }
 
 

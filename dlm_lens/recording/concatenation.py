@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_lens.attention.hook_identity import ADDRESS
-from dlm_lens.recording.arrays import ArraySpec, widened
+from dlm_lens.recording.arrays import ArraySpec, widened, with_zeros_
 from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.sampling import DenoisingRun
@@ -280,7 +280,7 @@ class _Padding:
         return self.canvas(torch.cat([tensor, last.expand(self.steps_after, *last.shape)]), value)
 
     def array(self, recording: RecordingFields, spec: ArraySpec) -> Tensor:
-        """A statistic, NaN (-1 for integers) where it is padded."""
+        """A statistic, NaN (-1 for integers; 0 for a present query's shares) where it is padded."""
         array, positions = recording.arrays[spec.name], recording.run.tokens.shape[1]
         for axis in ("query", "key"):
             if axis in spec.dims:
@@ -288,7 +288,7 @@ class _Padding:
         if spec.positions:
             moved = torch.where(array >= positions, array + self.before + self.after, array + self.before)
             array = moved.where(array >= 0, array)
-        return widened(array, spec.dims, {"step": len(array) + self.steps_after})
+        return widened(with_zeros_(array, spec), spec.dims, {"step": len(array) + self.steps_after})
 
     def _widened(self, array: Tensor, spec: ArraySpec, axis: str, sinks: int) -> Tensor:
         at = spec.dims.index(axis)

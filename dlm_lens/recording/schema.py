@@ -34,6 +34,7 @@ class ArrayDescription(Document):
     labels: dict[str, list[str]]
     positions: bool
     settings: dict[str, str | int | float | bool]
+    zero_padding: bool = False
 
 
 class ModelDescription(Document):

@@ -14,7 +14,7 @@ from dlm_lens.files.locks import held, other_files
 from dlm_lens.files.paths import check_directory
 from dlm_lens.files.sealed_json import DamagedFileError
 from dlm_lens.placement import plain_defaults
-from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, blank_ended_, from_plain
+from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, blank_ended_, from_plain, with_zeros_
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import HEADER, check_recording
 from dlm_lens.recording.recording_fields import RecordingFields
@@ -116,7 +116,7 @@ class ShardArrays(Mapping[str, Tensor]):
             raise ValueError("this recording has no steps")
         if self.running is not None:
             blank_ended_([found], self.running)
-        return found
+        return with_zeros_(found, spec)
 
 
 @contextmanager

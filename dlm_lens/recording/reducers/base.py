@@ -189,6 +189,11 @@ class Statistic:
         return False
 
     @property
+    def zero_padding(self) -> bool:
+        """Whether a present query has 0, not NaN, at keys that its row lacks, as a share of attention is; False."""
+        return False
+
+    @property
     def stored_settings(self) -> Mapping[str, Any]:
         """The settings that a recording names and a continued one must share; the texts, numbers and flags."""
         found: dict[str, Any] = dict(vars(self)) if is_dataclass(self) else {}
@@ -287,6 +292,11 @@ def _check(reducer: AnyReducer) -> None:
     if order != sorted(set(order)) or len(set(reducer.dims)) < len(reducer.dims):
         raise ValueError(
             f"{reducer.name} has dims {reducer.dims}; the order is {', '.join(ARRAY_AXES)}, then its own"
+        )
+    if reducer.zero_padding and not {"query", "key"} <= set(reducer.dims):
+        raise ValueError(
+            f"{reducer.name} has zero_padding and the dims {reducer.dims}; it is for shares that a query gives to "
+            "keys, with both axes"
         )
     for read in reducer.reads:
         kind, _, what = read.partition(":")

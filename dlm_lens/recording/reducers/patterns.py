@@ -30,13 +30,16 @@ RELATIONS: tuple[QueryStat, ...] = ("self", "past", "future")
 class AttentionPattern(PatternReducer):
     """The pattern A itself, for a few steps and layers: [step, batch, layer, head, query, key] takes much memory.
 
-    Queries are canvas positions; keys are canvas positions and, after them, the learned sink tokens.
+    Queries are canvas positions; keys are canvas positions and, after them, the learned sink tokens. Queries that
+    are padding, not written (AR) or not computed (a cache) are NaN. The others have a probability for every key, 0
+    for one that they do not see, such as padding: their rows sum to 1 (with learned sink logits, to less).
     """
 
     name = "pattern"
     dims = ("step", "batch", "layer", "head", "query", "key")
     unit = "share of attention"
     formula = "A_ij"
+    zero_padding = True
 
     def start(self, layer: LayerStep) -> list[Tensor]:
         """No tile yet."""
