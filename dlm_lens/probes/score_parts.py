@@ -89,6 +89,9 @@ class ScoreParts(ReducerGroup):
     seed: int = 0
     numbers: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        checked_class(self.queries, "ScoreParts")
+
     @property
     def parts(self) -> "tuple[_Sums, _MeanCosine, _Shares]":
         """Column sums, mean cosines and shares of variance; the first computes all three."""

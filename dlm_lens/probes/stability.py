@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import Rule, is_real, store_plain_numbers, whole
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.placement import in_float64
@@ -36,6 +37,9 @@ class PatternSimilarity(PatternReducer):
     Args:
         reference: the step whose top keys are kept.
         keep: the share of the keys of a row, above 0 and at most 1; padding is no key, learned sink tokens are.
+
+    Raises:
+        ValueError: a reference that is no step, or another share.
     """
 
     reference: int = 0
@@ -45,6 +49,13 @@ class PatternSimilarity(PatternReducer):
     dims = ("step", "batch", "layer", "head", "measure")
     unit = "cosine, or share of attention"
     formula = "cos(A_t, A_t-1); 1/n sum_ij min(A_t, A_t-1); 1/n sum of A_t on kept keys"
+
+    def __post_init__(self) -> None:
+        store_plain_numbers(self)
+        whole(least=0).check("PatternSimilarity.reference", self.reference)
+        Rule("a number above 0 and at most 1", lambda keep: is_real(keep) and 0 < keep <= 1).check(
+            "PatternSimilarity.keep", self.keep
+        )
 
     @property
     def labels(self) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal, get_args
 
+from dlm_lens.printable import shown
+
 StoredClass = Literal["all", "masked", "unmasked", "prompt", "block"]
 
 QueryClass = Literal["all", "masked", "unmasked", "prompt", "block", "open", "decided"]
@@ -32,7 +34,7 @@ def checked_class(name: str, owner: str) -> StoredClass:
         ValueError: there is no such class.
     """
     for known in QUERY_CLASSES:
-        if stored_name(name) == known:
+        if isinstance(name, str) and stored_name(name) == known:
             return known
     listed = ", ".join((*QUERY_CLASSES, *OTHER_NAMES))
-    raise ValueError(f"{owner}(queries={name!r}): the classes of queries are {listed}")
+    raise ValueError(f"{owner}(queries={shown(name)}): the classes of queries are {listed}")

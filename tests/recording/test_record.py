@@ -9,6 +9,7 @@ import torch
 import dlm_lens
 from dlm_lens import hooks, viz
 from dlm_lens.attention import hooked_attentions
+from dlm_lens.probes import PatternSimilarity, ScoreParts
 from dlm_lens.recording import (
     KeyNorm,
     MassiveActivations,
@@ -21,6 +22,7 @@ from dlm_lens.recording import (
     TopKeys,
     UpdateNorm,
     ValueNorm,
+    WeightedValue,
     record,
     record_forward,
 )
@@ -36,9 +38,12 @@ from dlm_lens.sinks import (
     received_of,
     received_over_steps,
 )
+from dlm_lens.sinks.analysis.query_splits import SplitAttention
 from dlm_lens.testing import tiny
 from tests.recording.reference import EVERYTHING, FAMILIES, PROMPTS, RUN, build, equal, settings
 from tests.reference import forward64
+
+NO_COUNTS = (0, 2.5, "a", True, float("nan"), None)
 
 
 def close(found, wanted, **tolerance):
@@ -394,7 +399,21 @@ def test_what_no_reducer_can_be(reducers, sentence):
     [
         (lambda: ReceivedAttention("some"), "classes of queries are all, masked"),
         (lambda: ReceivedAttention(()), "at least one class"),
-        (lambda: TopKeys(0), "k is at least 1"),
+        *((lambda bad=bad: ReceivedAttention(bad), "give at least one class") for bad in (None, 3)),
+        (lambda: ReceivedAttention(("all", 3)), r"\(queries=3\): the classes of queries are all"),
+        (lambda: WeightedValue([]), r"WeightedValue\(queries=\[\]\): the classes of queries are all"),
+        *((lambda bad=bad: TopKeys(bad), "TopKeys.k is .* whole number of at least 1") for bad in NO_COUNTS),
+        *(
+            (lambda kind=kind, bad=bad: kind(min_viewers=bad), f"{kind.__name__}.min_viewers is .* at least 1")
+            for kind in (ReceivedAttention, TopKeys, RegionMass, SplitAttention)
+            for bad in NO_COUNTS
+        ),
+        *((lambda bad=bad: SplitAttention(bad), "SplitAttention.draws is .* at least 1") for bad in NO_COUNTS),
+        (lambda: SplitAttention(seed="a"), "SplitAttention.seed is 'a'"),
+        (lambda: PatternSimilarity("a"), "PatternSimilarity.reference is 'a'"),
+        (lambda: PatternSimilarity(keep=30), "PatternSimilarity.keep is 30; .* at most 1"),
+        (lambda: ScoreParts(3), r"ScoreParts\(queries=3\)"),
+        (lambda: RegionMass(AboveMean), "give a detector"),
         (lambda: ValueNorm("one"), "'each', 'mean' or 'both'"),
         (lambda: RegionMass(3.0), "give a detector"),
         (lambda: record(tiny("llada"), PROMPTS, dtype="int8", **RUN), "'float32' or 'float16'"),

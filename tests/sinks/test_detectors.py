@@ -34,6 +34,12 @@ def test_above_mean_on_a_known_row():
     assert AboveMean(3.66).detect(scores).tolist() == [True, False, False, False]
 
 
+def test_literal_is_a_flag():
+    for literal in ("yes", "no", 1, None):
+        with pytest.raises(ValueError, match=r"AboveMean\.literal is .*; it must be True or False"):
+            AboveMean(0.3, literal=literal)
+
+
 def test_above_mean_is_strict():
     # 4 - 1 is exactly 3.
     assert AboveMean(3.0).detect(torch.tensor([4.0, 1.0, 1.0])).tolist() == [False] * 3

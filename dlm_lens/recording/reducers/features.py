@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import chosen_indices, is_whole, listed_indices
+from dlm_lens.arguments import LARGEST_COUNT, chosen_indices, listed_indices, whole
 from dlm_lens.features import SparseAutoencoder, load_sae
 from dlm_lens.recording.reducer_registry import ReducerEntry
 from dlm_lens.recording.reducers.base import LayerStep, Reducer, ReducerGroup
@@ -58,8 +58,7 @@ class FeatureActivations(ReducerGroup):
                 f"FeatureActivations: {self.sae} is of {self.sae.site!r} and layer {self.sae.layer}; recorded are "
                 "those of the residual stream of a layer: load_sae(..., site='resid', layer=)"
             )
-        if not is_whole(self.top) or self.top < 1:
-            raise ValueError(f"FeatureActivations: top is {self.top!r}; it must be a whole number of at least 1")
+        whole(least=1, most=LARGEST_COUNT).check("FeatureActivations: top", self.top)
         given = listed_indices("feature", self.features, "FeatureActivations: ")
         chosen = chosen_indices("feature", given, self.sae.features) if given else ()
         object.__setattr__(self, "features", chosen)

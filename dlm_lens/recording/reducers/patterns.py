@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import RULES
 from dlm_lens.attention import MIN_VIEWERS, QueryStat
+from dlm_lens.printable import shown
 from dlm_lens.recording.query_classes import QUERY_CLASSES
 from dlm_lens.recording.reducer_registry import ReducerEntry
 from dlm_lens.recording.reducers.base import LayerStep, PatternReducer, Reducer
@@ -110,8 +111,9 @@ class RegionMass(Reducer):
 
     def __post_init__(self) -> None:
         RULES["min_viewers"].check("RegionMass.min_viewers", self.min_viewers)
-        if self.sinks is not None and not callable(getattr(self.sinks, "detect", None)):
-            raise ValueError(f"RegionMass(sinks={self.sinks!r}): give a detector, such as AboveMean(eps=3.0)")
+        detects = callable(getattr(self.sinks, "detect", None)) and not isinstance(self.sinks, type)
+        if self.sinks is not None and not detects:
+            raise ValueError(f"RegionMass(sinks={shown(self.sinks)}): give a detector, such as AboveMean(eps=3.0)")
         if self._quantity not in ("received", "share", "mean attention"):
             raise ValueError(
                 f"RegionMass(sinks={self.sinks!r}): the detector reads {self._quantity!r}, not attention; give one "

@@ -1,14 +1,16 @@
 """`ReceivedAttention` and statistics computed from it: the norm that a key writes, the keys that receive most."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import LARGEST_COUNT, RULES, store_plain_numbers, whole
 from dlm_lens.attention import MIN_VIEWERS
 from dlm_lens.attention.column_stats import largest
+from dlm_lens.printable import shown
 from dlm_lens.recording.query_classes import QueryClass, checked_class
 from dlm_lens.recording.reducer_registry import ReducerEntry
 from dlm_lens.recording.reducers.base import LayerStep, Reducer, ReducerGroup
@@ -35,7 +37,7 @@ class ReceivedAttention(Reducer):
         min_viewers: a key that fewer queries of the class see is undefined (NaN).
 
     Raises:
-        ValueError: no such class, or min_viewers below 1.
+        ValueError: no such class, or min_viewers below 1 or no whole number.
     """
 
     queries: QueryClass | Sequence[QueryClass] = "all"
@@ -44,11 +46,17 @@ class ReceivedAttention(Reducer):
     unit = "relative to uniform"
 
     def __post_init__(self) -> None:
-        one, names = isinstance(self.queries, str), self._classes
+        store_plain_numbers(self)
+        RULES["min_viewers"].check("ReceivedAttention.min_viewers", self.min_viewers)
+        one = isinstance(self.queries, str)
+        names = self._classes if isinstance(self.queries, Iterable) else ()
+        if not names:
+            raise ValueError(
+                f"ReceivedAttention(queries={shown(self.queries)}): give at least one class of queries, such as "
+                "'all' or ('masked', 'unmasked')"
+            )
         known = tuple(checked_class(name, "ReceivedAttention") for name in names)
         object.__setattr__(self, "queries", known[0] if one else known)
-        if not self._classes or self.min_viewers < 1:
-            raise ValueError(f"{self}: give at least one class of queries and min_viewers of at least 1")
 
     @property
     def parts(self) -> "tuple[ReceivedAttention, ...]":
@@ -184,7 +192,7 @@ class TopKeys(ReducerGroup):
         min_viewers: a key that fewer queries of the class see is undefined.
 
     Raises:
-        ValueError: k below 1, or no such class.
+        ValueError: k or min_viewers below 1 or no whole number, or no such class.
     """
 
     k: int = 5
@@ -192,8 +200,9 @@ class TopKeys(ReducerGroup):
     min_viewers: int = MIN_VIEWERS
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"TopKeys(k={self.k}): k is at least 1")
+        store_plain_numbers(self)
+        whole(least=1, most=LARGEST_COUNT).check("TopKeys.k", self.k)
+        RULES["min_viewers"].check("TopKeys.min_viewers", self.min_viewers)
         object.__setattr__(self, "queries", checked_class(self.queries, "TopKeys"))
 
     @property

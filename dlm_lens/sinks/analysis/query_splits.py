@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import LARGEST_COUNT, RULES, SEED, store_plain_numbers, whole
 from dlm_lens.attention import MIN_VIEWERS, received_by_class
 from dlm_lens.placement import in_float64
 from dlm_lens.recording import QueryClass, Recording
@@ -43,7 +44,7 @@ class SplitAttention(Reducer):
         min_viewers: in a part of fewer queries all keys are undefined (NaN).
 
     Raises:
-        ValueError: no draw, several draws by position, or no such split.
+        ValueError: no draw, several draws by position, no such split, or no whole number.
     """
 
     draws: int = 8
@@ -56,8 +57,12 @@ class SplitAttention(Reducer):
     formula = "sum_i A_ij / e_j over each part of a split of the queries"
 
     def __post_init__(self) -> None:
-        if self.by not in get_args(SplitBy) or self.draws < 1 or (self.by == "position" and self.draws > 1):
-            raise ValueError(f"{self}: by is 'random' with at least 1 draw, or 'position' with 1")
+        store_plain_numbers(self)
+        whole(least=1, most=LARGEST_COUNT).check("SplitAttention.draws", self.draws)
+        RULES["min_viewers"].check("SplitAttention.min_viewers", self.min_viewers)
+        SEED.check("SplitAttention.seed", self.seed)
+        if self.by not in get_args(SplitBy) or (self.by == "position" and self.draws > 1):
+            raise ValueError(f"{self}: by is 'random', or 'position' with draws=1")
 
     @property
     def name(self) -> str:

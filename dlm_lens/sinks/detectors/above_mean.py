@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.arguments import store_plain_numbers
+from dlm_lens.arguments import flag, store_plain_numbers
 from dlm_lens.placement import in_float64
 from dlm_lens.sinks.detector_registry import DetectorEntry
 from dlm_lens.sinks.detectors.base import Detector, Quantity, settings_as_floats
@@ -37,7 +37,7 @@ class AboveMean(Detector):
     pass `AboveMean(eps / S, literal=True)` is `AboveMean(eps)`.
 
     Raises:
-        ValueError: eps is negative or not a finite number.
+        ValueError: eps is negative or not a finite number, or literal is neither True nor False.
     """
 
     eps: float = 3.0
@@ -49,6 +49,7 @@ class AboveMean(Detector):
     def __post_init__(self) -> None:
         store_plain_numbers(self)
         ENTRY.check(self.eps)
+        flag().check("AboveMean.literal", self.literal)
         settings_as_floats(self)
 
     def __repr__(self) -> str:
