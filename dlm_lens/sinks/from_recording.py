@@ -6,7 +6,7 @@ from typing import Any, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import checked_arguments, meant
 from dlm_lens.attention import MIN_VIEWERS, HookLike
 from dlm_lens.recording import KeyNorm, MassiveActivations, QueryClass, ReceivedAttention, Recording, rerun
 from dlm_lens.recording.query_classes import checked_class
@@ -15,7 +15,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
 from dlm_lens.sinks.key_axes import AXES, shared_fields_of
 from dlm_lens.sinks.key_statistics import KeyStatistic
-from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Received, warn_unscored
+from dlm_lens.sinks.received import COLUMN_SUM, RECEIVED, RELATIVE, Received, warn_unscored
 
 
 @checked_arguments()
@@ -152,6 +152,24 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
         viewers=recording.viewers_by_layer(queries)[:, :, :, None],
         **shared_fields_of(recording.run, recording.layers, recording.steps, recording.sinks),
     )
+
+
+def received_in(given: Any, name: str, queries: QueryClass = "all") -> Received:
+    """A `Received` as it is, or the received attention of a class of queries of a `Recording`.
+
+    Args:
+        given: one of them.
+        name: of the argument, for the error.
+        queries: the class that is read from a recording.
+
+    Raises:
+        ValueError: neither of them, or ReceivedAttention of this class was not recorded.
+    """
+    given = meant(given)
+    received = received_of(given, queries) if isinstance(given, Recording) else given
+    RECEIVED.check(name, received)
+    assert isinstance(received, Received)
+    return received
 
 
 HIDDEN: Mapping[HiddenQuantity, tuple[str, str]] = {

@@ -245,7 +245,7 @@ class Received(ShowsItself, KeyAxes):
         )
 
 
-RECEIVED = instance(Received, "the Received of dlm_lens.received_of")
+RECEIVED = instance(Received, "a Recording, or the Received of dlm_lens.received_of")
 
 
 def warn_unscored(counted: Int[Tensor, "..."], min_viewers: int) -> None:

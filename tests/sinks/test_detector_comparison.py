@@ -4,10 +4,12 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy import stats
 
+from dlm_lens.recording import ReceivedAttention, record
 from dlm_lens.sinks import (
     AboveMean,
     AboveStd,
@@ -16,12 +18,15 @@ from dlm_lens.sinks import (
     Received,
     TopK,
     compare_detectors,
+    compare_query_classes,
     eps_sweep,
     find_sinks,
     sink_profile,
 )
+from dlm_lens.sinks import received_of as recorded
 from dlm_lens.sinks.analysis import detector_comparison as module
 from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
+from dlm_lens.testing import tiny
 from tests.sinks import reference
 
 
@@ -150,6 +155,30 @@ def test_eps_sweep_takes_several_runs():
         assert both["kept"][n] == table["kept"][0]
     with pytest.raises(ValueError, match="eps_values is empty"):
         eps_sweep(one, [])
+    for wrong in (3, ["a"], "1", [math.nan]):
+        with pytest.raises(ValueError, match=r"eps_values is .*; it must be a list of finite numbers"):
+            eps_sweep(one, wrong)
+
+
+def test_a_recording_stands_for_its_received_attention():
+    model, reducer = tiny("llada"), ReceivedAttention(("all", "masked", "unmasked"), min_viewers=1)
+    recording = record(model, [[5, 9, 11, 3], [6, 2]], [reducer], gen_length=4)
+    received = recorded(recording)
+    for found, wanted in (
+        (eps_sweep([recording, received], [0.5]), eps_sweep([received, received], [0.5])),
+        (eps_sweep(recording, [0.5]), eps_sweep(received, [0.5])),
+        (sink_profile(recording).table(), sink_profile(received).table()),
+        (
+            compare_query_classes(recording, recording),
+            compare_query_classes(recorded(recording, "masked"), recorded(recording, "unmasked")),
+        ),
+    ):
+        pd.testing.assert_frame_equal(found, wanted)
+    with pytest.raises(ValueError, match="no received_masked; record with"):
+        compare_query_classes(record(model, [[5, 9]], gen_length=4), received)
+    for call in (lambda: sink_profile(3), lambda: eps_sweep(3, [1.0]), lambda: compare_query_classes(3, received)):
+        with pytest.raises(ValueError, match="is 3; it must be a Recording, or the Received of"):
+            call()
 
 
 def test_ratio_by_prompt_resamples_prompts():

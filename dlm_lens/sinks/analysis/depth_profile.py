@@ -10,9 +10,11 @@ from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.display import ShowsItself
+from dlm_lens.recording import Recording
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector, as_detector
-from dlm_lens.sinks.received import RECEIVED, Received, Scale
+from dlm_lens.sinks.from_recording import received_in
+from dlm_lens.sinks.received import Received, Scale
 
 Main = Literal["head", "model"]
 
@@ -69,8 +71,10 @@ class SinkProfile(ShowsItself):
         )
 
 
-@checked_arguments(received=RECEIVED)
-def sink_profile(received: Received, detector: Detector | None = None, *, main: Main = "head") -> SinkProfile:
+@checked_arguments()
+def sink_profile(
+    received: Received | Recording, detector: Detector | None = None, *, main: Main = "head"
+) -> SinkProfile:
     """Score of the main sink in every head, averaged over steps, and the sinks per layer (2510.15731, Figure 5).
 
     The paper shows "the model's main sink token across heads and layers, averaged through time" and does not state
@@ -79,13 +83,14 @@ def sink_profile(received: Received, detector: Detector | None = None, *, main: 
     that receives most in the mean pattern over layers and heads.
 
     Args:
-        received: at the "head" level; it is read layer by layer.
+        received: at the "head" level; it is read layer by layer. Of a `Recording` that of all queries.
         detector: the rule that counts sinks; `AboveMean(3.0)` by default.
         main: "head" or "model".
 
     Raises:
         ValueError: no layer and head axes, or an unknown main.
     """
+    received = received_in(received, "received")
     if main not in ("head", "model"):
         raise ValueError(f"main is {main!r}; it must be 'head' or 'model'")
     if received.level != "head" or not {"layer", "head"} <= set(received.dims):

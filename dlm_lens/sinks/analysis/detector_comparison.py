@@ -10,11 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.arguments import check_index, checked_arguments
+from dlm_lens.arguments import LEVEL, Rule, check_index, checked_arguments, flag, is_real, plain_number
+from dlm_lens.recording import Recording
 from dlm_lens.sinks.detection import FOUND, Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
-from dlm_lens.sinks.received import RECEIVED, Level, Received
+from dlm_lens.sinks.from_recording import received_in
+from dlm_lens.sinks.received import Level, Received
 from dlm_lens.statistics import SHARE_BOUNDS, count_prompts, prompts_or_rows, ratio_by_prompt
 
 ENTRIES_AT_ONCE = 2**19
@@ -47,7 +49,10 @@ def sink_rate(sinks: Sinks, position: int | None = None) -> Float[Tensor, "*rows
 
 
 def compare_detectors(
-    attention: Received | Tensor | None, detectors: Sequence[Detector | str | Sinks], *, level: Level = "head"
+    attention: Received | Recording | Tensor | None,
+    detectors: Sequence[Detector | str | Sinks],
+    *,
+    level: Level = "head",
 ) -> pd.DataFrame:
     """Agreement of detectors: for every pair the Jaccard index of their sinks, and the share of keys of each.
 
@@ -114,8 +119,15 @@ def _pair(first: tuple[Any, ...], second: tuple[Any, ...], prompt: Tensor | None
     }
 
 
+def _are_numbers(values: Any) -> bool:
+    return hasattr(values, "__len__") and all(is_real(plain_number(value)) for value in values)
+
+
+@checked_arguments(
+    eps_values=Rule("a list of finite numbers, such as [1.0, 3.0]", _are_numbers), level=LEVEL, literal=flag()
+)
 def eps_sweep(
-    received: Received | Iterable[Received],
+    received: Received | Recording | Iterable[Received | Recording],
     eps_values: Sequence[float],
     *,
     level: Level = "head",
@@ -131,20 +143,19 @@ def eps_sweep(
     one sink; `n` keys, `patterns`, `sequences`, `prompts`; `scale`, `level`.
 
     Args:
-        received: of one run, or of several, whose prompts count apart.
+        received: of one run, or of several, whose prompts count apart. Of a `Recording` that of all queries.
         eps_values: thresholds.
         level: the level of the patterns.
         literal: Eq. 3 on A-bar from 0 to 1, as `AboveMean(eps, literal=True)`.
 
     Raises:
-        ValueError: no or no finite eps.
+        ValueError: no or no finite eps, or something else than received attention.
     """
     rules = [AboveMean(float(eps), literal=literal) for eps in eps_values]
     if not rules:
         raise ValueError("eps_values is empty; give at least one threshold")
-    runs = list(received) if isinstance(received, Iterable) else [received]
-    for run in runs:
-        RECEIVED.check("received", run)
+    given_runs = received if isinstance(received, Iterable) else [received]
+    runs = [received_in(run, "received") for run in given_runs]
     counts, labels, prompts = [], [], 0
     for run in runs:
         given = run.at_level(level)

@@ -6,16 +6,22 @@ import torch
 from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments
+from dlm_lens.recording import Recording
 from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
-from dlm_lens.sinks.received import RECEIVED, Level, Received, in_model
+from dlm_lens.sinks.from_recording import received_in
+from dlm_lens.sinks.received import Level, Received, in_model
 from dlm_lens.statistics import SHARE_BOUNDS, count_prompts, ratio_by_prompt
 
 
-@checked_arguments(masked=RECEIVED, unmasked=RECEIVED)
+@checked_arguments()
 def compare_query_classes(
-    masked: Received, unmasked: Received, detector: Detector | None = None, *, level: Level = "head"
+    masked: Received | Recording,
+    unmasked: Received | Recording,
+    detector: Detector | None = None,
+    *,
+    level: Level = "head",
 ) -> pd.DataFrame:
     """Sinks of masked queries compared with those of decoded queries, per (layer, head): 2510.15731, Figure 6a.
 
@@ -30,14 +36,16 @@ def compare_query_classes(
     `prompts`.
 
     Args:
-        masked: `received_over_steps(model, run, queries="masked")`, or "open".
-        unmasked: the same with queries="unmasked", or "decided".
+        masked: `received_over_steps(model, run, queries="masked")`, or "open"; or a `Recording` with this class.
+        unmasked: the same with queries="unmasked", or "decided"; the same `Recording` may have both.
         detector: the rule; `AboveMean(3.0)` by default.
         level: the level of the patterns.
 
     Raises:
-        ValueError: other shapes, or not these two classes.
+        ValueError: other shapes, not these two classes, or a recording without one of them.
     """
+    masked = received_in(masked, "masked", "masked")
+    unmasked = received_in(unmasked, "unmasked", "unmasked")
     if (masked.queries, unmasked.queries) != ("masked", "unmasked"):
         raise ValueError(
             f"the queries are {masked.queries!r} and {unmasked.queries!r}; give received_over_steps(..., "
