@@ -151,7 +151,7 @@ METHODS = [("mc", {"cfg_scale": 0.5}), ("mc", {}), ("chain_rule", {}), ("greedy_
 @pytest.mark.parametrize(("method", "options"), METHODS)
 def test_an_item_is_what_it_is_alone(model: PreTrainedModel, method: str, options: dict[str, Any]) -> None:
     prompts, answers = ITEMS
-    options = {"method": method, "samples": 24, "seed": 3, **options}
+    options = {"method": method, "seed": 3, **({"samples": 24} if method == "mc" else {}), **options}
     together = dlm_lens.log_likelihood(model, prompts, answers, **options)
     others = {
         "two at a time": dlm_lens.log_likelihood(model, prompts, answers, batch_size=2, **options),
@@ -348,15 +348,28 @@ def test_one_prompt_serves_several_answers() -> None:
 @pytest.mark.parametrize("family", ["llada", "smdm", "sdar", "duo"])
 def test_a_dlm_takes_no_prompt_alone_and_beside_others(family: str) -> None:
     model = tiny(family)
-    prompts, answers = [[], "w5 w6", [5, 6], ()], [[7, 8], [9], [9], [3, 4, 5]]
+    prompts, answers = [[], "w5 w6", [5, 6], (), ""], [[7, 8], [9], [9], [3, 4, 5], [7, 8]]
     got = dlm_lens.log_likelihood(model, prompts, answers, samples=8, seed=1).value
+    torch.testing.assert_close(got[4], got[0], rtol=1e-6, atol=1e-6)
     pairs = zip(prompts, answers, strict=True)
     alone = [dlm_lens.log_likelihood(model, one, given, samples=8, seed=1).value[0] for one, given in pairs]
     torch.testing.assert_close(got, torch.stack(alone), rtol=1e-6, atol=1e-6)  # other batches of float32 passes
 
 
 REFUSALS: list[tuple[str, Any, Any, dict[str, Any], str]] = [
-    ("llada", [1], [], {}, "answer 0 is empty"),
+    ("llada", [1], [], {}, r"the answer is \[\]; give at least one answer"),
+    ("llada", [], [], {}, r"the answer is \[\]; give at least one answer"),
+    ("llada", [1], [[]], {}, "answer 0 is empty"),
+    ("llada", [1], [2], {"strata": 0}, "strata is 0; it must be at least 1, or None"),
+    ("llada", [1], [2], {"method": "chain_rule", "samples": 4}, "samples is 4, and chain_rule draws no masks"),
+    (
+        "llada",
+        [1],
+        [2],
+        {"method": "greedy_completion", "strata": 4},
+        "strata is 4, and greedy_completion draws no",
+    ),
+    ("causal", [""], [2], {}, "prompt 0 is empty"),
     ("llada", "w1", ["w2", ""], {}, "answer 1 is empty"),
     ("causal", [], [1], {}, "the prompt is empty"),
     ("causal", [[], [2]], [[1], [1]], {}, "empty"),
@@ -417,7 +430,7 @@ def test_logits_that_are_not_finite_name_the_item(method: str, position: str) ->
         model.model.embed_tokens.weight[50] = torch.nan
     # In a batch with longer items: the position is counted in the item's own text.
     with pytest.raises(NonFiniteLogitsError, match=f"item 2: the logits of position {position} are not finite"):
-        dlm_lens.log_likelihood(model, *ITEMS, method, samples=4)
+        dlm_lens.log_likelihood(model, *ITEMS, method, **({"samples": 4} if method == "mc" else {}))
 
 
 def test_dreams_estimate_of_a_single_token_is_zero_in_the_reference() -> None:

@@ -37,7 +37,8 @@ def read_pairs(model: Any, prompt: Any, answer: Any) -> list[Pair]:
     """Pair every prompt with its answer; a single prompt that is not in a list serves every answer.
 
     Text is tokenised by itself, the answer without special tokens: the space before it is part of the answer. An
-    empty list as prompt is no prompt: a DLM then gives the answer's likelihood by itself.
+    empty list or text as prompt is no prompt: a DLM then gives the answer's likelihood by itself. (Of a model that
+    writes without a prompt, `empty_prompt` of its config, an empty text is what `denoise` makes of it.)
 
     Raises:
         ValueError: what `read_prompts` refuses, no prompt for an AR model, an empty answer, one with the mask token
@@ -59,11 +60,12 @@ def read_pairs(model: Any, prompt: Any, answer: Any) -> list[Pair]:
 
 
 def _read_prompts(model: Any, prompt: Any) -> list[Tensor]:
-    """Ids of every prompt, without padding; of a DLM an empty list is no prompt, also beside others."""
-    if isinstance(prompt, list | tuple) and not algorithm_of(model.config).sampler.autoregressive:
-        if not prompt:
+    """Ids of every prompt, without padding; of a DLM an empty list or text is no prompt, also beside others."""
+    if isinstance(prompt, str | list | tuple) and not algorithm_of(model.config).sampler.autoregressive:
+        no_prompt = (str, list, tuple) if getattr(model.config, "empty_prompt", None) is None else (list, tuple)
+        if isinstance(prompt, no_prompt) and not prompt:
             return [torch.zeros(0, dtype=torch.long)]
-        nothing = [isinstance(one, list | tuple) and not one for one in prompt]
+        nothing = [isinstance(one, no_prompt) and not one for one in prompt]
         if any(nothing) and not any(map(is_id, prompt)):
             rows = zip(prompt, nothing, strict=True)
             return [ids for one, empty in rows for ids in _read_prompts(model, [] if empty else [one])]
@@ -82,6 +84,8 @@ def _is_single(value: Any) -> bool:
 
 def _read_answers(model: Any, answer: Any) -> list[Tensor]:
     answer = as_list(answer)
+    if not isinstance(answer, str | Tensor) and isinstance(answer, Sequence) and not len(answer):
+        raise ValueError(f"the answer is {shown(answer)}; give at least one answer, of at least one token")
     if isinstance(answer, bytes) or not isinstance(answer, str | Tensor | Sequence):
         raise ValueError(f"the answer is of an unknown kind: {shown(answer)}; {_ACCEPTED}")
     if isinstance(answer, Tensor) and answer.ndim == 2:

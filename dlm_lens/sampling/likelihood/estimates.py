@@ -126,7 +126,7 @@ def strata_of(samples: int, strata: int | None) -> int:
     if strata is None:
         most = max(1, min(MOST, samples // FEWEST_GROUPS))
         return next(size for size in range(most, 0, -1) if samples % size == 0)
-    if strata < 1 or samples % strata:
+    if samples % strata:
         raise ValueError(
             f"{samples} samples do not divide into groups of {strata} (strata, and batch_size with "
             "reference_quirks); choose samples as a multiple of it"
@@ -217,7 +217,7 @@ def log_likelihood(
     answer: Any,
     method: str | None = None,
     *,
-    samples: int = 128,
+    samples: int | None = None,
     cfg_scale: float = 0.0,
     seed: int | list[int] = 0,
     strata: int | None = None,
@@ -247,10 +247,12 @@ def log_likelihood(
 
     Args:
         model: from `dlm_lens.load`.
-        prompt: as for `denoise`: text, chat messages, token ids, or a list of any of them.
+        prompt: as for `denoise`: text, chat messages, token ids, or a list of any of them. Of a DLM an empty text
+            or list of ids is no prompt: the likelihood of the unconditional text.
         answer: text, token ids, or a list of either; one per prompt, or several for one prompt.
         method: "mc", "chain_rule" or "greedy_completion"; None for "mc", of AR models and SDLM "chain_rule".
-        samples: random masks per item, for "mc".
+        samples: random masks per item, for "mc"; None for 128. Beside a model's own method that draws none they
+            are ignored.
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); u sees a masked prompt.
         seed: one number, or one per item.
         strata: samples of one stratified draw (the authors' batch size); a divisor of `samples`. None for the
@@ -279,8 +281,9 @@ def log_likelihood(
     causal = algorithm.sampler.autoregressive
     if "mc_num" in settings:
         raise ValueError(f"mc_num={shown(settings['mc_num'])} is the authors' word; here it is samples=")
-    method = check_method(model, method, cfg_scale)
-    _check_sizes(samples, batch_size)
+    given, method = method, check_method(model, method, cfg_scale)
+    _check_sizes(given, batch_size, samples=samples, strata=strata)
+    samples = 128 if samples is None else samples
     pairs = read_pairs(model, prompt, answer)
     seeds = row_seeds(seed, len(pairs))
     if reference_quirks and len(set(seeds)) > 1:
@@ -410,11 +413,12 @@ def _longest_first(pairs: Sequence[Pair], answers: bool) -> list[int]:
     )
 
 
-def _check_sizes(samples: int, batch_size: int | None) -> None:
-    if samples < 1:
-        raise ValueError(f"samples is {samples}; at least one random mask is needed")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be at least 1, or None")
+def _check_sizes(method: str | None, batch_size: int | None, **of_masks: int | None) -> None:
+    for name, value in {"batch_size": batch_size, **of_masks}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1, or None")
+        if value is not None and name in of_masks and method not in (None, "mc"):
+            raise ValueError(f"{name} is {value}, and {method} draws no masks; leave it out")
 
 
 def _check_names(settings: Mapping[str, Any], names: Sequence[str], method: str, algorithm: Algorithm) -> None:
