@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import wraps
 from numbers import Integral, Real
+from os import PathLike
 from types import NoneType, UnionType
 from typing import Any, Never, ParamSpec, TypeVar, get_args, get_type_hints
 
@@ -213,6 +214,7 @@ def is_seed(value: Any) -> bool:
     return is_whole(value) and -(2**63) <= value < 2**64
 
 
+DIRECTORY = instance((str, PathLike), "a directory, as a text or a pathlib.Path")
 LEVEL = instance(str, "'head', 'layer' or 'model'")
 ONE_SEED = Rule("a whole number from 0 to 2^63 - 1", lambda value: is_whole(value) and 0 <= value < 2**63)
 SEED = Rule("a whole number from -2^63 to 2^64 - 1", is_seed)

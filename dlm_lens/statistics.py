@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dlm_lens.printable import shown
+
 RESAMPLES = 2000
 
 Z = 1.959964
@@ -188,6 +190,9 @@ def estimate_mean(
         prompts: how many prompts there are.
         bounds: as for `estimate`.
         seed: of the draws.
+
+    Raises:
+        ValueError: as `summed`.
     """
     values = np.asarray(values, dtype=np.float64)
     pairs = summed(np.stack([values, np.ones_like(values)], -1), prompt, prompts)
@@ -205,10 +210,28 @@ def count_prompts(prompt: Any, rows: int) -> int:
 
 
 def summed(values: Any, prompt: Any, prompts: int) -> Floats:
-    """Sums of values [entry, summand] over the entries of every prompt: [prompt, summand]."""
-    values = np.asarray(values, dtype=np.float64)
+    """Sums of values [entry, summand] over the entries of every prompt: [prompt, summand].
+
+    Args:
+        values: some numbers per entry.
+        prompt: the prompt of each entry, from 0.
+        prompts: how many prompts there are.
+
+    Raises:
+        ValueError: not one prompt per entry, or one that is not from 0 to `prompts` - 1.
+    """
+    values, numbers = np.asarray(values, dtype=np.float64), np.asarray(prompt)
+    if np.asarray(prompts).dtype.kind not in "iu" or prompts < 0:
+        raise ValueError(f"prompts is {shown(prompts)}; it must be a whole number of at least 0")
+    if numbers.shape != values.shape[:1]:
+        raise ValueError(
+            f"prompt has shape {list(numbers.shape)} for {len(values)} entries; give each entry's prompt, a number"
+        )
+    wrong = numbers[~np.isin(numbers, np.arange(prompts))]
+    if len(wrong):
+        raise ValueError(f"prompt {shown(wrong[0].item())} of {prompts}: prompts go from 0 to {prompts - 1}")
     found = np.zeros((prompts, *values.shape[1:]))
-    np.add.at(found, np.asarray(prompt, dtype=np.int64), values)
+    np.add.at(found, numbers.astype(np.int64), values)
     return found
 
 

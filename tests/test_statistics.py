@@ -199,3 +199,19 @@ def test_two_differences_of_which_one_mean_has_one_prompt_have_no_interval(alone
     found = estimate(sums, difference_of_differences)
     assert found.value == pytest.approx([-0.5, 0.5, 0.5, -0.5][alone])
     assert str(found).endswith("[no interval: 1 prompt]")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts", "sentence"),
+    [
+        ([0], 1, r"prompt has shape \[1\] for 2 entries; give each entry's prompt"),
+        ([0, 5], 2, "prompt 5 of 2: prompts go from 0 to 1"),
+        ([0, -1], 2, "prompt -1 of 2: prompts go from 0 to 1"),
+        ([0, 0.5], 2, "prompt 0.5 of 2"),
+        ([0, 1], "a", "prompts is 'a'; it must be a whole number of at least 0"),
+    ],
+)
+def test_entries_without_a_prompt_are_refused(prompt: Any, prompts: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        estimate_mean([1, 2], prompt, prompts)
+    assert estimate_mean([1, 2], [0.0, 1.0], 2).value == 1.5

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments, flag
+from dlm_lens.arguments import LARGEST_COUNT, checked_arguments, flag, whole
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions, result_of
@@ -140,10 +140,9 @@ class Commitment(ShowsItself):
         both are NaN.
 
         Raises:
-            ValueError: less than one bin.
+            ValueError: less than one bin, or no whole number.
         """
-        if bins < 1:
-            raise ValueError(f"bins is {bins}; it must be at least 1")
+        whole(least=1, most=LARGEST_COUNT).check("bins", bins)
         counted = self.predicted & (self.reference >= 0)
         lines = []
         for step in range(self.run.steps):

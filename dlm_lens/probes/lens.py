@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance, place_of_layer
-from dlm_lens.attention import HookLike, SinkLayout, attach_hooks, attention_blocks, exclusive
+from dlm_lens.attention import HookLike, SinkLayout, attach_hooks, attention_blocks, checked, exclusive
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.probes.lens_positions import GivenLensPositions, LensPositions, choose_positions
@@ -258,6 +258,7 @@ def logit_lens(
         named = name == "positions" and isinstance(value, str | Sinks)
         if value is not None and not flags and not named:
             INDICES.check(name, value)
+    hooks = checked(hooks)
     stored, head = StoredRun(model, run, warn=not len(hooks)), Unembedding(model)
     hooked = StoredRun(model, run, hooks=hooks, carried="keys") if len(hooks) else None
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)))

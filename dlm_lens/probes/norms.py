@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import ONE_SEED, checked_arguments
+from dlm_lens.arguments import LARGEST_COUNT, ONE_SEED, checked_arguments, whole
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.recording import Recording
@@ -158,10 +158,9 @@ class ValueNorms(ShowsItself):
         """How many of the sinks and of the others have which norm (2601.19657, Figure 1): low, high, sinks, others.
 
         Raises:
-            ValueError: fewer than one bin.
+            ValueError: fewer than one bin, or no whole number.
         """
-        if bins < 1:
-            raise ValueError(f"distribution(bins={bins}): give at least one")
+        whole(least=1, most=LARGEST_COUNT).check("distribution: bins", bins)
         top = float(torch.cat([self.sink, self.other]).max()) if len(self.sink) else 1.0
         edges = np.linspace(0, top * (1 + 1e-6), bins + 1)
         counts = {

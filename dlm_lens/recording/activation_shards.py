@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.arguments import is_whole
+from dlm_lens.arguments import DIRECTORY, is_whole
 from dlm_lens.attention import HookLike, checked
 from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.files.atomic_writes import remove_stale, write_file
@@ -149,6 +149,7 @@ def write_activations(
         FileExistsError: the directory holds other files.
         OSError: the disk is full; shards written so far stay.
     """
+    DIRECTORY.check("to", to)
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {shown(dtype)}; it must be one of {', '.join(DTYPES)}")
     if not is_whole(shard_size) or shard_size < 1:

@@ -9,14 +9,14 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments, instance
+from dlm_lens.arguments import DIRECTORY, checked_arguments
 from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.files.locks import held
 from dlm_lens.files.paths import check_directory
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.model_identity import check_named
-from dlm_lens.recording.recorder import Recorder, Storage
+from dlm_lens.recording.recorder import STORAGE, Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.reducers.received import ReceivedAttention
 from dlm_lens.recording.storage import load_part, part_name
@@ -32,7 +32,7 @@ DEFAULT = (ReceivedAttention(),)
 
 
 @exclusive
-@checked_arguments(dtype=instance(str, "'float32' or 'float16'"))
+@checked_arguments(dtype=STORAGE, to=DIRECTORY)
 def record(
     model: Any,
     prompts: Any,
@@ -62,7 +62,8 @@ def record(
             that the position is the same token of a prompt in every batch.
         to: a directory, to which a shard is written after every step. After an interruption the same call continues
             the run. The arrays of the result are read from the directory on first use.
-        layers: indices of the layers, negative from the end; None for all.
+        layers: indices of the layers, negative from the end; None for all. They are recorded in increasing order,
+            each once, whatever the order here; `recording.select(layer=)` keeps its own.
         batch_size: prompts in one run; None for all. Several batches become one Recording, under block diffusion
             only if their blocks take equal numbers of steps; otherwise `to` holds the recording of each batch.
         dtype: how floating-point statistics are stored, "float32" or "float16" (relative error up to 2^-11).

@@ -1,13 +1,14 @@
 """`Recorder`: an observer that reduces every layer of every step of a run."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.adapters.model_names import name_of
+from dlm_lens.arguments import Rule
 from dlm_lens.attention import (
     AttentionInputs,
     RunStep,
@@ -26,6 +27,7 @@ from dlm_lens.sampling import DenoisingRun, Proposal, Sampler, StepObserver, Ste
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 
 Storage = Literal["float32", "float16"]
+STORAGE = Rule("the text 'float32' or 'float16'", lambda dtype: dtype in get_args(Storage))
 
 
 class Recorder(StepObserver):
@@ -57,8 +59,7 @@ class Recorder(StepObserver):
         dtype: Storage = "float32",
     ) -> None:
         super().__init__(model)
-        if dtype not in ("float32", "float16"):
-            raise ValueError(f"dtype is {dtype!r}; statistics are stored as 'float32' or 'float16'")
+        STORAGE.check("dtype", dtype)
         self.reducers: tuple[AnyReducer, ...] = checked_reducers(reducers)
         self.layout, self.causal = SinkLayout.of(model), attends_causally(model)
         for reducer in self.reducers:

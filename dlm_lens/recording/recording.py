@@ -15,7 +15,7 @@ import xarray
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import meant
+from dlm_lens.arguments import DIRECTORY, check_index, meant
 from dlm_lens.attention import beside_sinks
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.placement import plain_defaults
@@ -214,7 +214,13 @@ class Recording(ShowsItself, RecordingFields):
         return getattr(self, name) * self.expected_by_layer(queries)[:, :, :, None]
 
     def strings(self, step: int, row: int = 0) -> list[str]:
-        """The text of every key at a step: one token each, sink(i) for learned sink tokens."""
+        """The text of every key at a step: one token each, sink(i) for learned sink tokens.
+
+        Raises:
+            ValueError: a step or row that this part does not have; both count from 0, or from the end if negative.
+        """
+        check_index("step", step, self.tokens.shape[0])
+        check_index("row", row, self.tokens.shape[1])
         return [
             self.words.get(i, f"<{i}>") if i >= 0 else f"sink({-1 - i})" for i in self.tokens[step, row].tolist()
         ]
@@ -249,6 +255,7 @@ class Recording(ShowsItself, RecordingFields):
             ValueError: another process writes there.
             OSError: the disk is full; the files written so far are removed.
         """
+        DIRECTORY.check("directory", directory)
         return save_recording(self, Path(directory))
 
     @classmethod

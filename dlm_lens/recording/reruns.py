@@ -47,7 +47,8 @@ def rerun(
         hooks: interventions (`dlm_lens.hooks`) under which the canvases are seen: those of the run for what it
             computed, others for what they would change at every step alone. If one of them depends on earlier steps
             (`Hook.remembers`), the steps before the chosen ones run too.
-        steps: indices of the steps, negative from the end; None for all.
+        steps: indices of the steps, negative from the end; None for all. Steps, layers and rows are computed in
+            increasing order, each once, whatever the order here; `recording.select` keeps its own.
         layers: indices of the layers, negative from the end; None for all.
         rows: indices of the rows, negative from the end; None for all.
         rows_per_pass: rows in one forward pass; None for all of them. Hooks see the rows of one pass.

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance
+from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance, one_of, whole
 from dlm_lens.display import ROWS, Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
@@ -126,10 +126,11 @@ class Sinks(ShowsItself, KeyAxes):
                 batch, layer, head, position.
 
         Raises:
-            ValueError: an unknown order, or a negative number of lines.
+            ValueError: an unknown order, or a number of lines that is negative or not whole.
         """
-        if sort not in ("score", "place") or (top is not None and top < 0):
-            raise ValueError(f"table(top={top!r}, sort={sort!r}): sort is 'score' or 'place', top at least 0")
+        if top is not None:
+            whole(least=0).check("table: top", top)
+        one_of("score", "place").check("table: sort", sort)
         where = self.is_sink.nonzero(as_tuple=True)
         columns: dict[str, Any] = {
             "position" if name == "key" else name: index.tolist()

@@ -178,8 +178,9 @@ def test_a_reference_of_another_shape_is_refused() -> None:
     run = denoise(model, PROMPTS, steps=2, gen_length=4)
     with pytest.raises(ValueError, match=r"reference has shape \[1, 3\], and the run's canvas"):
         commitment(model, run, reference=torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="bins is 0; it must be at least 1"):
-        commitment(model, run).calibration(bins=0)
+    for bins in (0, 2.5, "a"):
+        with pytest.raises(ValueError, match=f"bins is {bins!r}; it must be a whole number of at least 1"):
+            commitment(model, run).calibration(bins=bins)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["llada", "shift", "blocks"])

@@ -164,6 +164,9 @@ def test_sinks_without_another_token_have_no_norms_to_compare() -> None:
     found = value_norms(rec, replace(sinks, is_sink=sinks.scores.isfinite()))
     assert len(found.sink) == 0 < found.unmatched == found.found
     assert found.distribution(bins=2)["high"].tolist() == pytest.approx([0.5, 1.0], rel=1e-5)
+    for bins in (0, 2.5, "a"):
+        with pytest.raises(ValueError, match=f"bins is {bins!r}; it must be a whole number of at least 1"):
+            found.distribution(bins)
     assert (np.isnan(found.ratio.value), found.ratio.prompts) == (True, 0)
 
 

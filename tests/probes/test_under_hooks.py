@@ -183,3 +183,11 @@ def test_the_command_lines_word_for_the_recordings_own_hooks(recorded: tuple[str
         assert expected in file.read_text()
     wrong = CliRunner().invoke(cli.app, ["plot", "attention-maps", path, "--hooks", "mask_nothing(1)"])
     assert "'mask_nothing' is no hook and no detector" in str(wrong.exception)
+
+
+def test_hooks_outside_a_list_are_refused() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, [[5, 6, 7]], steps=2, gen_length=4)
+    for hooks in (3, mask_top_sinks(1)):
+        with pytest.raises(ValueError, match="give a list of hooks, such as"):
+            dl.logit_lens(model, run, [0], hooks=hooks)  # type: ignore[arg-type]

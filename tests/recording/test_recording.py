@@ -28,6 +28,10 @@ def test_coordinates(recorded):
     assert rec.tokens[0, 0, 21:].tolist() == [-1, -2]
     assert rec.strings(0, 1)[6:11] == ["w6", "w2", "w40", "[MASK]", "[MASK]"]
     assert rec.strings(0)[21:] == ["sink(0)", "sink(1)"]
+    assert rec.strings(-1, -1) == rec.strings(len(rec.steps) - 1, len(rec.rows) - 1)
+    for place, sentence in (((99,), "step 99 of "), ((0, 9), "row 9 of "), (("a",), "step is 'a'")):
+        with pytest.raises(ValueError, match=sentence):
+            rec.strings(*place)
     assert rec.progress[3].tolist() == [0.5, 0.5]
     assert rec.seeds == (3, 4)
     assert rec.prompt_length == 9

@@ -268,8 +268,11 @@ def test_sinks_validates_its_shapes(sinks):
         Sinks(torch.zeros(2, 4).bool(), torch.zeros(2, 4), torch.zeros(3), dims=("head", "key"), **values)
     with pytest.raises(ValueError, match="does not fit the axes"):
         Sinks(torch.zeros(4).bool(), torch.zeros(4), torch.zeros(4), dims=("head", "key"), **values)
-    with pytest.raises(ValueError, match="sort is 'score' or 'place'"):
+    with pytest.raises(ValueError, match="sort is 'token'; it must be 'score' or 'place'"):
         sinks.table(sort="token")
+    for top in (-1, 1.5, "a"):
+        with pytest.raises(ValueError, match=f"top is {top!r}; it must be a whole number of at least 0"):
+            sinks.table(top=top)
 
 
 def test_level_of_a_received_is_kept(sinks):
