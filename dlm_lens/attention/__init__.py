@@ -78,7 +78,7 @@ from dlm_lens.attention.model_access import exclusive, in_use
 from dlm_lens.attention.pattern_reductions import PatternStats, TileStats, pattern_stats
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.running_blocks import BlockCounts, RunningBlocks
-from dlm_lens.attention.self_check import check_hook_points, check_ids
+from dlm_lens.attention.self_check import check_hook_points, check_ids, find_sites
 from dlm_lens.attention.shifted_positions import OUTSIDE, warn_of_shifts, warning_of_shifts
 from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, beside_sinks, sink
 from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
@@ -152,6 +152,7 @@ __all__ = [
     "decoder_of",
     "exclusive",
     "expected_received",
+    "find_sites",
     "has_causal_context",
     "has_hook_points",
     "head_width",

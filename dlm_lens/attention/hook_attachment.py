@@ -1,5 +1,6 @@
 """`attach_hooks`: run hooks at their sites in a model, inside a `with` block."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from dlm_lens.arguments import chosen_indices, plain_number
 from dlm_lens.attention.hook import ColumnHook, Hook, HookLike, as_hook, is_hook
 from dlm_lens.attention.hook_context import PointContext, RunStep
 from dlm_lens.attention.hook_points import HOOK_POINTS, attention_stack, decoder_of, hook_point, listening
-from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
+from dlm_lens.attention.layers import adding_module, attention_blocks, attentions_of
 from dlm_lens.attention.masking_stats import hook_keys
 from dlm_lens.attention.shifted_positions import warning_of_shifts
 from dlm_lens.attention.sink_layout import SinkLayout
@@ -84,6 +85,9 @@ NAMES = {
 KEY_SITES = frozenset({"k", "v", "rot_k", "scores", "pattern"})
 """Sites whose positions, in attention to another stack's states, are those of that stack."""
 
+STATES_OF_KEYS = ("key_value_states", "encoder_hidden_states", "cross_attention_states")
+"""Names in transformers of the states of another stack, to which attention attends."""
+
 
 @contextmanager
 def attach_hooks(
@@ -101,6 +105,9 @@ def attach_hooks(
     continues: those before the pass are not in it, and a negative one counts from the pass's end. Hooks that name
     positions warn in a padded pass outside a run, where a row's padding shifts them.
 
+    Where a layer has several attentions, as a decoder's to itself and to an encoder, a hook acts in each of them.
+    In attention to an encoder the positions of keys are the encoder's, those of queries the decoder's.
+
     Args:
         model: from `dlm_lens.load`.
         *hooks: values of `dlm_lens.hooks`, or objects with a `site` and the call `(tensor, hook)`.
@@ -109,9 +116,10 @@ def attach_hooks(
         off: whether the hooks are switched off, as in a pass without hooks; they keep their places.
 
     Raises:
-        ValueError: a layer or a site that does not exist, or a model without hook points; in a forward pass with a
-            static cache, a hook that hides columns; in a pass that continues a cache, outside a run, a hook that
-            reads what keys receive.
+        ValueError: a layer or a site that does not exist, or a model without hook points; a hook that keeps
+            something for each layer, where one has several attentions; in a forward pass with a static cache, a
+            hook that hides columns; in a pass that continues a cache, outside a run, a hook that reads what keys
+            receive.
     """
     values = checked(hooks)
     stacks = {stack: _Stack.of(model, stack) for stack in {hook.stack for hook in values} or {""}}
@@ -123,17 +131,17 @@ def attach_hooks(
         for hook, place in zip(values, hook_keys(values), strict=True):
             stack = stacks[hook.stack]
             for layer in sorted(chosen[hook.stack] & _layers(hook.layers, len(stack.blocks))):
-                module = _module(hook, stack.blocks[layer])
                 name = f"{stack.prefix}blocks.{layer}.{NAMES[hook.site]}"
                 known = PointContext(name, layer, sinks, stack.causal, depth=len(stack.blocks), place=place)
-                attention, cached = attention_of(stack.blocks[layer]), _CachedPass(run)
-                handles.callback(attention.register_forward_pre_hook(cached, with_kwargs=True).remove)
-                context = partial(_present, known, module, stack, run, cached, hook.site)
-                kind: type[HookCall] = ColumnCall if isinstance(hook, ColumnHook) else HookCall
-                handles.callback(module.register_forward_hook(kind(hook, context, off)).remove)
-                if kind is ColumnCall:
-                    check = attention.register_forward_pre_hook(_refuse_static_cache, with_kwargs=True)
-                    handles.callback(check.remove)
+                for attention, module in _places(hook, stack.blocks[layer]):
+                    cached = _CachedPass(run)
+                    handles.callback(attention.register_forward_pre_hook(cached, with_kwargs=True).remove)
+                    context = partial(_present, known, module, stack, run, cached, hook.site)
+                    kind: type[HookCall] = ColumnCall if isinstance(hook, ColumnHook) else HookCall
+                    handles.callback(module.register_forward_hook(kind(hook, context, off)).remove)
+                    if kind is ColumnCall:
+                        check = attention.register_forward_pre_hook(_refuse_static_cache, with_kwargs=True)
+                        handles.callback(check.remove)
         yield
 
 
@@ -163,6 +171,12 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
     return next((value for value in (*kwargs.values(), *args) if isinstance(value, Cache)), None)
 
 
+def _attends_elsewhere(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a layer's attention is called with the states of another stack, by any of `STATES_OF_KEYS`."""
+    given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    return any(given.get(name) is not None for name in STATES_OF_KEYS)
+
+
 @dataclass
 class _CachedPass:
     """How far the present pass of an attention module reaches in its cache; a forward pre-hook of the module.
@@ -184,7 +198,7 @@ class _CachedPass:
         layer = getattr(module, "layer_idx", None)
         if cache is None or self.run() is not None or not isinstance(states, Tensor) or layer is None:
             return
-        self.crosses = kwargs.get("key_value_states") is not None
+        self.crosses = _attends_elsewhere(module, args, kwargs)
         if getattr(module, "is_kv_shared_layer", False):
             # It has no keys of its own in the cache. Those of the first layer have this pass's positions already.
             self.reach = int(cache.get_seq_length())
@@ -273,13 +287,19 @@ def _layers(layers: Sequence[int] | None, count: int) -> set[int]:
     return set() if isinstance(given, Sized) and not len(given) else set(chosen_indices("layer", given, count))
 
 
-def _module(hook: Hook, block: Any) -> nn.Module:
-    """The module of a decoder layer whose output the hook edits.
+def _places(hook: Hook, block: Any) -> list[tuple[Any, nn.Module]]:
+    """Attention, and the module whose output the hook edits: in every attention of a decoder layer, or once.
 
     Raises:
         ValueError: the layer has no such module, or the hook refuses the layer.
     """
     hook.check_layer(block)
-    if hook.site in HOOK_POINTS:
-        return hook_point(attention_of(block), hook.site)
-    return adding_module(block, hook.site)
+    attentions = attentions_of(block)
+    if hook.site not in HOOK_POINTS:
+        return [(attentions[0], adding_module(block, hook.site))]
+    if len(attentions) > 1 and (hook.remembers or hook.needs_clean_pass):
+        raise ValueError(
+            f"{hook} keeps something for each layer, and {type(block).__name__} has {len(attentions)} attentions: "
+            "take a hook that depends on the present pass alone, such as mask_positions, or other layers"
+        )
+    return [(attention, hook_point(attention, hook.site)) for attention in attentions]

@@ -1,8 +1,10 @@
 """The parts of a decoder layer by their names in any family: attention, MLP, output projection."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dlm_lens.attention.hook_points import attention_stack, is_hooked_attention
 from dlm_lens.attention.model_access import unwrapped
@@ -25,6 +27,8 @@ AFTER_MLP = ("post_mlp_layernorm", "post_feedforward_layernorm", "mlp_gate")
 def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
     """The decoder layers, in order, whose attention has hook points.
 
+    A layer may have several attentions (`attentions_of`): of T5 it is the block, not its parts.
+
     Args:
         model: from `dlm_lens.load`.
         stack: of `attention_stacks`; by default the one that predicts.
@@ -33,12 +37,22 @@ def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
         ValueError: there are none, layers were removed or exchanged after they got their hook points, or a
             TransformerLens bridge runs its own attention in place of them.
     """
-    blocks, places = [], []
-    for layer in attention_stack(model, stack).modules():
-        attentions = [unwrapped(child) for child in layer._modules.values()] if unwrapped(layer) is layer else []
-        attentions = [each for each in attentions if is_hooked_attention(each)]
-        blocks += [layer] if attentions else []
+    blocks: list[nn.Module] = []
+    places, modules = [], list(attention_stack(model, stack).modules())
+    parents = {
+        id(unwrapped(child)): each
+        for each in reversed(modules)  # the first place of a module that occurs twice
+        for child in each._modules.values()
+        if unwrapped(each) is each
+    }
+    for module in modules:
+        attentions = _hooked_children(module) if unwrapped(module) is module else []
+        if not attentions:
+            continue
         places += [each.hook_layer for each in attentions]
+        layer = _layer_around(module, parents)
+        if not blocks or blocks[-1] is not layer:
+            blocks.append(layer)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
     if any(hasattr(block, "original_component") for block in blocks):
@@ -55,9 +69,50 @@ def attention_blocks(model: Any, stack: str = "") -> list[nn.Module]:
     return blocks
 
 
+def _hooked_children(module: nn.Module) -> list[Any]:
+    """The attention modules with hook points among a module's children."""
+    children = [unwrapped(child) for child in module._modules.values()]
+    return [each for each in children if is_hooked_attention(each)]
+
+
+def _layer_around(module: nn.Module, parents: Mapping[int, nn.Module]) -> nn.Module:
+    """The layer of a module that has attention: the module itself, or that which it is a part of.
+
+    A list of attentions (LongCat-Flash) is a part of a layer. So is an element of a list in which other elements
+    have no attention (T5's feed-forward part), where a layer of transformers has the list.
+    """
+    above = parents.get(id(module))
+    if isinstance(module, nn.ModuleList) and above is not None:
+        return above
+    owner = parents.get(id(above))
+    if not isinstance(above, nn.ModuleList) or not isinstance(owner, GradientCheckpointingLayer):
+        return module
+    return module if all(any(map(is_hooked_attention, each.modules())) for each in above) else owner
+
+
+def attentions_of(block: nn.Module) -> list[Any]:
+    """The attention modules, with hook points, of a decoder layer, in order: its own, and one to an encoder."""
+    return _hooked_children(block) or [each for each in block.modules() if is_hooked_attention(each)]
+
+
 def attention_of(block: nn.Module) -> Any:
-    """The attention module, with hook points, of a decoder layer."""
-    return next(found for child in block.children() if is_hooked_attention(found := unwrapped(child)))
+    """The attention module, with hook points, of a decoder layer that has one.
+
+    Raises:
+        ValueError: it has several.
+    """
+    found = attentions_of(block)
+    if len(found) > 1:
+        names = [name for name, each in block.named_modules() if any(each is one for one in found)]
+        raise ValueError(
+            f"{type(block).__name__} has {len(found)} attentions ({', '.join(names)}), and this takes layers with "
+            "one: register PyTorch hooks at their hook points, or use attach_hooks, which acts in all of them"
+        )
+    return found[0]
+
+
+SITES_OF_LAYERS = ("attn_out", "mlp_out", "resid")
+"""Sites that are no hook points of attention; `check_hook_points` sets `hook_sites` of a layer to those it has."""
 
 
 def adding_module(block: nn.Module, site: str) -> nn.Module:
@@ -66,20 +121,34 @@ def adding_module(block: nn.Module, site: str) -> nn.Module:
     Where a norm follows attention and MLP (Gemma 2, OLMo 2), it is the norm; in a DiT, the gate.
 
     Raises:
-        ValueError: the layer has no such module, scales what it adds, or does not pass on one residual stream.
+        ValueError: the layer has no such module, scales what it adds, or does not pass on one residual stream; or
+            `check_hook_points` did not look at it.
     """
-    if site == "resid":
-        if getattr(attention_of(block), "passes_stream", True) is False:
-            raise ValueError(
-                f"{type(block).__name__} does not pass on the residual stream, or passes on several, so that resid "
-                "is no hook point of it; take attention's hook points, or register a hook at the layer itself"
-            )
-        return block
-    if getattr(attention_of(block), "adds_up", True) is False:
+    sites = getattr(block, "hook_sites", None)
+    if sites is None:
+        raise ValueError(
+            f"whether {type(block).__name__} has the site {site} is not known before tokens passed through it: "
+            "call dlm_lens.attention.check_hook_points(model) first"
+        )
+    if site not in sites and site == "resid":
+        raise ValueError(
+            f"{type(block).__name__} does not pass on the residual stream, or passes on several, so that resid "
+            "is no hook point of it; take attention's hook points, or register a hook at the layer itself"
+        )
+    if site not in sites:
         raise ValueError(
             f"{type(block).__name__} does not add the output of one module for attention and one for the MLP to "
             f"the residual stream, so that {site} is no hook point of it; take resid, or the module itself"
         )
+    return block if site == "resid" else added_part(block, site)
+
+
+def added_part(block: nn.Module, site: str) -> nn.Module:
+    """The last module of attention or of the MLP, by its name; whether the layer adds its output is not looked at.
+
+    Raises:
+        ValueError: the layer has several attentions, or no module by any known name of an MLP.
+    """
     children = block._modules
     normed = any(name in children for name in AFTER_MLP)
     norms = () if not normed else AFTER_ATTENTION if site == "attn_out" else AFTER_MLP
@@ -93,7 +162,7 @@ def writing_module(block: nn.Module, site: str) -> nn.Module:
     """The layer's attention ("attn_out") or MLP ("mlp_out") itself, before a norm or a gate that may follow it.
 
     Raises:
-        ValueError: the layer has no module by any known name of an MLP.
+        ValueError: the layer has several attentions, or no module by any known name of an MLP.
     """
     if site == "attn_out":
         return attention_of(block)

@@ -3,7 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.attention.hook_points import attention_stacks, hooked_attentions
-from dlm_lens.attention.layers import adding_module, attention_blocks, attention_of
+from dlm_lens.attention.layers import SITES_OF_LAYERS, added_part, attention_blocks
 from dlm_lens.placement import input_device
+from dlm_lens.printable import printable_name
 
 TOKENS = 7
 """Length of the input: odd, so that it equals no number of heads by chance."""
@@ -23,7 +24,7 @@ TOKENS = 7
 def check_hook_points(
     model: Any, *, plain: bool = True, idle: Float[Tensor, "2 position d_vocab"] | None = None
 ) -> Float[Tensor, "2 position d_vocab"]:
-    """Run a few tokens and raise unless hook points change nothing, show the pattern, and edits act.
+    """Run a few tokens (pictures) and raise unless hook points change nothing, show the pattern, and edits act.
 
     Logits with idle hook points equal those of the plain attention function; with patterns formed they agree to
     float error, or every attention's output does for equal inputs (in a mixture of experts rounding can choose
@@ -44,10 +45,12 @@ def check_hook_points(
         The logits of `check_ids`, with idle hook points.
 
     Raises:
-        ValueError: one of these does not hold: attention of this class cannot be hooked.
+        ValueError: one of these does not hold: attention of this class cannot be hooked; or the model takes neither
+            ids nor pictures, or its weights hold NaN, infinity, or zeros alone.
     """
     modules = [module for stack in attention_stacks(model) for module in hooked_attentions(model, stack)]
     training = model.training
+    _inputs(model)
     if training:
         model.eval()
     try:
@@ -56,7 +59,7 @@ def check_hook_points(
             with _plain_attention(modules):
                 expected = _logits(model)
             _compare(model, idle, expected, "idle hook points")
-        with _kept_activations(modules) as kept, _summed_parts(model), _second_row_edited(modules[0]):
+        with _kept_activations(modules) as kept, _sites_found(model), _second_row_edited(modules[0]):
             edited = _logits(model)
         if not _agree(model, edited[:1], idle[:1]):
             with _idle_inputs(model, modules), _kept_activations(modules), _second_row_edited(modules[0]):
@@ -74,6 +77,13 @@ def check_hook_points(
     return idle
 
 
+@torch.no_grad()
+def find_sites(model: Any) -> None:
+    """Find out in one forward pass which of "attn_out", "mlp_out" and "resid" the layers have, and nothing else."""
+    with _sites_found(model):
+        _logits(model)
+
+
 def check_ids(model: Any) -> Int[Tensor, "2 position"]:
     """The ids that checks run on, evenly over the vocabulary, and a second row with another last token.
 
@@ -87,14 +97,44 @@ def check_ids(model: Any) -> Int[Tensor, "2 position"]:
 
 
 def _logits(model: Any) -> Float[Tensor, "2 position d_vocab"]:
-    ids = check_ids(model)
-    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    # An encoder-decoder of transformers takes the decoder's tokens too; the decoder alone does not.
-    if getattr(model.config, "is_encoder_decoder", False) and _takes(model, "decoder_input_ids"):
-        inputs["decoder_input_ids"] = ids
+    inputs = _inputs(model)
     output = model(**inputs)
     logits: Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    return logits.float().to(ids.device)
+    return logits.float().to(next(iter(inputs.values())).device)
+
+
+def _inputs(model: Any) -> dict[str, Any]:
+    """The arguments of a forward pass: ids, of an encoder-decoder the decoder's too, or two pictures of noise.
+
+    Raises:
+        ValueError: the model takes neither ids nor pictures of one size alone.
+    """
+    kind = getattr(model, "main_input_name", "input_ids")
+    if (kind == "input_ids" or _takes(model, "input_ids")) and _has_token_embedding(model):
+        ids = check_ids(model)
+        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+        # An encoder-decoder of transformers takes the decoder's tokens too; the decoder alone does not.
+        if getattr(model.config, "is_encoder_decoder", False) and _takes(model, "decoder_input_ids"):
+            inputs["decoder_input_ids"] = ids
+        return inputs
+    channels, side = (getattr(model.config, name, None) for name in ("num_channels", "image_size"))
+    if kind == "pixel_values" and isinstance(channels, int) and isinstance(side, int):
+        pixels = torch.rand(2, channels, side, side, generator=torch.Generator().manual_seed(0))
+        device = next(model.parameters()).device
+        return {"pixel_values": pixels.to(device, model.dtype)}
+    raise ValueError(
+        f"check_hook_points runs token ids, or pictures of one size, through a model, and {type(model).__name__} "
+        f"takes {kind if kind != 'input_ids' else 'more than ids'}: compare its outputs before and after "
+        "dlm_lens.add_hook_points yourself, or check the part that takes ids or pictures"
+    )
+
+
+def _has_token_embedding(model: Any) -> bool:
+    """Whether a model has an embedding of token ids; transformers does not know it of models of several parts."""
+    try:
+        return isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor)
+    except NotImplementedError:
+        return False
 
 
 def _takes(model: nn.Module, name: str) -> bool:
@@ -160,23 +200,20 @@ def _kept_activations(modules: list[Any]) -> Iterator[list[_Activations]]:
 
 
 @contextmanager
-def _summed_parts(model: Any) -> Iterator[None]:
-    """Find out in a forward pass whether attention's and the MLP's outputs sum to what each layer adds."""
+def _sites_found(model: Any) -> Iterator[None]:
+    """Find out in a forward pass which sites beside attention's each layer has, and set its `hook_sites`.
+
+    It has "resid" if it passes on one stream; the others if attention's and the MLP's outputs sum to what it adds.
+    """
     layers = {id(layer) for each in model.modules() if isinstance(each, nn.ModuleList) for layer in each}
     with ExitStack() as handles:
         for block in [block for stack in attention_stacks(model) for block in attention_blocks(model, stack)]:
-            attention = attention_of(block)
-            # In Zamba attention is in a part of a layer.
-            attention.adds_up, attention.passes_stream = True, id(block) in layers
-            try:
-                parts = [adding_module(block, site) for site in ("attn_out", "mlp_out")]
-            except ValueError:
-                attention.adds_up = False
-                continue
             outputs: list[Tensor] = []
-            for part in parts:
-                handles.enter_context(part.register_forward_hook(_collect(outputs)))
-            compare = _compare_sum(attention, outputs)
+            with suppress(ValueError):  # such a layer has neither site
+                for part in [added_part(block, site) for site in ("attn_out", "mlp_out")]:
+                    handles.enter_context(part.register_forward_hook(_collect(outputs)))
+            # In Zamba attention is in a part of a layer.
+            compare = _compare_sum(outputs, is_layer=id(block) in layers)
             handles.enter_context(block.register_forward_hook(compare, with_kwargs=True))
         yield
 
@@ -188,21 +225,24 @@ def _collect(outputs: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
     return collect
 
 
-def _compare_sum(attention: Any, outputs: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any], Any], None]:
-    def compare(module: nn.Module, inputs: Any, options: dict[str, Any], output: Any) -> None:
-        """Set `adds_up` and `passes_stream` of the attention module in this forward pass of its layer."""
+def _compare_sum(outputs: list[Tensor], *, is_layer: bool) -> Callable[[Any, Any, dict[str, Any], Any], None]:
+    def compare(module: Any, inputs: Any, options: dict[str, Any], output: Any) -> None:
+        """Set `hook_sites` of a layer in this forward pass of it."""
         before = inputs[0] if inputs else options["hidden_states"]
         after = output if isinstance(output, Tensor) else output[0]
         # Several streams in one (Gemma 3n, DeepSeek-V4) have an axis more, and experts' outputs may have one fewer.
-        attention.passes_stream &= after.ndim == 3
-        attention.adds_up = len(outputs) == 2 and all(part.shape == after.shape for part in outputs)
-        if attention.adds_up:
+        passes_stream = is_layer and after.ndim == 3
+        adds_up = len(outputs) == 2 and all(part.shape == after.shape for part in outputs)
+        if adds_up:
             # With layers over several devices a module's input may be on another device than its output.
             added = (after - before.to(after.device)).float()
             parts = sum(part.to(after.device).float() for part in outputs)
             # Float error, in bfloat16 of the stream itself.
             scale = 1e-3 if before.dtype in (torch.float32, torch.float64) else 0.05
-            attention.adds_up = bool((added - parts).abs().max() <= scale * after.float().abs().max())
+            adds_up = bool((added - parts).abs().max() <= scale * after.float().abs().max())
+        module.hook_sites = frozenset(
+            site for site in SITES_OF_LAYERS if (passes_stream if site == "resid" else adds_up)
+        )
 
     return compare
 
@@ -263,9 +303,27 @@ def _agree(model: Any, got: Tensor, expected: Tensor) -> bool:
 
 def _compare(model: Any, got: Tensor, expected: Tensor, what: str) -> None:
     if not _agree(model, got, expected):
+        _refuse_damaged(model, lambda weight: not bool(weight.isfinite().all()), "holds NaN or infinity")
         raise ValueError(
             f"the logits of {type(model).__name__} differ by {float((got - expected).abs().max()):.3g} with {what} "
             f"(largest logit {float(expected.abs().max()):.3g}): its attention cannot be hooked exactly"
+        )
+
+
+def _refuse_damaged(model: nn.Module, damaged: Callable[[Tensor], bool], what: str) -> None:
+    """Raise if a weight is why a check fails, rather than attention: name it.
+
+    Raises:
+        ValueError: of a damaged weight, with its name, and how many others are.
+    """
+    weights = [(name, weight) for name, weight in model.named_parameters() if weight.is_floating_point()]
+    # Weights that accelerate has offloaded have no numbers here.
+    found = [name for name, weight in weights if weight.device.type != "meta" and damaged(weight)]
+    if found:
+        others = f", and so do {len(found) - 1} other weights" if len(found) > 1 else ""
+        raise ValueError(
+            f"{printable_name(found[0])} of {type(model).__name__} {what}{others}: the checkpoint is damaged; "
+            "fetch it again"
         )
 
 
@@ -297,6 +355,7 @@ def _check_edit(model: Any, attention: Any, idle: Tensor, edited: Tensor) -> Non
     change, error = ((edited - idle)[row].abs().max() for row in (1, 0))
     units = 4 * min(torch.finfo(model.dtype).eps, 1e-3) if model.dtype.is_floating_point else 4e-3
     if not float(change) > max(2 * float(error), units * float(idle.abs().max())):
+        _refuse_damaged(model, lambda weight: weight.ndim > 1 and not bool(weight.any()), "holds zeros alone")
         raise ValueError(
             f"an edit of the pattern of {type(attention).__name__} does not reach the logits of "
             f"{type(model).__name__}: its attention cannot be hooked"

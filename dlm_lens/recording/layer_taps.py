@@ -76,7 +76,7 @@ class Tap:
 
     Raises:
         ValueError: a model without hook points, with attention that `layer_windows` refuses, a layer that does not
-            exist, or one without a part of the stream.
+            exist, or one with several attentions or without a part of the stream.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Tap:
         self.layers = chosen_indices("layer", layers, len(blocks))
         self.blocks: dict[int, Any] = {layer: blocks[layer] for layer in self.layers}
         for block in self.blocks.values():
+            attention_of(block)  # raises where the layer has several
             for site in ("resid", "attn_out") if "attn_out" in stream else ("resid",) if stream else ():
                 adding_module(block, site)  # raises where the layer does not have it
         self.model, self.show, self.stream = model, show, frozenset(stream)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from dlm_lens.adapters.model_preparation import finish_model, prepare_config
 from dlm_lens.adapters.registry import families, fills_masks
+from dlm_lens.attention import find_sites
 from dlm_lens.placement import seeded
 
 VOCABULARY = 64
@@ -62,8 +63,9 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
     tokenizer = _tokenizer(settings.vocab_size, getattr(settings, "mask_token_id", None))
     prepare_config(settings, known[family], tokenizer)
     with seeded(seed):
-        model = model_class(settings)
-    return finish_model(model, known[family], tokenizer)
+        model = finish_model(model_class(settings), known[family], tokenizer)
+    find_sites(model)
+    return model
 
 
 def _tokenizer(size: int, mask: int | None) -> PreTrainedTokenizerFast:

@@ -328,7 +328,9 @@ def module_names(model: Any) -> dict[str, str]:
         ValueError: a model whose modules do not have such places, or whose `lm_head` is another module.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    block = attention_blocks(model)[0]
+    block, *others = attention_blocks(model)
+    for each in others:
+        attention_of(each)  # raises where a layer has several, of which a trace would misname one
     layers = model.get_submodule(paths[id(block)].rpartition(".")[0])
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(

@@ -1,12 +1,18 @@
-"""`check_hook_points` where rounding chooses other experts; its other cases are in test_hook_points.py."""
+"""`check_hook_points`: rounding that chooses other experts, other inputs than ids, damaged weights.
+
+Its other cases are in test_hook_points.py.
+"""
 
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModel
 
-from dlm_lens.attention import check_hook_points, hooked_attentions
+import dlm_lens as dl
+from dlm_lens.attention import attention_blocks, check_hook_points, hooked_attentions
 from dlm_lens.attention.hook_points import HookPoint
 from dlm_lens.testing import tiny
 
@@ -41,3 +47,61 @@ def test_another_pattern_is_refused_in_a_mixture_too(dtype: torch.dtype, layer: 
     hooked_attentions(model)[layer].hook_pattern = Reversed()
     with pytest.raises(ValueError, match=r"logits of RND1Model differ by .* with materialised patterns"):
         check_hook_points(model)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+PICTURES = {**SIZES, "image_size": 16, "patch_size": 4}
+
+
+@pytest.mark.parametrize("kind", ["vit", "clip_vision_model", "siglip_vision_model"])
+def test_a_network_of_pictures_is_checked_with_pictures(kind: str) -> None:
+    torch.manual_seed(0)
+    model = dl.add_hook_points(AutoModel.from_config(AutoConfig.for_model(kind, **PICTURES)).eval())
+    assert check_hook_points(model).shape[0] == 2
+    assert all(block.hook_sites == {"attn_out", "mlp_out", "resid"} for block in attention_blocks(model))
+    hooked_attentions(model)[1].hook_pattern = Reversed()
+    with pytest.raises(ValueError, match="with materialised patterns"):
+        check_hook_points(model)
+
+
+AUDIO = {"conv_dim": (32,), "conv_stride": (5,), "conv_kernel": (10,), "num_feat_extract_layers": 1,
+         "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}  # fmt: skip
+WHISPER = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+           "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0,
+           "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "takes"),
+    [
+        ("wav2vec2", {**SIZES, **AUDIO}, "input_values"),
+        ("whisper", WHISPER, "input_features"),
+        ("clip", {"text_config": {**SIZES, "vocab_size": 64}, "vision_config": PICTURES}, "more than ids"),
+    ],
+)
+def test_a_model_of_other_inputs_is_refused_in_a_sentence(kind: str, sizes: dict[str, Any], takes: str) -> None:
+    model = dl.add_hook_points(AutoModel.from_config(AutoConfig.for_model(kind, **sizes)).eval())
+    with pytest.raises(ValueError, match=f"or pictures of one size, through a model, and .*Model takes {takes}: "):
+        check_hook_points(model)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_no_number_is_named(value: float, tmp_path: Any) -> None:
+    model: Any = tiny("causal")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][3] = value
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"^model.norm.weight of LlamaForCausalLM holds NaN or infinity: "):
+        dl.load(tmp_path)
+
+
+def test_weights_of_zeros_alone_are_named(tmp_path: Any) -> None:
+    model: Any = tiny("causal")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds zeros alone, and so do \d+ other weights: .* fetch it again"):
+        dl.load(tmp_path)

@@ -197,7 +197,7 @@ def test_the_weights_are_where_an_offloaded_model_takes_its_ids(tmp_path):
 )
 def test_an_autoencoder_of_a_module_that_a_norm_follows_is_refused(tmp_path, end, site, norm):
     """sparsify hooks the module itself; what a layer of Gemma 2 adds to the stream is the norm after it."""
-    from dlm_lens.attention import add_hook_points, attach_hooks, attention_blocks
+    from dlm_lens.attention import add_hook_points, attach_hooks, attention_blocks, check_hook_points
     from dlm_lens.hooks import at_layers, reconstruct
     from tests.attention.test_hook_points import build
 
@@ -212,6 +212,8 @@ def test_an_autoencoder_of_a_module_that_a_norm_follows_is_refused(tmp_path, end
         return {name: torch.from_numpy(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
 
     normed, plain = (add_hook_points(build(kind)) for kind in ("gemma2", "llama"))
+    for model in (normed, plain):
+        check_hook_points(model)
     path = tmp_path / f"layers.1.{end}"
     path.mkdir()
     width = normed.config.hidden_size

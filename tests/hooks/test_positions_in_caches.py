@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache, StaticCache
 
 import dlm_lens as dl
-from dlm_lens.attention import attach_hooks
+from dlm_lens.attention import attach_hooks, check_hook_points
 from dlm_lens.hooks import ablate, mask_positions, scale_attention, steer, zero_value
 from tests.adapters.small_architectures import small_model
 
@@ -24,9 +24,9 @@ CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 def causal(model_type: str, **values: Any) -> Any:
     torch.manual_seed(0)
-    return dl.add_hook_points(
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **values})).eval()
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **values})).eval()
+    check_hook_points(dl.add_hook_points(model))
+    return model
 
 
 def generated(model: Any, ids: Tensor, *hooks: Any, cache: bool) -> Tensor:
