@@ -30,9 +30,12 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """Names in Llama's config -> the names of the same fields in the configs of LLaDA, SMDM, MDLM and DiffuGPT."""
 
+LAYERS_IN_FILES: Mapping[str, str] = {"longcat_flash": "num_layers", "hrm_text": "num_layers_per_stack"}
+"""Model types whose `num_hidden_layers` counts attentions or cycles -> the field with the number of layers."""
+
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size",
           "vocab_size", "max_position_embeddings", "head_dim", "mlp_ratio", "padding_multiple", "cond_dim",
-          "block_length")  # fmt: skip
+          "block_length", *LAYERS_IN_FILES.values())  # fmt: skip
 _COUNTS = ("num_sinks", "max_window_layers")
 _FLAGS = ("tie_word_embeddings", "zero_sink_value", "gated_attention", "logit_shift", "attention_bias", "mlp_bias",
           "is_causal", "use_cache", "use_sliding_window", "multi_query_attention", "time_conditioning", "adaln",
@@ -163,7 +166,8 @@ def check_fields_of_layers(values: Mapping[str, Any], what: str) -> None:
 def _requirement(name: str, value: Any) -> str | None:
     """What a field must be, where its value does not fit; None where it does."""
     if name in _SIZES:
-        most = {"num_hidden_layers": MOST_LAYERS, "head_dim": WIDEST_HEAD}.get(name, LARGEST_SIZE)
+        depths = dict.fromkeys(("num_hidden_layers", *LAYERS_IN_FILES.values()), MOST_LAYERS)
+        most = (depths | {"head_dim": WIDEST_HEAD}).get(name, LARGEST_SIZE)
         # Gemma 3n has a width of the MLP for each layer.
         sizes = value if name == "intermediate_size" and isinstance(value, list) and value else [value]
         fits = all(_whole(one) and 1 <= one <= most for one in sizes)
@@ -281,6 +285,11 @@ def check_agreement(config: Any, values: Mapping[str, Any], what: str) -> None:
     if not getattr(config, "num_attention_heads", None):
         raise ValueError(
             f"{what} is of a {config.model_type}, which has no attention: there is nothing to add hook points to"
+        )
+    if config.num_hidden_layers > MOST_LAYERS:
+        raise ValueError(
+            f"{what} describes a pass through {shown(config.num_hidden_layers)} layers; {MOST_LAYERS} is the most: "
+            "take the file that came with the weights"
         )
     # Layers of several widths (Gemma 4) have a config each.
     several = getattr(config, "is_heterogeneous", False)

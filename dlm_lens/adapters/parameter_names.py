@@ -11,7 +11,7 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from dlm_lens.adapters.config_fields import REFUSALS
+from dlm_lens.adapters.config_fields import LAYERS_IN_FILES, REFUSALS
 from dlm_lens.adapters.registry import Family
 from dlm_lens.printable import one_line
 
@@ -44,10 +44,15 @@ class ExpectedParameters:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
 
+def depth_field(config: Any) -> str:
+    """The field of a config that has the number of layers in the files."""
+    return LAYERS_IN_FILES.get(config.model_type, "num_hidden_layers")
+
+
 def _with_layers(config: Any, count: int) -> Any:
     """A config of the same network with `count` layers."""
     small = copy.deepcopy(config)
-    small.num_hidden_layers = count
+    setattr(small, depth_field(config), count)
     if "layer_types" in vars(small) and small.layer_types is not None:  # a property of it follows by itself
         small.layer_types = small.layer_types[:count]
     if getattr(small, "num_kv_shared_layers", None):  # they use the keys of earlier layers, which are cut away
@@ -83,7 +88,7 @@ def expected_parameters(
         converters=[one for one in mapping if isinstance(one, WeightConverter) and one.source_patterns not in own],
         prefix=model.base_model_prefix,
         ignored=(r"rotary_emb\.inv_freq", *(owner._keys_to_ignore_on_load_unexpected or ())),
-        layers=config.num_hidden_layers,
+        layers=getattr(config, depth_field(config)),
     )
 
 

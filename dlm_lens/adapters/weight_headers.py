@@ -15,6 +15,7 @@ from dlm_lens.adapters.config_fields import written_name
 from dlm_lens.adapters.parameter_names import (
     ExpectedParameters,
     converted_tensor,
+    depth_field,
     expected_parameters,
     fused_shapes,
     renamed_tensor,
@@ -219,7 +220,7 @@ def check_shapes(
     layers = {
         int(found.group(1)) for name in stored if (found := layer.search(name)) and not expected.ignores(name)
     }
-    count, field = config.num_hidden_layers, written_name("num_hidden_layers", values)
+    count, field = getattr(config, depth_field(config)), written_name(depth_field(config), values)
     cause = f"{what} says {field} = {count}, the files hold {len(layers)} layers: " if count != len(layers) else ""
     if count > len(layers):
         raise ValueError(
@@ -233,7 +234,7 @@ def check_shapes(
     whole = fused_shapes(expected.shapes, stored, family)
     experts = _take_experts(stored, whole, expected)
     problems = {
-        "missing_keys": [*_missing(whole, stored, expected), *_missing_experts(experts)],
+        "missing_keys": [*_missing(whole, stored, expected), *_missing_experts(*experts)],
         "unexpected_keys": [printable_name(name) for name in sorted(stored) if _surplus(name, whole, expected)],
         "mismatched_keys": [
             f"{name} ({list(headers[stored[name]].shape)} in the file, {list(shape)} in the model)"
@@ -245,6 +246,11 @@ def check_shapes(
     for kind, names in problems.items():
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            if kind == "unexpected_keys" and values.get("add_cross_attention") is True:
+                raise ValueError(
+                    f"{what} says add_cross_attention = true, and the weights in {source} hold attention to an "
+                    "encoder, which load leaves out: load it with transformers, and use dlm_lens.add_hook_points"
+                )
             if kind == "mismatched_keys":
                 cause = _differences(differing, whole, stored, headers, config, values, what)
             raise ValueError(
@@ -257,12 +263,14 @@ def check_shapes(
 
 def _take_experts(
     stored: dict[str, str], whole: dict[str, tuple[int, ...]], expected: ExpectedParameters
-) -> dict[tuple[str, str], set[int]]:
+) -> tuple[dict[tuple[str, str], set[int]], dict[tuple[str, str], int]]:
     """Take out of both what transformers joins or splits, and number the experts that the files hold one by one.
 
-    Its loading report tells of their misfits.
+    Its loading report tells of their misfits. Of each matrix of a layer's experts: which the files hold, and how
+    many the network has; an expert that passes its input on (LongCat-Flash) may lack some matrices.
     """
     experts: dict[tuple[str, str], set[int]] = {}
+    counts: dict[tuple[str, str], int] = {}
     for name, source_name in list(stored.items()):
         if made := converted_tensor(source_name, expected):
             del stored[name]
@@ -271,7 +279,8 @@ def _take_experts(
             if found := _EXPERT.search(source_name):
                 key = (source_name[: found.start()], source_name[found.end() :])
                 experts.setdefault(key, set()).add(int(found.group(1)))
-    return experts
+                counts[key] = expected.shapes.get(made[0], (MOST_TENSORS,))[0]
+    return experts, counts
 
 
 def _check_dtypes(source: str, what: str, names: Iterable[str], headers: Mapping[str, TensorHeader]) -> None:
@@ -291,11 +300,14 @@ def _missing(whole: Mapping[str, Any], stored: Mapping[str, str], expected: Expe
     return [name for name in sorted(whole) if name not in held and tied.get(name) not in held]
 
 
-def _missing_experts(experts: Mapping[tuple[str, str], set[int]]) -> list[str]:
+def _missing_experts(
+    experts: Mapping[tuple[str, str], set[int]], counts: Mapping[tuple[str, str], int]
+) -> list[str]:
     """Experts of which the files hold some matrices and not others.
 
     Args:
         experts: what a name has before and after the expert -> the experts that the files hold.
+        counts: likewise, how many the network has.
     """
     of_layer: dict[str, set[int]] = {}
     for (layer, _), held in experts.items():
@@ -304,6 +316,7 @@ def _missing_experts(experts: Mapping[tuple[str, str], set[int]]) -> list[str]:
         printable_name(f"{layer}.experts.{one}.{rest}")
         for (layer, rest), held in sorted(experts.items())
         for one in sorted(of_layer[layer] - held)
+        if one < counts[layer, rest]
     ]
 
 

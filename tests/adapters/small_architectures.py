@@ -58,7 +58,11 @@ DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_lay
 _THREE_COORDINATES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 OWN: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
-    "dots1": {"n_routed_experts": 4},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_head": 16, "mamba_n_heads": 4, "mamba_d_ssm": 64},
     "gemma4_text": {"global_head_dim": 32, "num_global_key_value_heads": 2, "num_hidden_layers": 6},
     "glm4v_moe_text": {
@@ -78,6 +82,12 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2},
     "qwen2_5_vl_text": {"rope_parameters": _THREE_COORDINATES},
     "qwen2_vl_text": {"rope_parameters": _THREE_COORDINATES},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """Model types -> sizes that no common name covers."""
@@ -135,7 +145,8 @@ def _of_all_parts(config: Any, sizes: Mapping[str, Any], absent: bool) -> dict[s
     for name, part in vars(config).items():
         if isinstance(part, PreTrainedConfig):
             given = sizes if name in TEXT else {**sizes, **OF_OTHER_PARTS}
-            values[name] = _of_all_parts(part, given, absent) | {"model_type": part.model_type}
+            own = values.get(name, {})
+            values[name] = _of_all_parts(part, given, absent) | {"model_type": part.model_type} | own
     return values
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import dlm_lens as dl
 from dlm_lens.adapters.config_fields import built_config
@@ -17,6 +18,7 @@ from dlm_lens.adapters.model_preparation import check_model
 from dlm_lens.adapters.weight_headers import read_header
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.hooks import mask_top_sinks
+from tests.adapters.small_architectures import small_model
 from tests.attention.test_hook_points import build
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -295,3 +297,35 @@ def test_a_class_that_ignores_the_layer_after_its_last(tmp_path: Path, monkeypat
     more = {f"model.layers.{count}.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"].clone()}
     save_file({**tensors, **more}, tmp_path / "model.safetensors", {"format": "pt"})
     assert dl.load(tmp_path).config.num_hidden_layers == count
+
+
+def test_attention_to_an_encoder_that_load_leaves_out_is_named(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model("gpt2", **sizes, add_cross_attention=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"says add_cross_attention = true, and .*: load it with transformers"):
+        dl.load(tmp_path)
+
+
+def test_a_lack_of_layers_is_told_by_the_field_of_the_file(tmp_path: Path) -> None:
+    model = small_model("longcat_flash")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if ".layers.1." not in name}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"says num_layers = 2, the files hold 1 layers: missing keys of"):
+        dl.load(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 10**18}))
+    with pytest.raises(ValueError, match=r"says num_layers = .*; it must be a whole number from 1 to 1000"):
+        dl.load(tmp_path)
+
+
+def test_a_network_of_endless_cycles_is_refused_before_it_runs(tmp_path: Path) -> None:
+    small_model("hrm_text").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"H_cycles": 10**6, "num_hidden_layers": 2}
+    del values["num_layers_per_stack"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"describes a pass through \d+ layers; 1000 is the most"):
+        dl.load(tmp_path)
