@@ -192,10 +192,25 @@ def _requirement(name: str, value: Any) -> str | None:
     if name in ("rope_scaling", "rope_parameters"):
         return _rope_requirement(value)
     if name in ("quantization_config", "sampler_defaults"):
-        return None if isinstance(value, dict) else "an object with settings"
+        return _settings_requirement(value, name)
     if name == "layer_types":
         plain = isinstance(value, list) and all(one in ALLOWED_LAYER_TYPES for one in value)
         return None if plain else f"a list of every layer's kind, each one of {', '.join(ALLOWED_LAYER_TYPES)}"
+    return None
+
+
+_LEAST_SETTINGS: Mapping[str, int] = {"steps": 1, "gen_length": 0, "block_length": 1}
+"""Settings of samplers that count steps or positions -> the least number; `denoise` checks the others."""
+
+
+def _settings_requirement(value: Any, name: str) -> str | None:
+    """What an object of settings must be, where it does not fit; None where it does."""
+    if not isinstance(value, dict):
+        return "an object with settings"
+    for setting, least in _LEAST_SETTINGS.items() if name == "sampler_defaults" else ():
+        one = value.get(setting)
+        if one is not None and not (_whole(one) and least <= one <= LARGEST_SIZE):
+            return f"an object whose {setting} is a whole number from {least}, not {shown(one)}"
     return None
 
 

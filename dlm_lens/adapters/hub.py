@@ -16,13 +16,10 @@ from huggingface_hub.errors import (
 from transformers import PreTrainedConfig
 from transformers.utils import cached_file
 
-from dlm_lens.adapters.model_names import embedded_models
+from dlm_lens.adapters.model_names import LONGEST_PART, embedded_models
 from dlm_lens.arguments import near_name
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.printable import one_line, printable_name
-
-LONGEST_PART = 255
-"""Characters of a part of a path: more are no name of a file on common file systems."""
 
 
 def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:

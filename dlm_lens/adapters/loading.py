@@ -24,6 +24,7 @@ from dlm_lens.adapters.weight_headers import check_shapes, read_headers
 from dlm_lens.adapters.weight_loading import check_weights, fetched_files, load_weights
 from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
 from dlm_lens.arguments import checked_arguments, flag, instance, whole
+from dlm_lens.printable import shown
 
 _LOADING = threading.RLock()
 """Held while a model is built and checked: transformers sets torch's default dtype, which all threads share."""
@@ -188,6 +189,12 @@ def _describe(source: str, size: str | None, options: dict[str, Any]) -> tuple[d
     if "model_type" in values:
         if size is not None:
             raise ValueError(f"size is for weights without a config; {source} has one: leave size out")
+        kind = values["model_type"]
+        if not isinstance(kind, str) or not kind:
+            raise ValueError(
+                f"the config.json of {source} says model_type = {shown(kind)}; it must be the name of an "
+                'architecture, such as "llama": take the file that came with the weights'
+            )
         return values, source, f"the config.json of {source}"
     held = optional_file(source, "model.safetensors", options) if not path.exists() else None
     weights = single_weight_file(path) if path.exists() else held and Path(held)

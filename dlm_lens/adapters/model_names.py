@@ -7,6 +7,11 @@ from typing import Any
 from dlm_lens.arguments import near_name
 from dlm_lens.printable import shown
 
+LONGEST_PART = 255
+"""Characters of a part of a path: more are no name of a file on common file systems."""
+
+LONGEST_PATH = 4095
+
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints"
 """Where the embedded models live, one directory each."""
 
@@ -74,7 +79,7 @@ def check_model_name(name: Any) -> str | Path:
     Raises:
         FileNotFoundError: a path that does not exist, a directory without a config and without weights, or a name
             without an owner that is close to an embedded model's.
-        ValueError: neither text nor a path.
+        ValueError: neither text nor a path, or too long for one.
     """
     if not isinstance(name, str | Path) or not str(name):
         raise ValueError(
@@ -84,6 +89,11 @@ def check_model_name(name: Any) -> str | Path:
     embedded = embedded_models()
     if str(name) in embedded:
         return name
+    if len(str(name)) > LONGEST_PATH or any(len(part) > LONGEST_PART for part in Path(name).parts):
+        raise ValueError(
+            f"{shown(str(name))} is longer than a path or a hub name can be ({len(str(name))} characters); give a "
+            "checkpoint's directory or a hub name"
+        )
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         raise FileNotFoundError(f"{path} holds no config.json; give the directory that does, or a hub name")

@@ -23,6 +23,8 @@ from dlm_lens.printable import one_line, printable_name, shown
 SAMPLER_CONFIGS = ("EntropyBoundSamplerConfig",)
 """Classes of transformers that a generation_config.json may name for its sampler."""
 
+_PART = re.compile(r"-\d+-of-\d+\.")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
@@ -37,17 +39,38 @@ def check_weights(
 ) -> None:
     """Raise unless the weights exist, are not pickled, and fit into memory."""
     if not Path(source).is_file() and not any(optional_file(source, name, options) for name in (INDEX, WEIGHTS)):
-        where = "holds" if Path(source).is_dir() else "has, in the cache or on the hub as far as it can be reached,"
-        raise ValueError(
-            f"{source} {where} no {WEIGHTS}; pickled weights are refused because loading them executes "
-            "code: convert them to safetensors first"
-        )
+        raise ValueError(_why_no_weights(source))
     _refuse_other_weights(source, options)
     stored = getattr(config, "dtype", None)
     stored = stored if isinstance(stored, torch.dtype) else None
     # Quantised files are kept as they are; the dtype in their config is that of their activations.
     kept = None if own else dtype or stored
     check_memory(source, kept, device_map, options=options, stored=None if own else stored, element_size=width)
+
+
+def _why_no_weights(source: str) -> str:
+    """What a checkpoint without model.safetensors and its index holds in their place, and the remedy."""
+    pickled = (
+        "pickled weights are refused because loading them executes code: convert them to safetensors first, or "
+        "take the checkpoint's safetensors files"
+    )
+    if not Path(source).is_dir():
+        return f"{source} has, in the cache or on the hub as far as it can be reached, no {WEIGHTS}; {pickled}"
+    names = sorted(path.name for path in Path(source).iterdir())
+    found = [name for name in names if name.endswith(".safetensors")]
+    if any(_PART.search(name) for name in found):
+        return f"{source} holds {printable_name(found[0])} and no {INDEX}, which lists the parts: fetch it too"
+    if found:
+        return f"{source} holds {printable_name(found[0])} and no {WEIGHTS}: rename the file that has the weights"
+    if any(name.endswith(_PICKLED) for name in names):
+        return f"{source} holds no {WEIGHTS}; {pickled}"
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    if ggufs:
+        return (
+            f"{source} holds {printable_name(ggufs[0])} and no {WEIGHTS}, and GGUF files are not read: take the "
+            "checkpoint's safetensors files"
+        )
+    return f"{source} holds no {WEIGHTS}, nor other weights: fetch it too"
 
 
 def _refuse_other_weights(source: str, options: dict[str, Any]) -> None:
@@ -139,7 +162,7 @@ def _generation_config(kind: Any, source: str, config: Any, options: dict[str, A
     what = f"the generation_config.json of {source}"
     values = {name: value for name, value in read_object(found, what).items() if name in vars(kind())}
     check_fields({"eos_token_id": values.get("eos_token_id")}, what)
-    values |= _possible_ends(values.get("eos_token_id"), config)
+    values |= _possible_ends(values.get("eos_token_id"), config, what)
     sampler = values.get("sampler_config")
     if isinstance(sampler, dict) and sampler.get("_cls_name") not in SAMPLER_CONFIGS:
         raise ValueError(
@@ -152,12 +175,22 @@ def _generation_config(kind: Any, source: str, config: Any, options: dict[str, A
         raise ValueError(f"{what} cannot be read ({one_line(error)}); fetch it again, or remove it") from error
 
 
-def _possible_ends(ends: int | list[int] | None, config: Any) -> dict[str, Any]:
-    """The ids among these that end a text of the model: those that have a row in its embedding."""
+def _possible_ends(ends: int | list[int] | None, config: Any, what: str) -> dict[str, Any]:
+    """The ids among these that end a text of the model: those that have a row in its embedding.
+
+    Raises:
+        ValueError: none of them has, so that no text could end.
+    """
     rows = getattr(config, "embedding_rows", config.vocab_size)
-    if not isinstance(ends, list):
-        return {"eos_token_id": ends if ends is not None and 0 <= ends < rows else None}
-    return {"eos_token_id": [end for end in ends if 0 <= end < rows] or None}
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    kept = [end for end in listed if 0 <= end < rows]
+    beyond = [end for end in listed if end >= rows]
+    if beyond and not kept:
+        raise ValueError(
+            f"{what} says eos_token_id = {shown(ends)}, which has no row in an embedding of {rows}: take the file "
+            "that came with the weights"
+        )
+    return {"eos_token_id": (kept or None) if isinstance(ends, list) else next(iter(kept), None)}
 
 
 def _may_offload(device_map: Any) -> bool:

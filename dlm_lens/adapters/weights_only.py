@@ -51,7 +51,8 @@ def config_of_weights(weights: Path, size: str | None) -> dict[str, Any]:
         first = printable_name(next(iter(shapes), "none"))
         raise ValueError(
             f"{weights} has no config.json with a model_type, and its tensors ({first}, ...) "
-            f"are not those of a family that is read without one ({names})"
+            f"are not those of a family that is read without one ({names}): put the config.json that came with the "
+            "weights beside them"
         )
     config_class, _ = family_of(layout.model_type).layouts[layout.model_type]
     values = network_fields(_values(layout, weights, size), config_class)

@@ -246,6 +246,12 @@ def test_the_text_ends_as_in_generate(tmp_path: Path) -> None:
     assert (given.config.eos_token_id, given.generation_config.eos_token_id) == (126, 126)
     assert dl.denoise(given, PROMPT[1:], gen_length=LENGTH).steps == LENGTH
     file = tmp_path / "generation_config.json"
+    for beyond in (10**9, [10**6, 10**9]):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": beyond}))
+        with pytest.raises(
+            ValueError, match=r"generation_config.json of .* eos_token_id = .*, which has no row in"
+        ):
+            dl.load(tmp_path)
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": "x"}))
     with pytest.raises(
         ValueError, match=r"generation_config.json of .* eos_token_id = 'x'; it must be the id of a"

@@ -1,6 +1,7 @@
 import json
 import logging
 import pickle
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,6 +87,64 @@ def test_pickled_weights_are_refused_and_never_opened(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"pickled weights are refused .* convert them to safetensors"):
         dlm_lens.load(tmp_path / "pickled")
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (
+            ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+            "no model.safetensors.index.json",
+        ),
+        (("model.fp16.safetensors",), "model.fp16.safetensors and no model.safetensors: rename the file"),
+        (
+            ("pytorch_model.safetensors", "pytorch_model.bin"),
+            "pytorch_model.safetensors and no .*: rename the file",
+        ),
+        (("llada.gguf",), "llada.gguf and no model.safetensors, and GGUF files are not read: take the"),
+        ((), "holds no model.safetensors, nor other weights: fetch it too"),
+    ],
+)
+def test_weights_under_other_names_are_told_from_pickled_ones(
+    held: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    content = (copy_golden(tmp_path) / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").unlink()
+    for name in held:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        dlm_lens.load(tmp_path)
+    assert "pickled" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "x/" * 3000, Path("b" * 300)])
+def test_a_name_that_is_too_long_is_told_in_a_short_sentence(name: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"longer than a path or a hub name can be \({len(str(name))} char"
+    ) as error:
+        dlm_lens.load(name)
+    assert len(str(error.value)) < 250
+
+
+@pytest.mark.parametrize("model_type", [None, [], 5, ""])
+def test_a_model_type_that_is_no_name_is_told(model_type: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"says model_type = {re.escape(repr(model_type))}; it must be the name"):
+        dlm_lens.load(copy_golden(tmp_path, model_type=model_type))
+
+
+def test_weights_of_a_family_that_needs_a_config_ask_for_it(tmp_path: Path) -> None:
+    tiny("causal").save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"are not those of a family .*: put the config.json that came with the"):
+        dlm_lens.load(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"steps": -1}, {"block_length": 0}, {"gen_length": 2.5}, {"steps": True}])
+def test_counts_in_a_checkpoints_sampler_defaults_are_checked(settings: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = settings
+    message = rf"says sampler_defaults = .*; it must be an object whose {name} is a whole number from \d, not "
+    with pytest.raises(ValueError, match=message):
+        dlm_lens.load(copy_golden(tmp_path, sampler_defaults=settings))
 
 
 def change_weights(path: Path, change: Any) -> Path:
