@@ -15,6 +15,7 @@ from dlm_lens.adapters.families.smdm import SIZES, SMDMConfig, SMDMForMaskedLM
 from dlm_lens.adapters.model_preparation import finish_model, prepare_config
 from dlm_lens.adapters.tokenizer_files import load_tokenizer
 from dlm_lens.arguments import level_of_caller
+from dlm_lens.attention import find_sites
 from dlm_lens.placement import seeded
 from dlm_lens.training.conversion import convert
 from dlm_lens.training.objective import NextToken
@@ -86,7 +87,9 @@ def _with_new_weights(model: Any, seed: int) -> Any:
         raise ValueError(f"model.start begins with {NEW!r}, which takes an AR checkpoint, and this is a DLM")
     with seeded(seed):
         new = type(model)(copy.deepcopy(model.config))
-    return finish_model(new.to(model.device, torch.float32), family, model.tokenizer)
+    finish_model(new.to(model.device, torch.float32), family, model.tokenizer)
+    find_sites(new)
+    return new
 
 
 def smdm_config(chosen: ModelSettings) -> SMDMConfig:
@@ -126,7 +129,9 @@ def new_smdm(chosen: ModelSettings, seed: int) -> PreTrainedModel:
         raise ValueError(
             f"model.tokenizer is {chosen.tokenizer!r}, which has no tokenizer; give another directory or hub name"
         )
-    return finish_model(model, family, tokenizer)
+    finish_model(model, family, tokenizer)
+    find_sites(model)
+    return model
 
 
 @torch.no_grad()

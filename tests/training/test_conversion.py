@@ -9,6 +9,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 import dlm_lens
+from dlm_lens.attention import attach_hooks
+from dlm_lens.hooks import ablate
 from dlm_lens.testing import tiny
 from dlm_lens.training import convert
 from tests.reference import forward64
@@ -191,3 +193,12 @@ def test_a_converted_model_has_the_sampler_that_the_pages_say() -> None:
     shifted, plain = convert("toy-ar", sinks=1), convert("toy-ar", sinks=1, shift=False)
     assert (shifted.config.sampler, shifted.sampler_defaults["remasking"]) == ("dream", "origin")
     assert plain.config.sampler == "llada"
+
+
+@pytest.mark.parametrize("site", ["attn_out", "mlp_out", "resid"])
+def test_hooks_take_the_sites_of_its_layers(site: Any) -> None:
+    """The network was not loaded, and so not checked; the pass that finds its sites is made with it."""
+    model, ids = convert(source()), torch.arange(3, 9)[None]
+    with torch.no_grad(), attach_hooks(model, ablate(site)):
+        edited = model(ids).logits
+    assert not torch.allclose(edited, model(ids).logits)

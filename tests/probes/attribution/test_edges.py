@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.attention import find_sites
 from dlm_lens.hooks import ablate, at_heads
 from dlm_lens.probes import Circuit, LogitDifference, LogProbability, edge_attribution, faithfulness
 from dlm_lens.probes.attribution.streams import graph_of
@@ -128,6 +129,7 @@ def test_networks_without_such_edges_are_refused() -> None:
 def test_layers_with_other_numbers_of_key_heads_are_refused() -> None:
     """MiMo's layers with a window have other key heads; it ended in an error of torch."""
     model = dl.add_hook_points(small_model("mimo_v2_flash"))
+    find_sites(model)
     with pytest.raises(ValueError, match="layer 0 has 4 heads and 2 of keys, layer 1 4 and 4; edges are between"):
         graph_of(model, "edge_attribution")
 
@@ -142,10 +144,16 @@ def test_gated_attention_is_refused() -> None:
     circuit = Circuit(graph, graph.exists, graph.exists.double(), int(graph.exists.sum()))
     with pytest.raises(ValueError, match=why.format("GatedQwen2Attention")):
         faithfulness(model, run, [[5, 6, 10]], circuit)
-    # Gates by other names, and in the projection of the queries.
-    for name, attention in (("qwen3_next", "Qwen3NextAttention"), ("hrm_text", "HrmTextAttention")):
-        with pytest.raises(ValueError, match=why.format(attention)):
-            graph_of(dl.add_hook_points(small_model(name)), "edge_attribution")
+    # A gate in the projection of the queries, and one by another name in layers that norm what they add up.
+    others = {
+        "qwen3_next": why.format("Qwen3NextAttention"),
+        "hrm_text": "HrmTextDecoderLayer does not add the output",
+    }
+    for name, reason in others.items():
+        model = dl.add_hook_points(small_model(name))
+        find_sites(model)
+        with pytest.raises(ValueError, match=reason):
+            graph_of(model, "edge_attribution")
 
 
 def test_a_table_has_the_largest_scores_summed_over_steps_and_averaged_over_rows() -> None:
