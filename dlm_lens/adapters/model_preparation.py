@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from dlm_lens.adapters.config_fields import REFUSALS
 from dlm_lens.adapters.head import check_head, decoder_logits
 from dlm_lens.adapters.registry import Family, fills_masks
-from dlm_lens.attention import add_hook_points, check_hook_points
+from dlm_lens.attention import add_hook_points, check_hook_points, declare_sites
 from dlm_lens.printable import one_line
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,8 @@ def finish_model(
     if eos_token_id is not None:
         model.generation_config.eos_token_id = eos_token_id
     add_hook_points(model)
+    if not family.causal:  # of transformers' own classes only a pass of tokens tells which sites layers have
+        declare_sites(model)
     extras: Any = model  # attributes that transformers' class does not declare
     extras.tokenizer = tokenizer
     generation = dict(getattr(model, "generation_settings", {}))

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dlm_lens.attention.hook_points import attention_stack, is_hooked_attention
+from dlm_lens.attention.hook_points import attention_stack, attention_stacks, is_hooked_attention
 from dlm_lens.attention.model_access import unwrapped
 from dlm_lens.placement import resident
 from dlm_lens.printable import shown
@@ -113,6 +113,14 @@ def attention_of(block: nn.Module) -> Any:
 
 SITES_OF_LAYERS = ("attn_out", "mlp_out", "resid")
 """Sites that are no hook points of attention; `check_hook_points` sets `hook_sites` of a layer to those it has."""
+
+
+def declare_sites(model: Any) -> None:
+    """Say that every layer of a model of a family has all of `SITES_OF_LAYERS`; `check_hook_points` corrects it."""
+    for stack in attention_stacks(model):
+        block: Any
+        for block in attention_blocks(model, stack):
+            block.hook_sites = frozenset(SITES_OF_LAYERS)
 
 
 def adding_module(block: nn.Module, site: str) -> nn.Module:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dlm_lens.adapters import load
 from dlm_lens.adapters.model_preparation import finish_model, prepare_config
 from dlm_lens.adapters.registry import family_of
-from dlm_lens.attention import Placement, find_sites
+from dlm_lens.attention import Placement
 from dlm_lens.attention.softmax_variants import Softmax
 from dlm_lens.placement import in_float64, seeded
 
@@ -86,9 +86,7 @@ def convert(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(source.dtype)
     _copy(source, model, mask)
-    finish_model(model.to(source.device), family, tokenizer)
-    find_sites(model)
-    return model
+    return finish_model(model.to(source.device), family, tokenizer)
 
 
 def _ar_model(given: str | Path | PreTrainedModel, dtype: str | torch.dtype | None) -> Any:

@@ -278,12 +278,14 @@ def test_the_pages_name_these_numbers() -> None:
     for name, numbers in counts.items():
         (row,) = [cells[1:] for cells in rows if f"`{name}`" in cells[0]]
         assert row == list(map(str, numbers))
-    total, built, compared, _ = counts["AutoModelForCausalLM"]
+    _, built, compared, _ = counts["AutoModelForCausalLM"]
     for path in ("README.md", "CHANGELOG.md", "docs/families.md"):
         assert f"{compared} causal architectures of transformers" in (root / path).read_text(encoding="utf-8")
     assert f"of {built}\n  that are built" in (root / "CHANGELOG.md").read_text(encoding="utf-8")
-    types = total + counts["AutoModelForMaskedLM"][0]
-    assert f"{types} model types of transformers" in (root / "docs/verification.md").read_text(encoding="utf-8")
+    page = (root / "docs/verification.md").read_text(encoding="utf-8")
+    types, built, compared, refused = map(sum, zip(*counts.values(), strict=True))
+    assert f"{types} model types of transformers, small and random: {built} built, {compared} of them" in page
+    assert f"{refused} refused in a sentence" in page
 
 
 @pytest.mark.parametrize(

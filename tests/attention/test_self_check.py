@@ -3,6 +3,7 @@
 Its other cases are in test_hook_points.py.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
 import dlm_lens as dl
-from dlm_lens.attention import attention_blocks, check_hook_points, hooked_attentions
+from dlm_lens.attention import (
+    attach_hooks,
+    attention_blocks,
+    attention_stacks,
+    check_hook_points,
+    find_sites,
+    hooked_attentions,
+)
 from dlm_lens.attention.hook_points import HookPoint
+from dlm_lens.attention.layers import SITES_OF_LAYERS
+from dlm_lens.hooks import steer
 from dlm_lens.testing import tiny
 
 
@@ -105,3 +115,29 @@ def test_weights_of_zeros_alone_are_named(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"holds zeros alone, and so do \d+ other weights: .* fetch it again"):
         dl.load(tmp_path)
+
+
+@pytest.mark.parametrize("family", [family.name for family in dl.families()])
+def test_the_layers_of_every_family_have_the_sites_that_are_declared_unchecked(family: str) -> None:
+    model = tiny(family)
+    find_sites(model)
+    layers = [layer for stack in attention_stacks(model) for layer in attention_blocks(model, stack)]
+    assert all(layer.hook_sites == frozenset(SITES_OF_LAYERS) for layer in layers)
+
+
+def test_an_unchecked_diffusion_model_has_its_sites_and_an_ar_model_is_to_be_checked(
+    tmp_path: Path,
+) -> None:
+    tiny("llada").save_pretrained(tmp_path / "llada")
+    tiny("causal").save_pretrained(tmp_path / "causal")
+    hook, ids = steer(torch.ones(32)), torch.arange(3, 9)[None]
+    model = dl.load(tmp_path / "llada", check=False)
+    plain = model(ids).logits
+    with attach_hooks(model, hook, layers=[0]):
+        assert not torch.allclose(model(ids).logits, plain, atol=1e-2)
+    model = dl.load(tmp_path / "causal", check=False)
+    with pytest.raises(ValueError, match=r"call dlm_lens\.attention\.check_hook_points\(model\) first"):
+        attach_hooks(model, hook, layers=[0]).__enter__()
+    check_hook_points(model)
+    with attach_hooks(model, hook, layers=[0]):
+        model(ids)
