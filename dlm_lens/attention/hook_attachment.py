@@ -173,7 +173,11 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cache | None:
 
 def _attends_elsewhere(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a layer's attention is called with the states of another stack, by any of `STATES_OF_KEYS`."""
-    given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    if any(kwargs.get(name) is not None for name in STATES_OF_KEYS):
+        return True
+    if len(args) < 2:  # the layer's own states alone; a signature takes longer than the rest
+        return False
+    given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False))
     return any(given.get(name) is not None for name in STATES_OF_KEYS)
 
 
