@@ -276,9 +276,9 @@ def test_the_config_classes_forget_them_for_the_auto_classes_too(tmp_path: Path)
         ('{"n_layers": ' + "9" * 5000 + "}", "is no JSON file; fetch it again .*digits"),
         ("\xff\xfe", "is no JSON file; fetch it again"),
         ("[1]", r"holds \[1\]; it must hold an object"),
-        ('{"model_type": 5}', "no family loads model_type '5'"),
+        ('{"model_type": 5}', "says model_type = 5; it must be the name of an architecture"),
         (json.dumps({"model_type": "x" * 5000}), r"no family loads model_type 'x{60,}\.\.\.;"),
-        ('{"model_type": ["llada"]}', r"no family loads model_type"),
+        ('{"model_type": ["llada"]}', r"says model_type = \['llada'\]; it must be the name of an architecture"),
         ('{"model_type": "llada\\u001b[2J"}', r"no family loads model_type 'llada\\x1b\[2J'"),
     ],
 )

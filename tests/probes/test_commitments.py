@@ -286,9 +286,8 @@ def test_the_map_counts_the_prompts_with_a_prediction() -> None:
 
 def drawn(found: Commitment, row: int) -> tuple[torch.Tensor, list[str]]:
     """The cells of a map at the positions that it shows, [position, step], and its legend."""
-    axes = dl.viz.commitment_map(found, row=row).axes[0]
-    legend = axes.get_legend()
-    assert legend is not None
+    figure = dl.viz.commitment_map(found, row=row)
+    axes, (legend,) = figure.axes[0], figure.legends
     cells = torch.as_tensor(axes.collections[0].get_array()).reshape(-1, found.run.steps)
     return cells, [text.get_text() for text in legend.get_texts()]
 

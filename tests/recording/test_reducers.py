@@ -275,7 +275,7 @@ def test_a_recording_of_regions_without_a_detector_is_continued_as_before_min_vi
     assert torch.equal(again.region_mass.nan_to_num(-7), rec.region_mass.nan_to_num(-7))
     sinks = [RegionMass(sinks=AboveMean(1.0), min_viewers=least) for least in (1, 8)]
     record(model, PROMPTS, sinks[:1], to=tmp_path / "sinks", **given)
-    text = r"reducer = 'RegionMass\(.*, min_viewers=1\)', and now it is 'RegionMass\(.*, min_viewers=8\)'; give"
+    text = r"reducer = 'RegionMass\(.*, min_viewers=1\)', and now it is 'RegionMass\(.*, min_viewers=8\)'; with"
     with pytest.raises(ValueError, match=text):
         record(model, PROMPTS, sinks[1:], to=tmp_path / "sinks", **given)
 

@@ -21,7 +21,7 @@ from dlm_lens.hooks import at_progress, mask_top_sinks, steer
 from dlm_lens.probes import TunedLens, train_tuned_lens
 from dlm_lens.recording import Recording, record
 from dlm_lens.recording.model_identity import weights_digest
-from dlm_lens.recording.shards import _compare
+from dlm_lens.recording.shards import _check_same
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask
 from tests.recording.reference import PROMPTS
@@ -199,10 +199,10 @@ def test_defaults_that_are_not_used_and_headers_of_earlier_versions_stop_nothing
     again = record(model, PROMPTS, to=tmp_path, steps=2, gen_length=4, temperature=0.0)
     assert again.received.nan_to_num(-7).equal(expected.received.nan_to_num(-7))
     request = {"model": {"name": "m"}, "settings": {"steps": "2"}}
-    _compare(tmp_path, request, {**request, "config": {"a": "1"}, "defaults": {"b": "2"}})
-    _compare(tmp_path, {**request, "config": {"old": "1", "a": "1"}}, {**request, "config": {"a": "1"}})
+    _check_same(tmp_path, request, {**request, "config": {"a": "1"}, "defaults": {"b": "2"}})
+    _check_same(tmp_path, {**request, "config": {"old": "1", "a": "1"}}, {**request, "config": {"a": "1"}})
     with pytest.raises(ValueError, match="config a = '1', and now it is '2'"):
-        _compare(tmp_path, {**request, "config": {"a": "1"}}, {**request, "config": {"a": "2"}})
+        _check_same(tmp_path, {**request, "config": {"a": "1"}}, {**request, "config": {"a": "2"}})
 
 
 @pytest.mark.parametrize("weight", [weight for _, weight in weights()], ids=[name for name, _ in weights()])

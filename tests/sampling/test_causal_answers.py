@@ -61,6 +61,7 @@ def test_score_answers_is_the_float64_sum(batch_size: int | None) -> None:
 
 def test_a_shared_prompt_is_computed_once(positions: list[int]) -> None:
     model = tiny("causal", model_type="llama")
+    positions.clear()  # of the pass that finds the sites of the layers
     list(score_answers(Scorer(model, shift=True), pairs()))
     # The single text; three prompts of up to 7; to each, three answers with 3, 2 and 1 tokens before the last.
     assert positions == [4, 3 * 7, 9 * 3]
@@ -68,6 +69,7 @@ def test_a_shared_prompt_is_computed_once(positions: list[int]) -> None:
 
 def test_the_harness_puts_a_context_in_one_pass(positions: list[int]) -> None:
     model = tiny("causal", model_type="llama")
+    positions.clear()  # of the pass that finds the sites of the layers
     items = [
         Item(item, pair.prompt.tolist(), pair.answer.tolist(), 0, False) for item, pair in reversed(pairs()[:12])
     ]

@@ -1,5 +1,6 @@
 """A setting of the wrong kind is one sentence, in every sampler, before the first pass."""
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.arguments import rules_of
+from dlm_lens.arguments import FINITE, rules_of
 from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.testing import tiny
 
@@ -29,7 +30,7 @@ def test_every_setting_of_a_sampler_has_a_rule() -> None:
         ("llada2", "steps_per_block", 1.5, "a whole number"),
         ("llada2", "minimal_topk", [1], "a whole number"),
         ("llada2", "eos_early_stop", "no", "True or False"),
-        ("bd3lm", "nucleus_p", "x", "a finite number"),
+        ("bd3lm", "nucleus_p", "x", FINITE),
         ("bd3lm", "first_hitting", 1, "True or False"),
         ("a2d_qwen3", "schedule", 3, "one of linear, cosine"),
         ("a2d_qwen3", "suppress_tokens", "12", "a token id, or a list of them"),
@@ -39,12 +40,12 @@ def test_every_setting_of_a_sampler_has_a_rule() -> None:
         ("sdar", "stop_tokens", {7}, "a token id, or a list of them"),
         ("sdar", "stop_tokens", -1, "a token id, or a list of them"),
         ("sdlm", "stop_tokens", True, "a token id, or a list of them"),
-        ("wedlm", "entropy_threshold", "low", "a finite number"),
+        ("wedlm", "entropy_threshold", "low", FINITE),
     ],
 )
 def test_a_setting_of_another_kind_is_named(family: str, setting: str, value: Any, must_be: str) -> None:
     """Of text and fractions `stop_tokens` took other tokens, 1 and 2 of "12"; flags took any text for True."""
-    with pytest.raises(ValueError, match=rf"^{setting} is .*; it must be {must_be}$"):
+    with pytest.raises(ValueError, match=rf"^{setting} is .*; it must be {re.escape(must_be)}$"):
         dl.denoise(tiny(family), PROMPT, gen_length=4, **{setting: value})
 
 
