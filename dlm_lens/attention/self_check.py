@@ -303,14 +303,15 @@ def _agree(model: Any, got: Tensor, expected: Tensor) -> bool:
 
 def _compare(model: Any, got: Tensor, expected: Tensor, what: str) -> None:
     if not _agree(model, got, expected):
-        _refuse_damaged(model, lambda weight: not bool(weight.isfinite().all()), "holds NaN or infinity")
+        remedy = "the checkpoint is damaged; fetch it again"
+        _refuse_weights(model, lambda weight: not bool(weight.isfinite().all()), "holds NaN or infinity", remedy)
         raise ValueError(
             f"the logits of {type(model).__name__} differ by {float((got - expected).abs().max()):.3g} with {what} "
             f"(largest logit {float(expected.abs().max()):.3g}): its attention cannot be hooked exactly"
         )
 
 
-def _refuse_damaged(model: nn.Module, damaged: Callable[[Tensor], bool], what: str) -> None:
+def _refuse_weights(model: nn.Module, damaged: Callable[[Tensor], bool], what: str, remedy: str) -> None:
     """Raise if a weight is why a check fails, rather than attention: name it.
 
     Raises:
@@ -321,10 +322,7 @@ def _refuse_damaged(model: nn.Module, damaged: Callable[[Tensor], bool], what: s
     found = [name for name, weight in weights if weight.device.type != "meta" and damaged(weight)]
     if found:
         others = f", and so do {len(found) - 1} other weights" if len(found) > 1 else ""
-        raise ValueError(
-            f"{printable_name(found[0])} of {type(model).__name__} {what}{others}: the checkpoint is damaged; "
-            "fetch it again"
-        )
+        raise ValueError(f"{printable_name(found[0])} of {type(model).__name__} {what}{others}: {remedy}")
 
 
 def _check_activations(modules: list[Any], kept: list[_Activations]) -> None:
@@ -355,7 +353,10 @@ def _check_edit(model: Any, attention: Any, idle: Tensor, edited: Tensor) -> Non
     change, error = ((edited - idle)[row].abs().max() for row in (1, 0))
     units = 4 * min(torch.finfo(model.dtype).eps, 1e-3) if model.dtype.is_floating_point else 4e-3
     if not float(change) > max(2 * float(error), units * float(idle.abs().max())):
-        _refuse_damaged(model, lambda weight: weight.ndim > 1 and not bool(weight.any()), "holds zeros alone")
+        remedy = "if it is a checkpoint's, fetch it again; a network that begins so is checked once it is trained"
+        _refuse_weights(
+            model, lambda weight: weight.ndim > 1 and not bool(weight.any()), "holds zeros alone", remedy
+        )
         raise ValueError(
             f"an edit of the pattern of {type(attention).__name__} does not reach the logits of "
             f"{type(model).__name__}: its attention cannot be hooked"
