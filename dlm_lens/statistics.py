@@ -7,7 +7,7 @@ Used for everything that the sinks, the probes and the experiments report with a
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,31 +19,14 @@ RESAMPLES = 2000
 Z = 1.959964
 """Quantile of the normal distribution, two-sided 95%."""
 
-Ends = tuple[float, float]
-"""The lower and the upper end of an interval."""
+Bounds = tuple[float, float]
+"""The smallest and largest possible value of a statistic."""
 
-
-class Bounds(NamedTuple):
-    """The smallest and largest possible value of a statistic.
-
-    Args:
-        low: the smallest.
-        high: the largest.
-        of_cases: it is the share of cases that have a property, which each has or has not.
-    """
-
-    low: float
-    high: float
-    of_cases: bool = False
-
-
-SHARE_BOUNDS = Bounds(0.0, 1.0, of_cases=True)
-MASS_BOUNDS = Bounds(0.0, 1.0)
-"""Of a share of a quantity, such as attention, and of a similarity from 0 to 1."""
-POSITIVE_BOUNDS = Bounds(0.0, math.inf)
-CORRELATION_BOUNDS = Bounds(-1.0, 1.0)
+SHARE_BOUNDS: Bounds = (0.0, 1.0)
+POSITIVE_BOUNDS: Bounds = (0.0, math.inf)
+CORRELATION_BOUNDS: Bounds = (-1.0, 1.0)
 """Also of cosines and of differences of shares."""
-R2_BOUNDS = Bounds(-math.inf, 1.0)
+R2_BOUNDS: Bounds = (-math.inf, 1.0)
 
 Floats = NDArray[np.float64]
 
@@ -90,7 +73,7 @@ def student_quantile(degrees: float) -> float:
     return float(stats.t.ppf(0.975, degrees))
 
 
-def wilson_bounds(successes: int, n: int, z: float = Z) -> Ends:
+def wilson_bounds(successes: int, n: int, z: float = Z) -> Bounds:
     """Wilson's score interval of a share p, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n); n > 0."""
     p, scale = successes / n, 1 + z**2 / n
     centre = (p + z**2 / (2 * n)) / scale
@@ -98,7 +81,7 @@ def wilson_bounds(successes: int, n: int, z: float = Z) -> Ends:
     return 0.0 if not successes else centre - half, 1.0 if successes == n else centre + half
 
 
-def expanded(value: float, drawn: Any, prompts: int) -> Ends:
+def expanded(value: float, drawn: Any, prompts: int) -> Bounds:
     """The interval of a statistic from its values in a bootstrap that draws prompts; NaN with fewer than two.
 
     The percentile interval is too narrow for few prompts: its variance is (n - 1) / n times too small, and its
@@ -127,12 +110,10 @@ ROUNDING = 1e-6
 """A share this near to 0 or 1 is 0 or 1: sums of attention in float32 are off by a few 2^-24, by device."""
 
 
-def _within(value: float, found: Ends, cases: Floats, bounds: Bounds | None) -> Ends:
+def _within(value: float, found: Bounds, cases: Floats, bounds: Bounds | None) -> Bounds:
     """An interval cut at the bounds.
 
-    Where no case of any prompt has the property, or every case has, the draws are equal, which is no certainty. A
-    share of cases has Wilson's interval over n prompts then, as the cases of a prompt are not independent. So has
-    another value at a bound of 0 to 1 with one case in every prompt.
+    Where every prompt has one case, and all are 0 or all 1, the draws are equal, and a share has Wilson's interval.
 
     Args:
         value: of all prompts.
@@ -142,10 +123,9 @@ def _within(value: float, found: Ends, cases: Floats, bounds: Bounds | None) -> 
     """
     if bounds is None or math.isnan(found[0]):
         return found
-    share = bounds[:2] == SHARE_BOUNDS[:2] and (bounds.of_cases or bool((cases == 1).all()))
-    if share and min(value, 1 - value) < ROUNDING:
+    if bounds == SHARE_BOUNDS and min(value, 1 - value) < ROUNDING and bool((cases == 1).all()):
         return wilson_bounds(round(value) * len(cases), len(cases))
-    return max(bounds.low, found[0]), min(bounds.high, found[1])
+    return max(bounds[0], found[0]), min(bounds[1], found[1])
 
 
 def estimate(
@@ -164,8 +144,8 @@ def estimate(
     Args:
         sums: [prompt, summand]; a prompt whose row is all zeros is left out.
         statistic: from sums over prompts [*draws, summand] to numbers [*draws].
-        bounds: where the interval is cut: `SHARE_BOUNDS` and `MASS_BOUNDS` of a mean, whose last summand counts
-            cases; `POSITIVE_BOUNDS`, `CORRELATION_BOUNDS`, `R2_BOUNDS`; None for nowhere.
+        bounds: where the interval is cut: `SHARE_BOUNDS` of a mean, whose last summand counts cases;
+            `POSITIVE_BOUNDS`, `CORRELATION_BOUNDS`, `R2_BOUNDS`; None for nowhere.
         resamples: how many draws of as many prompts, with replacement.
         seed: of the draws.
     """

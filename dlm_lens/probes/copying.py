@@ -16,15 +16,7 @@ from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
-from dlm_lens.statistics import (
-    CORRELATION_BOUNDS,
-    MASS_BOUNDS,
-    SHARE_BOUNDS,
-    Estimate,
-    difference_of,
-    estimate,
-    mean_of,
-)
+from dlm_lens.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
 
 MEASURES = ("decisions", "hits", "mass", "chance hits", "chance mass")
 
@@ -196,8 +188,7 @@ class RetrievalHeads(ShowsItself):
         Raises:
             ValueError: a layer that was not measured, or another measure.
         """
-        bounds = SHARE_BOUNDS if measure == "hits" else MASS_BOUNDS
-        return estimate(self._pair(layer, head, measure).numpy(), mean_of, bounds=bounds, seed=self.seed)
+        return estimate(self._pair(layer, head, measure).numpy(), mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
 
     def excess(self, layer: int, head: int, measure: str = "hits") -> Estimate:
         """The score minus what it would be by chance.

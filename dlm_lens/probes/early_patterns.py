@@ -19,7 +19,7 @@ from dlm_lens.sampling.run_rows import prompts_of_rows
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import (
     CORRELATION_BOUNDS,
-    MASS_BOUNDS,
+    SHARE_BOUNDS,
     Bounds,
     Estimate,
     Floats,
@@ -166,7 +166,7 @@ class EarlyAttention(ShowsItself):
 
 
 def _bounds(measure: str) -> Bounds:
-    return CORRELATION_BOUNDS if measure == "correlation" else MASS_BOUNDS
+    return CORRELATION_BOUNDS if measure == "correlation" else SHARE_BOUNDS
 
 
 def _pairs(common: Float[Tensor, "prompt 3"]) -> Floats:

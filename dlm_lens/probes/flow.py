@@ -11,7 +11,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.shapes import check_shapes
-from dlm_lens.statistics import MASS_BOUNDS, estimate, mean_of, prompts_or_rows, summed
+from dlm_lens.statistics import SHARE_BOUNDS, estimate, mean_of, prompts_or_rows, summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class RegionFlow(ShowsItself):
                         continue
                     pairs = torch.stack([values.nan_to_num(), known.double()], -1)
                     of_prompts = summed(pairs, prompt, len(prompt))
-                    e = estimate(of_prompts, mean_of, bounds=MASS_BOUNDS, seed=self.seed)
+                    e = estimate(of_prompts, mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
                     line = {"step": step, "queries": query, "keys": key}
                     lines.append({**line, "mass": e.value, "low": e.low, "high": e.high, "prompts": e.prompts})
         return pd.DataFrame(lines)

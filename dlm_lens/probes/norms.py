@@ -18,7 +18,6 @@ from dlm_lens.recording.recording import as_recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
 from dlm_lens.statistics import (
-    MASS_BOUNDS,
     POSITIVE_BOUNDS,
     SHARE_BOUNDS,
     Bounds,
@@ -139,7 +138,7 @@ class ValueNorms(ShowsItself):
     @property
     def mean_percentile(self) -> Estimate:
         """Mean percentile rank of a sink among the others of its pattern; 0 the shortest, 0.5 by chance."""
-        return self._estimate(mean_of, self.percentile, None, bounds=MASS_BOUNDS)
+        return self._estimate(mean_of, self.percentile, None, bounds=SHARE_BOUNDS)
 
     @cached_property
     def _measures(self) -> dict[str, Estimate]:
@@ -356,7 +355,7 @@ def _profile(recording: Recording, norms: _Norms, found: Tensor, undefined: Tens
             # As `Received.shares`: the sums leave out keys without a score, as the last ones of an AR model.
             given = recording.counted().double().sum(0) * (1 if here.ndim == 3 else here.shape[2])
             pairs = torch.stack([_per_row(sums, here), given], -1)
-            e = estimate(summed(pairs, prompt, len(prompt)), mean_of, bounds=MASS_BOUNDS, seed=seed)
+            e = estimate(summed(pairs, prompt, len(prompt)), mean_of, bounds=SHARE_BOUNDS, seed=seed)
             line |= e.columns("share")
         lines.append(line)
     return pd.DataFrame(lines)

@@ -16,16 +16,7 @@ from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
-from dlm_lens.statistics import (
-    MASS_BOUNDS,
-    POSITIVE_BOUNDS,
-    SHARE_BOUNDS,
-    Bounds,
-    Estimate,
-    estimate,
-    mean_of,
-    summed,
-)
+from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Bounds, Estimate, estimate, mean_of, summed
 
 PLACES = ("here", "near", "far", "nowhere")
 PROBABILITY = Rule("a probability, above 0 and below 1", lambda value: is_real(value) and 0 < value < 1)
@@ -99,7 +90,7 @@ class TokenSmearing(ShowsItself):
         if name not in ("own", "near", "near_by_chance"):
             raise ValueError(f"name is {name!r}; it must be 'own', 'near' or 'near_by_chance'")
         # Near are sums over several positions, which may exceed 1.
-        return self._mean(getattr(self, name), MASS_BOUNDS if name == "own" else POSITIVE_BOUNDS)
+        return self._mean(getattr(self, name), SHARE_BOUNDS if name == "own" else POSITIVE_BOUNDS)
 
     def share(self, place: str) -> Estimate:
         """The share of the likely tokens that are in a place; the interval is over prompts.

@@ -18,7 +18,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
-from dlm_lens.statistics import MASS_BOUNDS, Estimate, estimate_mean, prompts_or_rows
+from dlm_lens.statistics import SHARE_BOUNDS, Estimate, estimate_mean, prompts_or_rows
 
 MEASURES = ("cosine", "overlap", "kept", "best")
 
@@ -229,7 +229,7 @@ class PatternStability(ShowsItself):
         defined = values.isfinite()
         prompt = prompts_or_rows(self.prompt, values.shape[1])
         of_prompt = prompt[defined.nonzero()[:, 1].numpy()]  # NumPy reads a tensor of one index as a number
-        return estimate_mean(values[defined], of_prompt, len(prompt), bounds=MASS_BOUNDS, seed=self.seed)
+        return estimate_mean(values[defined], of_prompt, len(prompt), bounds=SHARE_BOUNDS, seed=self.seed)
 
 
 @exclusive

@@ -17,7 +17,7 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.recording.recording import as_recording
-from dlm_lens.statistics import MASS_BOUNDS, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, numbered, region_words, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
@@ -187,7 +187,7 @@ def _line(axes: Axes, recording: Recording, mass: Float[Tensor, "step batch"], n
     values = mass.T.numpy()
     there = np.isfinite(values)
     mean, low, high = ratio_by_prompt(
-        np.where(there, values, 0.0), there.astype(float), recording.run.row_prompts, bounds=MASS_BOUNDS
+        np.where(there, values, 0.0), there.astype(float), recording.run.row_prompts, bounds=SHARE_BOUNDS
     )
     colour, dashes = QUERY_STYLES[name]
     # The mean is over other sequences after one ends or has no queries of the class left: the line breaks there.
