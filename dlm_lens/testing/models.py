@@ -64,7 +64,8 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
     prepare_config(settings, known[family], tokenizer)
     with seeded(seed):
         model = finish_model(model_class(settings), known[family], tokenizer)
-    find_sites(model)
+    if known[family].causal:  # `finish_model` knows the sites of the others
+        find_sites(model)
     return model
 
 

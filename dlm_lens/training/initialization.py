@@ -129,9 +129,7 @@ def new_smdm(chosen: ModelSettings, seed: int) -> PreTrainedModel:
         raise ValueError(
             f"model.tokenizer is {chosen.tokenizer!r}, which has no tokenizer; give another directory or hub name"
         )
-    finish_model(model, family, tokenizer)
-    find_sites(model)
-    return model
+    return finish_model(model, family, tokenizer)
 
 
 @torch.no_grad()
