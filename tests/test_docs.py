@@ -42,6 +42,13 @@ def test_the_readme_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(readme.splitlines()) < 150
 
 
+def test_the_page_of_concepts_prints_what_its_comments_say(tmp_path: Path, capsys) -> None:
+    run_blocks(ROOT / "docs/concepts.md", tmp_path)
+    (block,) = blocks(ROOT / "docs/concepts.md")
+    said = [line.removeprefix("# ") for line in block.splitlines() if line.startswith("# ")]
+    assert capsys.readouterr().out.splitlines() == said
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["pictures.md", "report.md", "trajectories.md"])
 def test_the_commands_run(name: str, tmp_path: Path) -> None:
