@@ -11,18 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from dlm_lens.files.atomic_writes import append, open_to_append
+from dlm_lens.files.atomic_writes import open_to_append
 from dlm_lens.files.locks import lock
-from dlm_lens.files.sealed_json import (
-    CHECKSUM,
-    DamagedFileError,
-    Document,
-    fitted,
-    lines_of,
-    parsed,
-    sealed,
-    unsealed,
-)
+from dlm_lens.files.sealed_json import Document, fitted
+from dlm_lens.files.sealed_lines import append_lines, cut_incomplete_line, line_of, read_lines
 from dlm_lens.placement import float32_products, input_device
 from dlm_lens.recording.model_identity import config_fields, weights_digest
 
@@ -86,19 +78,17 @@ class Responses:
         answers = {key: answer for key, answer in answers.items() if key not in self._answers}
         if self.path is None or not answers:
             return
-        lines = [
-            json.dumps(sealed({"key": key, "answer": _finite(answer)})) + "\n" for key, answer in answers.items()
-        ]
+        entries = [{"key": key, "answer": _finite(answer)} for key, answer in answers.items()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked(self.path) as file:
             if not os.fstat(file.fileno()).st_size:  # it was removed, by `forget` or by the user
-                lines.insert(0, self._head)
-                self._first = self._head.encode()
+                entries.insert(0, self._head)
+                self._first = line_of(self._head)
             else:
                 if self._first != _first_line(self.path):
                     self._lines(self.path, self.path.read_bytes())
-                _drop_incomplete_line(file, self.path)
-            append(file, "".join(lines).encode(), self.path)
+                cut_incomplete_line(file, self.path)
+            append_lines(file, entries, self.path)
         self._answers.update(answers)
 
     def forget(self) -> None:
@@ -109,7 +99,7 @@ class Responses:
         if self.path is None or self.path not in self._made or not self.path.exists():
             return
         with self._locked(self.path):
-            empty = self.path.read_bytes() == self._head.encode()
+            empty = self.path.read_bytes() == line_of(self._head)
             if empty and sys.platform != "win32":  # which deletes no open file, and has no lock
                 self.path.unlink()
         if not empty:
@@ -134,41 +124,31 @@ class Responses:
         missing = [one for one in (path, *path.parents) if not one.exists()]
         self._made += [one for one in missing if one not in self._made]
         path.parent.mkdir(parents=True, exist_ok=True)
-        first = self._head.encode()
+        first = line_of(self._head)
         with self._locked(path) as file:
             data = path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]
             if not whole and first.startswith(data):
                 # Empty, or an incomplete first line left by a crash.
                 os.ftruncate(file.fileno(), 0)
-                append(file, first, path)
+                append_lines(file, [self._head], path)
                 self._first = first
                 return
             lines = self._lines(path, whole)
             self._first = whole[: whole.index(b"\n") + 1]
-            _drop_incomplete_line(file, path)
+            cut_incomplete_line(file, path)
         self._answers = {line.key: line.answer for line in lines}
         logger.info("%s: %d stored answers", path, len(self._answers))
 
     def _lines(self, path: Path, whole: bytes) -> list[AnswerLine]:
         remedy = "choose another file"
-        texts = list(lines_of(whole))
-        try:
-            head = parsed(texts[0], path, remedy) if texts else {}
-        except DamagedFileError:
-            head = {}
-        if "answers_of" not in head:
+        if b'"answers_of"' not in whole.partition(b"\n")[0]:
             raise ValueError(f"{path} exists and does not hold answers of an evaluation; {remedy}")
-        required = CHECKSUM in head  # files of earlier versions have none
-        where = f"{path}, line 1"
-        self._check(fitted(HeadLine, unsealed(head, where, remedy, required=False), where, remedy).answers_of)
-        found = []
-        for number, text in enumerate(texts[1:], 2):
-            where = f"{path}, line {number}"
-            plain = unsealed(parsed(text, where, remedy), where, remedy, required=required)
-            line = fitted(AnswerLine, plain, where, remedy)
-            found.append(line.model_copy(update={"answer": _with_infinities(line.answer)}))
-        return found
+        lines = read_lines(whole, path, remedy)
+        where, head = next(lines)
+        self._check(fitted(HeadLine, head, where, remedy).answers_of)
+        found = [fitted(AnswerLine, plain, where, remedy) for where, plain in lines]
+        return [line.model_copy(update={"answer": _with_infinities(line.answer)}) for line in found]
 
     def _check(self, theirs: Mapping[str, Any]) -> None:
         # The fingerprint identifies a model, whatever its path.
@@ -180,9 +160,9 @@ class Responses:
                 )
 
     @property
-    def _head(self) -> str:
+    def _head(self) -> dict[str, Any]:
         """The first line."""
-        return json.dumps(sealed({"answers_of": self.identity})) + "\n"
+        return {"answers_of": self.identity}
 
     @staticmethod
     @contextmanager
@@ -200,16 +180,6 @@ class Responses:
 def _first_line(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.readline()
-
-
-def _drop_incomplete_line(file: IO[bytes], path: Path) -> None:
-    """Remove what a killed process that shares the file wrote of its last line; a new line would join it."""
-    with path.open("rb") as stored:
-        stored.seek(-1, os.SEEK_END)
-        if stored.read(1) == b"\n":
-            return
-        stored.seek(0)
-        os.ftruncate(file.fileno(), stored.read().rfind(b"\n") + 1)
 
 
 def _finite(answer: Any) -> Any:

@@ -12,19 +12,10 @@ from typing import Any
 
 from pydantic import Field
 
-from dlm_lens.files.atomic_writes import append, open_to_append, sync_directory
+from dlm_lens.files.atomic_writes import open_to_append, sync_directory
 from dlm_lens.files.locks import held, lock
-from dlm_lens.files.sealed_json import (
-    CHECKSUM,
-    DamagedFileError,
-    Document,
-    file_bytes,
-    fitted,
-    lines_of,
-    parsed,
-    sealed,
-    unsealed,
-)
+from dlm_lens.files.sealed_json import DamagedFileError, Document, file_bytes, fitted
+from dlm_lens.files.sealed_lines import append_lines, cut_incomplete_line, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +251,7 @@ class ResultsFile:
         except BlockingIOError:
             raise ValueError(f"another process writes {self.path}; wait for it, or choose another --out") from None
         self._check_others(directory, session.get("world_size", 1))
-        self._mend()
+        cut_incomplete_line(self._file, self.path)
         if not _has_items(self.path):
             # A start that was refused or killed before its first item left nothing to keep.
             os.truncate(self.path, 0)
@@ -317,14 +308,8 @@ class ResultsFile:
                     "wait for it, or choose another --out"
                 )
 
-    def _mend(self) -> None:
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.truncate(self.path, whole)
-
     def _write(self, line: Mapping[str, Any]) -> None:
-        append(self._file, (json.dumps(sealed(line), allow_nan=False) + "\n").encode(), self.path)
+        append_lines(self._file, [line], self.path)
 
 
 def check_config(
@@ -406,20 +391,11 @@ def _count(config: Mapping[str, Any], name: str) -> int:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines of a file, with their checksums verified where they have one."""
     remedy = "move the file away, or choose another --out"
-    required = False
-    for number, text in enumerate(lines_of(file_bytes(path, remedy)), 1):
-        where = f"{path}, line {number}"
-        try:
-            found = parsed(text, where, remedy)
-            required |= number == 1 and CHECKSUM in found  # files of earlier versions have none
-            found = unsealed(found, where, remedy, required=required)
-            kind = next((name for name in LINES if name in found), None)
-            if kind is None:
-                raise DamagedFileError("a line of an unknown kind")
-            yield fitted(LINES[kind], found, where, remedy).model_dump()
-        except DamagedFileError as error:
-            logger.debug("%s", error)
-            raise ValueError(f"{where} is not a result, or damaged; {remedy}") from None
+    for where, found in read_lines(file_bytes(path, remedy), path, remedy):
+        kind = next((name for name in LINES if name in found), None)
+        if kind is None:
+            raise DamagedFileError(f"{where} is not a line of results; {remedy}")
+        yield fitted(LINES[kind], found, where, remedy).model_dump()
 
 
 def _is_written(path: Path) -> bool:

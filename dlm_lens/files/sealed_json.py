@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,8 +109,3 @@ def file_bytes(path: Path, remedy: str) -> bytes:
         raise DamagedFileError(f"{path} is damaged (a directory, not a file); {remedy}") from None
     except OSError as error:
         raise DamagedFileError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
-
-
-def lines_of(data: bytes) -> Iterator[bytes]:
-    """The complete lines of a JSON-lines file; a last line without its newline, cut off by a crash, is left out."""
-    return iter(data.split(b"\n")[:-1])

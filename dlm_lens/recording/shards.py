@@ -19,18 +19,18 @@ from typing import Any
 
 from torch import Tensor
 
-from dlm_lens.files.atomic_writes import append, open_to_append, remove_stale, replacing
+from dlm_lens.files.atomic_writes import open_to_append, remove_stale, replacing
 from dlm_lens.files.locks import other_files
 from dlm_lens.files.sealed_json import (
     CHECKSUM,
     DamagedFileError,
     file_bytes,
     fitted,
-    lines_of,
     parsed,
     sealed,
     unsealed,
 )
+from dlm_lens.files.sealed_lines import append_lines, line_of, read_lines
 from dlm_lens.files.tensor_files import WrittenFile, check_digest, read_tensors, write_tensors
 from dlm_lens.recording.directories import HEADER
 from dlm_lens.recording.model_identity import in_both
@@ -142,12 +142,9 @@ class ShardDirectory:
         if not (self.path / MANIFEST).exists():
             return []
         found: list[ManifestLine] = []
-        where, of = self.path / MANIFEST, sealed(self.header())[CHECKSUM]
-        for text in lines_of(file_bytes(where, self.remedy)):
-            values = parsed(text, where, self.remedy)
-            plain = {name: value for name, value in values.items() if name != CHECKSUM}
+        manifest, of = self.path / MANIFEST, sealed(self.header())[CHECKSUM]
+        for where, plain in read_lines(file_bytes(manifest, self.remedy), manifest, self.remedy):
             line = fitted(ManifestLine, plain, where, self.remedy)
-            unsealed(values, where, self.remedy)
             if line.of != of or line.file != shard_name(line.step) or line.plan[0] != line.step:
                 raise DamagedFileError(f"{where} is damaged (step {line.step} is not this run's); {self.remedy}")
             if line.step != len(found):
@@ -194,7 +191,7 @@ class ShardDirectory:
             "remembers": state is not None and state.remembers,
         }
         with open_to_append(self.path / MANIFEST) as file:
-            append(file, (json.dumps(sealed(line)) + "\n").encode(), self.path / MANIFEST)
+            append_lines(file, [line], self.path / MANIFEST)
 
     def finish(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Write the run, which completes the recording."""
@@ -280,8 +277,7 @@ class ShardDirectory:
         for path in [self.path / RUN, self.path / TENSORS]:
             path.unlink(missing_ok=True)
         if (self.path / MANIFEST).exists():
-            entries = [sealed(line.model_dump(exclude_unset=True)) for line in lines]
-            text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+            text = b"".join(line_of(line.model_dump(exclude_unset=True)) for line in lines)
             if text != file_bytes(self.path / MANIFEST, self.remedy):
                 with replacing(self.path / MANIFEST) as file:
                     file.write(text)

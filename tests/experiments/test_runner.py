@@ -133,7 +133,7 @@ def test_a_broken_line_in_the_middle_is_told(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     lines[5] = lines[5][:10]
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match="line 6 is not a result"):
+    with pytest.raises(ValueError, match=r"line 6 is damaged \(Expecting.*choose another --out"):
         run_experiment(squares(), tmp_path)
 
 
@@ -287,7 +287,7 @@ def test_results_of_earlier_versions_are_read(tmp_path: Path) -> None:
     # What was written with a checksum is not read without.
     data = path.read_text()
     path.write_text(data.replace('"square": 121', '"square": 122'))
-    with pytest.raises(ValueError, match="is not a result, or damaged"):
+    with pytest.raises(ValueError, match=r"line 15 is damaged \(its checksum is another\)"):
         read_results(tmp_path)
 
 

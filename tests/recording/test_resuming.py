@@ -351,7 +351,7 @@ def test_an_error_behind_the_first_step_keeps_the_steps(monkeypatch, tmp_path):
     [
         ("run.json", "{", r"run.json is damaged \(.*; delete .* and record again"),
         ("run.json", "[1]", "run.json is damaged; delete"),
-        ("manifest.jsonl", "garbage\n", r"manifest.jsonl is damaged \(.*; delete .* and record again"),
+        ("manifest.jsonl", "garbage\n", r"manifest.jsonl, line 1 is damaged \(.*; delete .* and record again"),
         ("run.safetensors", None, "run.safetensors is missing; delete .* and record again"),
     ],
 )
