@@ -17,9 +17,8 @@ from dlm_lens.sinks import Received
 from dlm_lens.viz.exploring.changes import Change, HiddenHead, HiddenKey, coded, decoded
 from dlm_lens.viz.exploring.exploration import Exploration, Selection
 from dlm_lens.viz.exploring.messages import module, split
+from dlm_lens.viz.exploring.page_requests import ANSWERS, Request, StaleError, problem_of
 from dlm_lens.viz.exploring.script import script_of
-from dlm_lens.viz.reporting.packing import plain
-from dlm_lens.viz.reporting.rules import rule_of
 
 try:
     import anywidget
@@ -34,10 +33,6 @@ logger = logging.getLogger(__name__)
 
 PAUSE = 0.1
 """Seconds between two messages about the progress of a run."""
-
-
-class _StaleError(Exception):
-    """A request about a run that is no longer shown."""
 
 
 class Explorer(anywidget.AnyWidget):
@@ -294,129 +289,50 @@ class Explorer(anywidget.AnyWidget):
     def _received(self, _: Any, content: Any, buffers: Any) -> None:
         """Answer a request; errors become a sentence on the page."""
         request = content if isinstance(content, Mapping) else {}
-        act = _REQUESTS.get(str(request.get("kind")))
         self._error = None
         try:
-            if act is None:
-                raise ValueError(f"the page sent the request {str(request.get('kind'))!a:.40}, which is none")
-            answer = act(self, request)
-        except _StaleError:
+            answer = self._answer(str(request.get("kind")), request)
+        except StaleError:
             answer = {"stale": True}
         except (Exception, KeyboardInterrupt) as error:
             self._error = error
             logger.debug("a request of the explorer's page failed", exc_info=True)
-            sentence = _sentence(error)
-            self._problem = sentence
-            self._reply(request, {"problem": sentence})
-            return
-        self._reply(request, answer or {})
-
-    def _reply(self, request: Mapping[str, Any], answer: dict[str, Any]) -> None:
+            self._problem = problem_of(error)
+            answer = {"problem": self._problem}
         content, buffers = split({**answer, "id": request.get("id"), "kind": request.get("kind")})
         self.send(content, buffers)
 
-    def _asked_run(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        side = self._side(request)
-        own = {"first_step": side.at_step(0), "rule": rule_of(self._exploration.rule)}
-        if self._exploration.rows > 1:
-            # The row was run alone; the page names it as its menu does.
-            own |= {"row": self._exploration.row, "rows": self._exploration.rows, "some_rows": False}
-        return {"content": {**side.content, **own}}
+    def _answer(self, kind: str, request: Request) -> dict[str, Any]:
+        if kind in ANSWERS:
+            return ANSWERS[kind](self._exploration, request)
+        if kind not in _CHANGES:
+            raise ValueError(f"the page sent the request {kind!a:.40}, which is none")
+        _CHANGES[kind](self, request)
+        return {}
 
-    def _asked_step(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return self._side(request).at_step(int(request["step"]))
-
-    def _asked_path(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        level: Any = request["level"]
-        return self._side(request).over_steps(level, int(request["layer"]), int(request["head"]))
-
-    def _side(self, request: Mapping[str, Any]) -> Any:
-        """The side that the page means, if it is still shown."""
-        side = self._exploration.sides.get(str(request["side"]))
-        if side is None:
-            raise _StaleError
-        if side.version != request.get("version"):
-            raise _StaleError
-        return side
-
-    def _asked_lens(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        name, position = str(request["side"]), decoded(int(request["position"]))
-        self._side(request)
-        found = self._exploration.lens(name, int(request["step"]), position)
-        if not len(found.step):
-            return {"layers": [], "predicts": None}
-        text = TokenTexts(found.run.tokenizer)
-        predicts = int(found.predicts[0])
-        return {
-            "layers": list(found.layers),
-            "predicts": predicts if predicts >= 0 else None,
-            "predicted": bool(found.predicted[0]),
-            "tokens": [[str(text.label(i)) for i in row] for row in found.top_tokens[0].tolist()],
-            "probabilities": found.top_probabilities[0].tolist(),
-            "entropy": found.entropy[0].tolist(),
-            "rank": found.rank[0].tolist(),
-            "written": "" if int(found.written()[0]) < 0 else str(text.label(int(found.written()[0]))),
-        }
-
-    def _asked_pattern(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        self._side(request)
-        given = (str(request["side"]), int(request["step"]), int(request["layer"]), int(request["head"]))
-        found = self._exploration.pattern(*given).numpy()
-        return {"queries": found.shape[0], "keys": found.shape[1], "values": plain(found)}
-
-    def _asked_selection(self, request: Mapping[str, Any]) -> None:
+    def _select(self, request: Request) -> None:
         position = request.get("position")
-        place = None if position is None else decoded(int(position))
         parts = (int(request["step"]), int(request["layer"]), int(request["head"]))
-        self._selected = self._exploration.check_selection(Selection(*parts, place))
-        self._update()
+        self.selection = Selection(*parts, None if position is None else decoded(int(position)))
 
-    def _asked_key(self, request: Mapping[str, Any]) -> None:
-        self.hide(decoded(int(request["position"])))
-
-    def _asked_head(self, request: Mapping[str, Any]) -> None:
-        self.hide_head(int(request["layer"]), int(request["head"]))
-
-    def _asked_plant(self, request: Mapping[str, Any]) -> None:
-        self.plant(int(request["step"]), int(request["position"]), str(request["token"]))
-
-    def _asked_open(self, request: Mapping[str, Any]) -> None:
-        self.open_again(int(request["step"]), int(request["position"]))
-
-    def _asked_removal(self, request: Mapping[str, Any]) -> None:
-        changes, index = list(self.changes), int(request["index"])
+    def _remove(self, index: int) -> None:
+        """Take one change back; the run is repeated with the others."""
+        changes = list(self.changes)
         del changes[index]
         self._working("repeating the run", lambda: self._exploration.take_changes(tuple(changes)))
 
-    def _asked_row(self, request: Mapping[str, Any]) -> None:
-        self.row = int(request["row"])
 
-
-_REQUESTS: dict[str, Callable[[Explorer, Mapping[str, Any]], dict[str, Any] | None]] = {
-    "run": Explorer._asked_run,
-    "step": Explorer._asked_step,
-    "path": Explorer._asked_path,
-    "lens": Explorer._asked_lens,
-    "pattern": Explorer._asked_pattern,
-    "select": Explorer._asked_selection,
-    "key": Explorer._asked_key,
-    "head": Explorer._asked_head,
-    "plant": Explorer._asked_plant,
-    "open": Explorer._asked_open,
-    "remove": Explorer._asked_removal,
+_CHANGES: dict[str, Callable[[Explorer, Request], None]] = {
+    "select": Explorer._select,
+    "key": lambda explorer, asked: explorer.hide(decoded(int(asked["position"]))),
+    "head": lambda explorer, asked: explorer.hide_head(int(asked["layer"]), int(asked["head"])),
+    "plant": lambda explorer, asked: explorer.plant(
+        int(asked["step"]), int(asked["position"]), str(asked["token"])
+    ),
+    "open": lambda explorer, asked: explorer.open_again(int(asked["step"]), int(asked["position"])),
+    "remove": lambda explorer, asked: explorer._remove(int(asked["index"])),
     "undo": lambda explorer, _: explorer.undo(),
     "clear": lambda explorer, _: explorer.clear(),
-    "row": Explorer._asked_row,
+    "row": lambda explorer, asked: setattr(explorer, "row", int(asked["row"])),
 }
-"""What the page may ask for."""
-
-
-def _sentence(error: BaseException) -> str:
-    """An error as a sentence for people."""
-    if isinstance(error, KeyboardInterrupt):
-        return "Interrupted; nothing was changed."
-    text = str(error).strip().splitlines()
-    said = text[0] if text else type(error).__name__
-    if isinstance(error, ValueError | TypeError | MemoryError):
-        return said
-    return f"{type(error).__name__}: {said} (explorer.error has the traceback)"
+"""Kinds of requests that change what is selected or shown."""
