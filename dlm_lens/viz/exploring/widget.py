@@ -324,15 +324,15 @@ class Explorer(anywidget.AnyWidget):
 
 _CHANGES: dict[str, Callable[[Explorer, Request], None]] = {
     "select": Explorer._select,
-    "key": lambda explorer, asked: explorer.hide(decoded(int(asked["position"]))),
-    "head": lambda explorer, asked: explorer.hide_head(int(asked["layer"]), int(asked["head"])),
-    "plant": lambda explorer, asked: explorer.plant(
-        int(asked["step"]), int(asked["position"]), str(asked["token"])
+    "key": lambda explorer, request: explorer.hide(decoded(int(request["position"]))),
+    "head": lambda explorer, request: explorer.hide_head(int(request["layer"]), int(request["head"])),
+    "plant": lambda explorer, request: explorer.plant(
+        int(request["step"]), int(request["position"]), str(request["token"])
     ),
-    "open": lambda explorer, asked: explorer.open_again(int(asked["step"]), int(asked["position"])),
-    "remove": lambda explorer, asked: explorer._remove(int(asked["index"])),
+    "open": lambda explorer, request: explorer.open_again(int(request["step"]), int(request["position"])),
+    "remove": lambda explorer, request: explorer._remove(int(request["index"])),
     "undo": lambda explorer, _: explorer.undo(),
     "clear": lambda explorer, _: explorer.clear(),
-    "row": lambda explorer, asked: setattr(explorer, "row", int(asked["row"])),
+    "row": lambda explorer, request: setattr(explorer, "row", int(request["row"])),
 }
 """Kinds of requests that change what is selected or shown."""
