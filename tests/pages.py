@@ -1,8 +1,10 @@
-"""The pages of the docs as a reader follows them: `python -m tests.pages [PAGE ...]` draws their pictures anew.
+"""The pages of the docs as a reader follows them: `python -m tests.pages [PAGE ...]` draws and prints them anew.
 
-A page writes the picture that it shows under the name that the picture has in docs/images.
+A page writes the picture that it shows under the name that the picture has in docs/images. What a block of Python
+prints stands below it, in a block of text.
 """
 
+import io
 import linecache
 import os
 import re
@@ -10,15 +12,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import chdir
+from collections.abc import Sequence
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from PIL import Image
 
 import dlm_lens as dl
 from dlm_lens.testing import tiny
+from tests.printed import differences
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -28,10 +33,40 @@ SAME = 0.1
 than a pixel. Another interval in a caption gives 0.15."""
 
 
+BLOCK = re.compile(r"^(```python\n.*?^```\n)(?:\n```text\n(.*?)^```\n)?", flags=re.MULTILINE | re.DOTALL)
+"""A block of Python, and the block of text below it."""
+
+LINES, WIDTH = 24, 110
+"""Lines of an output that a page shows, and the characters in a line of a table."""
+
+
 def blocks(page: Path, language: str = "python") -> list[str]:
     """The code blocks of a page in a language."""
     text = page.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def shows_outputs(page: Path) -> bool:
+    """Whether the outputs are those that a reader sees: not where random models stand in for released ones."""
+    return not released(page)
+
+
+def outputs(page: Path) -> list[str]:
+    """What the page shows as the output of each of its blocks of Python; empty for none."""
+    return [output for _, output in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def shown(printed: str) -> str:
+    """An output as a page shows it: its first lines, if it is long."""
+    lines = [line.rstrip() for line in printed.rstrip().splitlines()]
+    if len(lines) > LINES:
+        lines = [*lines[: LINES - 1], f"... ({len(lines) - LINES + 1} more lines)"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def released(page: Path) -> set[str]:
+    """The released checkpoints that a page loads."""
+    return set(re.findall(r"dl\.load\(\"([\w.-]+/[\w.-]+)\"", "\n".join(blocks(page))))
 
 
 def stand_ins(page: Path, directory: Path) -> None:
@@ -39,7 +74,7 @@ def stand_ins(page: Path, directory: Path) -> None:
 
     A directory of a hub's name is found before the hub.
     """
-    for name in set(re.findall(r"dl\.load\(\"([\w.-]+/[\w.-]+)\"", "\n".join(blocks(page)))):
+    for name in released(page):
         (family,) = [family for family in dl.families() if name in family.hub_names]
         layouts = [model_type for model_type in family.layouts if model_type.split("-")[-1] in name.lower()]
         model = tiny(family.name, model_type=layouts[0] if layouts else None)
@@ -49,16 +84,20 @@ def stand_ins(page: Path, directory: Path) -> None:
         model.tokenizer.save_pretrained(directory / name)
 
 
-def run_blocks(page: Path, directory: Path) -> None:
-    """Run the Python blocks of a page, one after the other, in an empty directory."""
+def run_blocks(page: Path, directory: Path) -> list[str]:
+    """Run the Python blocks of a page, one after the other, in an empty directory; what each of them printed."""
     stand_ins(page, directory)
     space: dict[str, object] = {}
-    with chdir(directory):
+    printed = []
+    with chdir(directory), pd.option_context("display.width", WIDTH):
         for number, block in enumerate(blocks(page)):
             # As in a notebook cell, whose source linecache knows: nnsight reads the blocks that it traces.
             name = f"{page.name}:{number}"
             linecache.cache[name] = (len(block), None, block.splitlines(keepends=True), name)
-            exec(compile(block, name, "exec"), space)  # noqa: S102  # our own page
+            with redirect_stdout(io.StringIO()) as output:
+                exec(compile(block, name, "exec"), space)  # noqa: S102  # our own page
+            printed.append(output.getvalue())
+    return printed
 
 
 def run_commands(page: Path, directory: Path) -> None:
@@ -109,10 +148,28 @@ def stale(directory: Path) -> dict[str, float]:
     return {name: far for name, far in apart.items() if not far <= SAME}
 
 
+def with_outputs(text: str, printed: Sequence[str]) -> str:
+    """A page with these outputs; one that is stored as close as another CPU would print it stays."""
+    fresh = iter(printed)
+
+    def below(found: re.Match[str]) -> str:
+        output = shown(next(fresh))
+        stored = found[2] or ""
+        if not differences(output, stored):
+            output = stored
+        return found[1] + (f"\n```text\n{output}```\n" if output else "")
+
+    return BLOCK.sub(below, text)
+
+
 def renew(page: Path) -> None:
-    """Run a page and store the pictures that changed."""
+    """Run a page, and store the outputs and the pictures that changed."""
     with tempfile.TemporaryDirectory() as folder:
-        run_blocks(page, Path(folder))
+        printed = run_blocks(page, Path(folder))
+        text = page.read_text(encoding="utf-8")
+        if shows_outputs(page) and (new := with_outputs(text, printed)) != text:
+            page.write_text(new, encoding="utf-8")
+            sys.stdout.write(f"{page.name}\n")
         if blocks(page, "bash"):
             run_commands(page, Path(folder))
         changed = stale(Path(folder))

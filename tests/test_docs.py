@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from dlm_lens import AboveMean, find_sinks, load, record
 from dlm_lens.recording.reducer_registry import REDUCERS
 from tests import pages
-from tests.pages import ROOT, blocks, run_blocks, run_commands, stale
+from tests.pages import ROOT, blocks, outputs, run_blocks, run_commands, shown, shows_outputs, stale, with_outputs
+from tests.printed import differences
 
 RECIPES = sorted((ROOT / "docs").glob("add-a-*.md"))
 """Pages that name files to be written; their own tests follow them in a scratch copy (tests/recipes.py)."""
@@ -28,8 +29,15 @@ REFERENCE = [page for page in PAGES if page not in RECIPES]
     ],
 )
 def test_the_page_runs(page: Path, tmp_path: Path) -> None:
-    run_blocks(page, tmp_path)
-    assert not stale(tmp_path), f"run `python -m tests.pages {page.name}`"
+    printed = run_blocks(page, tmp_path)
+    renew = f"run `python -m tests.pages {page.name}`"
+    assert not stale(tmp_path), renew
+    if shows_outputs(page):
+        for fresh, stored in zip(printed, outputs(page), strict=True):
+            found = differences(shown(fresh), stored)
+            assert not found, f"{renew}: {found}"
+    else:
+        assert not any(outputs(page)), "random models printed this, not those that the page names"
 
 
 def test_the_readme_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -42,11 +50,14 @@ def test_the_readme_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(readme.splitlines()) < 150
 
 
-def test_the_page_of_concepts_prints_what_its_comments_say(tmp_path: Path, capsys) -> None:
-    run_blocks(ROOT / "docs/concepts.md", tmp_path)
-    (block,) = blocks(ROOT / "docs/concepts.md")
-    said = [line.removeprefix("# ") for line in block.splitlines() if line.startswith("# ")]
-    assert capsys.readouterr().out.splitlines() == said
+def test_an_output_is_stored_below_its_block_and_a_close_one_stays() -> None:
+    text = "a\n```python\nprint(0.51)\n```\nb\n\n```python\nx = 1\n```\n\n```text\nold\n```\nc\n"
+    once = with_outputs(text, ["0.51\n", ""])
+    assert once == "a\n```python\nprint(0.51)\n```\n\n```text\n0.51\n```\nb\n\n```python\nx = 1\n```\nc\n"
+    assert with_outputs(once, ["0.512 \n", ""]) == once
+    assert "\n0.61\n" in with_outputs(once, ["0.61\n", ""])
+    long = shown("\n".join(map(str, range(30))))
+    assert long.splitlines()[-2:] == ["22", "... (7 more lines)"]
 
 
 @pytest.mark.long

@@ -11,28 +11,11 @@ from PIL import Image
 
 from tests.notebooks.execution import FOLDER, NOTEBOOKS, executed, printed, read, source_of
 from tests.pages import distance
+from tests.printed import CLOSE, differences
 
-NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])")
 RENEW = "run `make notebooks`"
 TRAINED = ("block_diffusion.ipynb", "sink_token_training.ipynb")
 """Training amplifies the rounding of another CPU: of their numbers less is compared."""
-
-
-def differences(fresh: str, stored: str, tolerance: tuple[float, float] = (0.05, 0.03)) -> list[str]:
-    """Where two texts differ: words must be equal, numbers up to a relative and an absolute tolerance.
-
-    Another CPU rounds differently.
-    """
-    relative, absolute = tolerance
-    words = [NUMBER.sub("#", text).split() for text in (fresh, stored)]
-    if words[0] != words[1]:
-        return [f"{fresh!r} is stored as {stored!r}"]
-    pairs = zip(NUMBER.findall(fresh), NUMBER.findall(stored), strict=True)
-    return [
-        f"{a} is stored as {b}"
-        for a, b in pairs
-        if abs(float(a) - float(b)) > max(absolute, relative * abs(float(a)))
-    ]
 
 
 def picture(data: str) -> Image.Image:
@@ -76,7 +59,7 @@ def _check(kind: str, fresh: Any, stored: Any, place: str, *, trained: bool) -> 
         assert distance(one, other) < (8 if trained else 2), place
     else:
         texts = (re.sub(r"<style.*?</style>|<[^>]*>", " ", "".join(text)) for text in (fresh, stored))
-        found = differences(*texts, tolerance=(0.3, 0.2) if trained else (0.05, 0.03))
+        found = differences(*texts, tolerance=(0.3, 0.2) if trained else CLOSE)
         assert not found, f"{place}: {found}"
 
 
