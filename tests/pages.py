@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -89,7 +90,7 @@ def run_blocks(page: Path, directory: Path) -> list[str]:
     stand_ins(page, directory)
     space: dict[str, object] = {}
     printed = []
-    with chdir(directory), pd.option_context("display.width", WIDTH):
+    with chdir(directory), patch.dict(os.environ, COLUMNS=str(WIDTH)), pd.option_context("display.width", WIDTH):
         for number, block in enumerate(blocks(page)):
             # As in a notebook cell, whose source linecache knows: nnsight reads the blocks that it traces.
             name = f"{page.name}:{number}"
