@@ -40,6 +40,9 @@ BLOCK = re.compile(r"^(```python\n.*?^```\n)(?:\n```text\n(.*?)^```\n)?", flags=
 LINES, WIDTH = 24, 110
 """Lines of an output that a page shows, and the characters in a line of a table."""
 
+OF_SPARSIFY = "Triton disabled, using eager implementation of sparse decoder."
+"""What the import of sparsify prints on a machine without a GPU."""
+
 
 def blocks(page: Path, language: str = "python") -> list[str]:
     """The code blocks of a page in a language."""
@@ -59,7 +62,7 @@ def outputs(page: Path) -> list[str]:
 
 def shown(printed: str) -> str:
     """An output as a page shows it: its first lines, if it is long."""
-    lines = [line.rstrip() for line in printed.rstrip().splitlines()]
+    lines = [line.rstrip() for line in printed.rstrip().splitlines() if line != OF_SPARSIFY]
     if len(lines) > LINES:
         lines = [*lines[: LINES - 1], f"... ({len(lines) - LINES + 1} more lines)"]
     return "".join(f"{line}\n" for line in lines)
