@@ -20,7 +20,7 @@ from tests.adapters.small_architectures import (
     IDS,
     MASKED_TYPES,
     MODEL_TYPES,
-    PAGES_OF_5_23,
+    PAGES_OF_5_24,
     SINCE_5_24,
     small_model,
     values_of,
@@ -261,7 +261,7 @@ def test_a_layer_that_runs_twice_has_no_statistic() -> None:
         model(IDS)
 
 
-@PAGES_OF_5_23
+@PAGES_OF_5_24
 def test_the_pages_name_these_numbers() -> None:
     root = Path(__file__).parents[2]
     counts = {}

@@ -23,7 +23,7 @@ from dlm_lens.adapters.text_part import SAME_FOR_TEXT, text_values
 from dlm_lens.attention import attach_hooks, attention_blocks, has_hook_points, hooked_attentions
 from dlm_lens.hooks import ablate
 from dlm_lens.sampling.run_plan import plan_run
-from tests.adapters.small_architectures import IDS, PAGES_OF_5_23, SINCE_5_24, small_model
+from tests.adapters.small_architectures import IDS, PAGES_OF_5_24, SINCE_5_24, small_model
 from tests.adapters.test_every_architecture import check_decoding, compare
 
 NAMES = {*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
@@ -269,7 +269,7 @@ def test_a_text_of_an_unknown_type_is_refused() -> None:
         text_values({"model_type": "llava", "text_config": {"model_type": "none of them"}}, "config.json")
 
 
-@PAGES_OF_5_23
+@PAGES_OF_5_24
 def test_the_pages_name_these_numbers() -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "models.md").read_text(encoding="utf-8")
