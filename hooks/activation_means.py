@@ -1,7 +1,7 @@
 """`mean_activations`: means of an activation per layer, class of positions and progress of the run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import (
     Hook,
     HookLike,
@@ -26,6 +27,7 @@ from dlm_lens.files.atomic_writes import remove_stale
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
 from dlm_lens.placement import in_float64
+from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.sampling import DenoisingRun, StoredCanvases, denoise
 
 CLASSES = ("masked", "visible", "sink")
@@ -45,6 +47,8 @@ class MeanActivations(ShowsItself):
         means: per layer, class of positions ("masked", "visible", "sink") and bin of progress; bin b of B holds
             steps with progress in [b / B, (b + 1) / B).
         counts: number of positions in each mean; 0 for a class that did not occur.
+        model: name of the model; empty where it is not known.
+        digest: of that model's weights.
 
     Raises:
         ValueError: an unknown site, or shapes that do not match.
@@ -53,6 +57,8 @@ class MeanActivations(ShowsItself):
     site: Site
     means: Float[Tensor, "layer klass bin *features"] = field(repr=False)
     counts: Int[Tensor, "klass bin"] = field(repr=False)
+    model: str = field(default="", repr=False)
+    digest: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         activation_site(self.site, "MeanActivations")
@@ -70,11 +76,28 @@ class MeanActivations(ShowsItself):
     def __add__(self, other: "MeanActivations") -> "MeanActivations":
         if (self.site, self.means.shape) != (other.site, other.means.shape):
             raise ValueError(f"{self} and {other} are of different sites or shapes and have no common mean")
+        if self.digest != other.digest:
+            raise ValueError(
+                f"means of {self.model or 'an unknown model'} (weights {self.digest or 'unknown'}) and of "
+                f"{other.model or 'an unknown model'} (weights {other.digest or 'unknown'}) have no common mean"
+            )
         both = self.counts + other.counts
         wide = (*self.counts.shape, *[1] * (self.means.ndim - 3))
         parts = (one.means.double() * one.counts.reshape(wide) for one in (self, other))
         means = sum(parts) / both.reshape(wide).clamp(min=1)
-        return MeanActivations(self.site, torch.as_tensor(means).to(self.means.dtype), both)
+        return replace(self, means=torch.as_tensor(means).to(self.means.dtype), counts=both)
+
+    def check(self, model: Any) -> None:
+        """Raise unless these are the means of this model, if they say of which they are.
+
+        Raises:
+            ValueError: another model, or other weights.
+        """
+        if self.digest and self.digest != (digest := weights_digest(model)):
+            raise ValueError(
+                f"these means are of {self.model} (weights {self.digest}), not of {name_of(model)} (weights "
+                f"{digest}); measure them with mean_activations"
+            )
 
     @property
     def bins(self) -> int:
@@ -103,15 +126,19 @@ class MeanActivations(ShowsItself):
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
         remove_stale(Path(path).parent)
-        metadata = {"kind": "MeanActivations", "site": self.site}
+        metadata = {"kind": "MeanActivations", "site": self.site, "model": self.model, "digest": self.digest}
         write_tensors(Path(path), {"means": self.means, "counts": self.counts}, metadata)
 
     @classmethod
-    def load(cls, path: str | Path) -> "MeanActivations":
+    def load(cls, path: str | Path, model: Any = None) -> "MeanActivations":
         """Read what `save` wrote.
 
+        Args:
+            path: of the file.
+            model: whose means they must be (`check`); None to take those of any.
+
         Raises:
-            ValueError: no such file, another kind of file, or a damaged one.
+            ValueError: no such file, another kind of file, a damaged one, or means of another model.
         """
         if not Path(path).is_file():
             raise ValueError(f"{path} is no file; write one with mean_activations(...).save(path)")
@@ -122,7 +149,11 @@ class MeanActivations(ShowsItself):
         if set(tensors) != {"means", "counts"}:
             raise ValueError(f"{path} is damaged (it holds {sorted(tensors)}); {remedy}")
         site: Any = metadata.get("site")
-        return cls(site, tensors["means"], tensors["counts"])
+        about = {name: metadata.get(name, "") for name in ("model", "digest")}  # earlier versions wrote neither
+        found = cls(site, tensors["means"], tensors["counts"], **about)
+        if model is not None:
+            found.check(model)
+        return found
 
 
 def classes_of(run: RunStep, tensor: Tensor, hook: PointContext) -> Int[Tensor, "row position"]:
@@ -217,7 +248,7 @@ def mean_activations(
     wide = (*counts.shape, *[1] * (summing.sums[0].ndim - 2))
     # With a device map the layers' sums lie on several devices.
     means = torch.stack([summing.sums[layer].cpu() / counts.clamp(min=1).reshape(wide) for layer in layers])
-    return MeanActivations(site, means.float(), counts)
+    return MeanActivations(site, means.float(), counts, name_of(model), weights_digest(model))
 
 
 def _while_running(

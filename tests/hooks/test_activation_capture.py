@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.attention import SITES
+from dlm_lens.files.tensor_files import write_tensors
 from dlm_lens.hooks import (
     MeanActivations,
     ablate,
@@ -186,10 +188,25 @@ def test_means_add_up_save_and_load(model: Any, tmp_path: Path) -> None:
     loaded = MeanActivations.load(tmp_path / "means.safetensors")
     assert loaded.means.equal(both.means)
     assert loaded.counts.equal(both.counts)
+    assert MeanActivations.load(tmp_path / "means.safetensors", model).digest == both.digest != ""
     hook = ablate("z", value=str(tmp_path / "means.safetensors"))
     assert dl.denoise(model, IDS, **RUN, hooks=[hook]).tokens.equal(
         dl.denoise(model, IDS, **RUN, hooks=[ablate("z", value=both)]).tokens
     )
+
+
+def test_means_of_another_model_are_refused(model: Any, tmp_path: Path) -> None:
+    means = mean_activations(model, IDS, "z", **RUN)
+    means.save(tmp_path / "means.safetensors")
+    other = tiny("llada", seed=5)
+    with pytest.raises(ValueError, match=r"these means are of .* \(weights \w+\), not of .*; measure them with"):
+        MeanActivations.load(tmp_path / "means.safetensors", other)
+    with pytest.raises(ValueError, match="have no common mean"):
+        means + replace(means, digest="0123", model="another")
+    # What an earlier version wrote names no model.
+    write_tensors(tmp_path / "old.safetensors", {"means": means.means, "counts": means.counts},
+                  {"kind": "MeanActivations", "site": "z"})  # fmt: skip
+    assert MeanActivations.load(tmp_path / "old.safetensors", other).means.equal(means.means)
 
 
 def test_guidance_counts_the_conditional_half_only(model: Any) -> None:
