@@ -57,6 +57,8 @@ html_title = "dlm_lens"
 html_static_path = ["_static", "_pages/search"]
 html_css_files = ["site.css"]
 html_js_files: list[str] = []
+# What a block printed is not to be pasted.
+copybutton_selector = "div:not(.highlight-text) > div.highlight pre"
 html_show_sphinx = False
 html_copy_source = False
 html_extra_path = ["llms.txt"]

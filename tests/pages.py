@@ -4,6 +4,7 @@ A page writes the picture that it shows under the name that the picture has in d
 prints stands below it, in a block of text.
 """
 
+import ast
 import io
 import linecache
 import os
@@ -98,10 +99,22 @@ def run_blocks(page: Path, directory: Path) -> list[str]:
             # As in a notebook cell, whose source linecache knows: nnsight reads the blocks that it traces.
             name = f"{page.name}:{number}"
             linecache.cache[name] = (len(block), None, block.splitlines(keepends=True), name)
-            with redirect_stdout(io.StringIO()) as output:
-                exec(compile(block, name, "exec"), space)  # noqa: S102  # our own page
-            printed.append(output.getvalue())
+            said = []
+            for statement in ast.parse(block).body:
+                with redirect_stdout(io.StringIO()) as output:
+                    exec(compile(ast.Module([statement], []), name, "exec"), space)  # noqa: S102  # our own page
+                said.append(output.getvalue())
+            printed.append(joined([output for output in said if output]))
     return printed
+
+
+def joined(printed: Sequence[str]) -> str:
+    """The outputs of several statements, with an empty line beside one of several lines."""
+    text = ""
+    for before, output in zip(["", *printed], printed, strict=False):
+        text += "\n" if before and max(before.count("\n"), output.count("\n")) > 1 else ""
+        text += output
+    return text
 
 
 def run_commands(page: Path, directory: Path) -> None:
