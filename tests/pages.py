@@ -38,7 +38,7 @@ than a pixel. Another interval in a caption gives 0.15."""
 BLOCK = re.compile(r"^(```python\n.*?^```\n)(?:\n```text\n(.*?)^```\n)?", flags=re.MULTILINE | re.DOTALL)
 """A block of Python, and the block of text below it."""
 
-LINES, WIDTH = 24, 110
+LINES, WIDTH = 28, 110
 """Lines of an output that a page shows, and the characters in a line of a table."""
 
 OF_SPARSIFY = "Triton disabled, using eager implementation of sparse decoder."

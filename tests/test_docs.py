@@ -56,8 +56,8 @@ def test_an_output_is_stored_below_its_block_and_a_close_one_stays() -> None:
     assert once == "a\n```python\nprint(0.51)\n```\n\n```text\n0.51\n```\nb\n\n```python\nx = 1\n```\nc\n"
     assert with_outputs(once, ["0.512 \n", ""]) == once
     assert "\n0.61\n" in with_outputs(once, ["0.61\n", ""])
-    long = shown("\n".join(map(str, range(30))))
-    assert long.splitlines()[-2:] == ["22", "... (7 more lines)"]
+    long = shown("\n".join(map(str, range(34))))
+    assert long.splitlines()[-2:] == ["26", "... (7 more lines)"]
 
 
 @pytest.mark.long
