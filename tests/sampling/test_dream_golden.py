@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dlm_lens
 from dlm_lens.sampling.noise import SharedNoise
-from dlm_lens.sampling.samplers.dream import DreamPropose, DreamSettings
+from dlm_lens.sampling.samplers.dream import DreamPropose, DreamSampler, DreamSettings
 from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.testing import tiny
 from tests.sampling.checkpoints import loaded
@@ -208,3 +208,35 @@ def test_the_entropy_of_half_precision_is_a_number(filters: dict[str, Any], dtyp
     assert found.tokens.equal(wanted.tokens)
     # The probabilities are of half precision: 2^-9 of each, times logarithms of up to 20.
     torch.testing.assert_close(found.confidence.double(), wanted.confidence.double(), atol=0.02, rtol=0.02)
+
+
+def test_the_last_step_of_the_reference_writes_the_average_of_the_rows_masks() -> None:
+    """`int(num_mask_token)` of generation_utils.py: 4 masks in 2 rows are 2 each, and the first row keeps one."""
+    model = tiny("dream")
+    mask = model.config.mask_token_id
+    prompts = [[5, mask, mask, mask, 9], [6, 7, 8, mask, 3]]
+    settings: dict[str, Any] = {"gen_length": 0, "steps": 1, "remasking": "maskgit_plus"}
+    theirs = dlm_lens.denoise(model, prompts, reference_quirks=True, **settings)
+    assert theirs.counts.tolist() == [[2, 1]]
+    assert theirs.masks_left.tolist() == [1, 0]
+    assert dlm_lens.denoise(model, prompts, **settings).masks_left.tolist() == [0, 0]
+
+
+def test_alg_temp_draws_from_the_softmax_in_the_dtype_of_the_logits() -> None:
+    """As in the authors' code, whose `full_confidence` has that dtype; float32 gives other positions at times."""
+    settings = DreamSettings(steps=1, gen_length=64, remasking="maskgit_plus", alg_temp=0.5)
+    ids, other = SpecialIds(mask=15, eos=None, eot=None), 0
+    where = torch.ones(1, 64, dtype=torch.bool)
+    for seed in range(100):
+        logits = torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        sampler = DreamSampler(settings, SharedNoise(seed), ids, reference_quirks=True)
+        confidence = sampler.propose(torch.full((1, 64), 15), logits, where, where).confidence
+        chosen = sampler.select(confidence, where, torch.tensor([32]))
+        drawn = []
+        for dtype in (torch.bfloat16, torch.float32):
+            sure = logits.softmax(-1).amax(-1).to(dtype)[None]
+            weights = torch.softmax(sure / 0.5, -1)
+            drawn.append(torch.multinomial(weights, 32, generator=torch.Generator().manual_seed(seed)))
+        assert chosen.nonzero()[:, 1].tolist() == sorted(drawn[0][0].tolist())
+        other += sorted(drawn[0][0].tolist()) != sorted(drawn[1][0].tolist())
+    assert other > 0

@@ -205,7 +205,7 @@ class DreamPropose(FilteredPropose):
 
     Attributes:
         keeps_dtype: leave the confidence in the dtype of the logits, to which torch rounds a threshold that it
-            compares with it; otherwise it is float32.
+            compares with it, and the softmax from which `alg_temp` draws; otherwise it is float32.
     """
 
     keeps_dtype = False
@@ -288,7 +288,7 @@ class DreamSampler(CachedSampler, TimestepSampler):
     """The timestep schedule with counts rounded down, so that as many steps as tokens is not one token per step.
 
     The count is a fraction of each row's own masks in the block, recounted at every step; `reference_quirks` takes
-    the average number of masks over the batch.
+    the average number of masks over the batch, at the last step too, where a row with more keeps some.
 
     Under a cache and with `reference_quirks` (Fast-dLLM's code for Dream) the step that computes all decides the
     first position of the block, whatever its confidence, and no other; every rule but "confidence_threshold" is
@@ -313,7 +313,7 @@ class DreamSampler(CachedSampler, TimestepSampler):
             width = settings.block_length or settings.gen_length
             self.each = max(2, width) if self.fast_quirks else width
         self.propose = DreamPropose(settings, noise, ids, reference_quirks)
-        self.propose.keeps_dtype = reference_quirks and self.parallel
+        self.propose.keeps_dtype = reference_quirks and (self.parallel or bool(settings.alg_temp))
         origin = settings.remasking == "origin"
         if settings.alg_temp and not origin and not self.parallel:
             self.select: nn.Module = SelectDrawn(noise, settings.alg_temp)
@@ -344,10 +344,11 @@ class DreamSampler(CachedSampler, TimestepSampler):
         left = eligible.sum(-1)
         if self.parallel:
             return (left + plan.remaining - 1) // plan.remaining
-        if plan.remaining == 1 or (self.fast_quirks and plan.computed is None):
+        if self.fast_quirks and plan.computed is None:
             return left
         masks = (left.sum() / len(left)).expand(len(left)) if self.reference_quirks else left.float()
-        return (masks * self.fraction(plan).to(masks.device)).long()
+        fraction = self.fraction(plan).to(masks.device)
+        return (masks if plan.remaining == 1 else masks * fraction).long()
 
     def prepare(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> None:
         """With quirks, the step's rule, and the positions that the random stream and `torch.topk` are given."""
