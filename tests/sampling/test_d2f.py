@@ -138,6 +138,9 @@ def test_the_cache_in_half_precision(family: str, dtype: torch.dtype) -> None:
     assert alike.sum() > 1  # the second block's steps read the cache
     # The kernel adds in another order for other numbers of queries: a few roundings to 8 bits.
     torch.testing.assert_close(sure, expected, rtol=0.05, atol=0.02)
+    likely = [dl.log_likelihood(each, PROMPTS, [[5, 6], [7], [8]]).value for each in (model, model.float())]
+    # Sums of up to two logarithms, whose logits of up to 10 are rounded to 8 bits.
+    torch.testing.assert_close(likely[0], likely[1], rtol=0.05, atol=0.2, check_dtype=False)
 
 
 @FAMILIES
