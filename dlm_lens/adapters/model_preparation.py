@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -54,10 +55,13 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     """Fill in the special ids and check them; give the tokenizer mask and padding where the authors' code does.
 
     Raises:
-        ValueError: an unknown sampler, a masked DLM without a mask token id, with one that has no embedding row, or
-            with one that ends the text.
+        ValueError: an unknown sampler, `sampler_defaults` that it does not have, a masked DLM without a mask token
+            id, with one that has no embedding row, or with one that ends the text.
     """
-    family.sampler_of(config)
+    sampler = family.sampler_of(config)
+    if own := getattr(config, "sampler_defaults", None):
+        # By name: the samplers are in a later room, whose registry is asked and not imported here.
+        import_module("dlm_lens.sampling.algorithm_registry").check_defaults(sampler, own)
     if family.causal:
         return
     if config.model_type in family.rows_of_tokenizer and tokenizer is not None:

@@ -6,7 +6,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from dlm_lens.adapters import family_of
+from dlm_lens.arguments import check_values, rules_of
 from dlm_lens.declarations import defined_in
+from dlm_lens.sampling.settings import check_known
 
 if TYPE_CHECKING:
     from dlm_lens.sampling.samplers.base import Sampler
@@ -53,6 +55,22 @@ def algorithm_of(config: Any) -> Algorithm:
         ValueError: the family does not have the sampler.
     """
     return algorithms()[family_of(config.model_type).sampler_of(config)]
+
+
+def check_defaults(sampler: str, defaults: Mapping[str, Any]) -> None:
+    """Raise unless the `sampler_defaults` of a config are settings of its sampler, with values of the right kind.
+
+    Whether the values fit each other is checked when a run has its own beside them.
+
+    Raises:
+        ValueError: naming the first that is not, and the settings that there are.
+    """
+    algorithm = algorithms()[sampler]
+    try:
+        check_known(algorithm.settings, defaults, algorithm.name)
+        check_values(defaults, rules_of(algorithm.settings))
+    except ValueError as error:
+        raise ValueError(f"sampler_defaults of the config: {error}") from None
 
 
 def sampler_class(settings: Mapping[str, Any]) -> "type[Sampler]":

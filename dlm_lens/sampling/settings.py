@@ -122,8 +122,8 @@ def with_token_ids(values: dict[str, Any], *names: str) -> dict[str, Any]:
     return values | {name: listed_indices(name.removesuffix("s"), ids) for name, ids in given.items()}
 
 
-def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
-    """Build the settings class `kind` from `values`.
+def check_known(kind: type[Any], values: Mapping[str, Any], family: str) -> None:
+    """Raise unless the settings class `kind` has fields of these names.
 
     Raises:
         ValueError: a setting that this family's sampler does not have.
@@ -136,6 +136,15 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
                 own = "; use_cache keeps finished blocks, which is exact" if "use_cache" in names else ""
                 hint = f" (approximate caches are for the samplers of LLaDA and Dream{own})"
             raise ValueError(f"the {family} sampler has no setting {name!r}{hint}; it has {', '.join(names)}")
+
+
+def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
+    """Build the settings class `kind` from `values`.
+
+    Raises:
+        ValueError: a setting that this family's sampler does not have.
+    """
+    check_known(kind, values, family)
     return kind(**values)
 
 
