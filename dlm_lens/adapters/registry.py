@@ -97,6 +97,7 @@ class Family:
         weights_only: for checkpoints without transformers' config.json.
         tiny: config fields of the random model that `dlm_lens.testing.tiny` builds, where the class's defaults are
             too large for a test.
+        tiny_of_types: model type -> likewise, of its class alone.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Family:
     conversions: tuple[WeightConverter, ...] = ()
     weights_only: WeightsOnly | None = None
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    tiny_of_types: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def sampler_of(self, config: Any) -> str:
         """The sampler that a checkpoint's config names, or the family's first.

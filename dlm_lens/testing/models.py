@@ -57,7 +57,8 @@ def tiny(family: str = "llada", *, seed: int = 0, model_type: str | None = None,
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     if hasattr(config_class, "cond_dim"):  # the condition of a DiT
         values |= {"cond_dim": 16, "intermediate_size": 0}
-    settings = config_class(**{**values, **known[family].tiny, **config})
+    values |= {**known[family].tiny, **known[family].tiny_of_types.get(chosen, {})}
+    settings = config_class(**{**values, **config})
     if not known[family].causal and fills_masks(settings) and settings.mask_token_id is None:
         settings.mask_token_id = MASK
     tokenizer = _tokenizer(settings.vocab_size, getattr(settings, "mask_token_id", None))
