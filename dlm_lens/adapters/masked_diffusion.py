@@ -116,6 +116,9 @@ MDLM_SAMPLER = {
 }
 """The defaults of kuleshov-group/mdlm's config.yaml; gen_length is ours (theirs is the whole context)."""
 
+REMDM_SAMPLER = {**MDLM_SAMPLER, "remasking": "cap", "eta": 0.008, "nucleus_p": 0.9}
+"""Of kuleshov-group/remdm's scripts/remdm-cap.sh, with the steps of its config.yaml."""
+
 BD3LM_SAMPLER = {
     "gen_length": 128,
     "block_length": 4,

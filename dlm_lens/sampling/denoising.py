@@ -72,7 +72,8 @@ def denoise(
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); 0 for none.
         remasking: the rule that chooses which positions are unmasked: LLaDA "low_confidence" or "random"; Dream
             "origin", "maskgit_plus", "topk_margin", "entropy" or "confidence_threshold"; SMDM "origin" or "greedy"
-            (also as its code spells it); Sumi "ancestral", "adaptive" or "greedy".
+            (also as its code spells it); Sumi "ancestral", "adaptive" or "greedy"; ReMDM "cap", "rescale", "conf"
+            or "loop".
         seed: one number, or one per row; None for a fresh number, kept in the run's `settings["seeds"]`.
         logits: evaluate the head only where the sampler needs it, or everywhere.
         on_logits: called as (step, canvas, logits [batch, position, d_vocab]) before they are used; for an AR
@@ -89,13 +90,13 @@ def denoise(
             MMaDA: those of the blocks, and padding seen as content under guidance; Dream: one budget averaged over
             the rows; SMDM: one budget and one ranking for the batch, noise drawn at temperature 0; dllm: masks in
             the prompt compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; MDLM and SEDD:
-            draws in float32, every step runs; Duo: its schedule in float32; UDLM: that, probabilities and draws in
-            float32; GIDD: draws in float32, its times, one row where text is corrected, and at 3B and 10B
-            `canvas_length` counts the prompt, and any EOS ends; Sumi: draws in float32, `canvas_length` counts the
-            prompt; LLaDA2: rows do not end, masks in the prompt's whole blocks stay; DMax: a block may be left with
-            masks; Fast-dLLM v2: whole blocks and one token more, a prompt of one block is not seen, a block begins
-            greedily; WeDLM and SDLM: the window reaches beyond the answer; Nemotron-Labs-Diffusion and
-            Efficient-DLM: a row's end stops its block for all rows.
+            draws in float32, every step runs; ReMDM: probabilities in the dtype of the logits; Duo: its schedule in
+            float32; UDLM: that, probabilities and draws in float32; GIDD: draws in float32, its times, one row
+            where text is corrected, and at 3B and 10B `canvas_length` counts the prompt, and any EOS ends; Sumi:
+            draws in float32, `canvas_length` counts the prompt; LLaDA2: rows do not end, masks in the prompt's
+            whole blocks stay; DMax: a block may be left with masks; Fast-dLLM v2: whole blocks and one token more,
+            a prompt of one block is not seen, a block begins greedily; WeDLM and SDLM: the window reaches beyond
+            the answer; Nemotron-Labs-Diffusion and Efficient-DLM: a row's end stops its block for all rows.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.
@@ -106,19 +107,19 @@ def denoise(
             logits_eos_inf, confidence_eos_eot_inf; MMaDA: eot_token, which ends a row after the block that ends
             with it; Dream: top_p, top_k, alg_temp, eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md);
             SMDM: eps; dllm: schedule, stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens;
-            MDLM and SEDD: predictor, noise_removal, eps; Duo and UDLM: noise_removal, eps, top_p; GIDD: min_p, eps,
-            correction_steps, correction_temperature, correction_time, correction_stops, correction_patience, and at
-            3B and 10B steps_per_block, top_p, top_k, schedule, tokens_per_step, min_length, canvas_length; Sumi:
-            canvas_length, delimiter, schedule, min_log_snr, max_log_snr, tokens_per_step; BD3-LM: first_hitting,
-            steps_per_block, nucleus_p, use_cache; LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k,
-            eos_early_stop, and for 2.1 editing_threshold, max_post_steps, num_to_transfer; DMax: threshold,
-            end_threshold, steps_per_block, self_conditioning, use_cache; SDAR: steps_per_block, threshold,
-            entropy_bound, top_k, top_p, stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound,
-            t_min, t_max, stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2:
-            sub_block_length, threshold, top_p, use_cache, use_block_cache; WeDLM: window_length, entropy_threshold,
-            position_penalty, top_k, top_p, stop_tokens; SDLM: window_length, threshold, top_k, top_p, stop_tokens;
-            Nemotron-Labs-Diffusion, Efficient-DLM and Stable-DiffCoder: threshold, parallel, stop_tokens,
-            use_cache; AR: use_cache).
+            MDLM and SEDD: predictor, noise_removal, eps; ReMDM: eta, t_on, t_off, alpha_on, nucleus_p; Duo and
+            UDLM: noise_removal, eps, top_p; GIDD: min_p, eps, correction_steps, correction_temperature,
+            correction_time, correction_stops, correction_patience, and at 3B and 10B steps_per_block, top_p, top_k,
+            schedule, tokens_per_step, min_length, canvas_length; Sumi: canvas_length, delimiter, schedule,
+            min_log_snr, max_log_snr, tokens_per_step; BD3-LM: first_hitting, steps_per_block, nucleus_p, use_cache;
+            LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop, and for 2.1
+            editing_threshold, max_post_steps, num_to_transfer; DMax: threshold, end_threshold, steps_per_block,
+            self_conditioning, use_cache; SDAR: steps_per_block, threshold, entropy_bound, top_k, top_p,
+            stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound, t_min, t_max,
+            stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2: sub_block_length, threshold,
+            top_p, use_cache, use_block_cache; WeDLM: window_length, entropy_threshold, position_penalty, top_k,
+            top_p, stop_tokens; SDLM: window_length, threshold, top_k, top_p, stop_tokens; Nemotron-Labs-Diffusion,
+            Efficient-DLM and Stable-DiffCoder: threshold, parallel, stop_tokens, use_cache; AR: use_cache).
 
     Returns:
         A `DenoisingRun`. Its `confidence` [step, batch, position] is the number by which the sampler ranks, -inf
@@ -126,9 +127,9 @@ def denoise(
         plain softmax; P2 and most samplers of blocks: in the filtered one, where they filter; "random" and BD3-LM's
         first_hitting: a uniform number. Dream and SDLM: of the rule, the probability, the difference of the two
         largest ("topk_margin"), or minus the entropy in nats (SDLM: 1 - H / ln V). RND1 and the entropy bound:
-        minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. MDLM, SEDD, BD3-LM: the share of the
-        token's draw beside [MASK]'s. Duo, UDLM, Sumi, GIDD: the probability that the token is the text's and not
-        noise; "adaptive" and Sumi's "greedy": how much the network would change it; GIDD's correction: the
+        minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. MDLM, ReMDM, SEDD, BD3-LM: the share of
+        the token's draw beside [MASK]'s. Duo, UDLM, Sumi, GIDD: the probability that the token is the text's and
+        not noise; "adaptive" and Sumi's "greedy": how much the network would change it; GIDD's correction: the
         probability of the new token. "origin" and DiffuGPT: -inf, as the order is random.
 
     Raises:

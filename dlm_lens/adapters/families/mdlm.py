@@ -12,7 +12,7 @@ from dlm_lens.adapters.dit import (
     DiTConfig,
     DiTForMaskedLM,
 )
-from dlm_lens.adapters.masked_diffusion import MDLM_SAMPLER
+from dlm_lens.adapters.masked_diffusion import MDLM_SAMPLER, REMDM_SAMPLER
 from dlm_lens.adapters.registry import Family
 
 
@@ -32,7 +32,7 @@ class MDLMForMaskedLM(DiTForMaskedLM):
 FAMILY = Family(
     name="mdlm",
     layouts={"mdlm": (MDLMConfig, MDLMForMaskedLM)},
-    samplers={"mdlm": MDLM_SAMPLER},
+    samplers={"mdlm": MDLM_SAMPLER, "remdm": REMDM_SAMPLER},
     hub_names=(
         "kuleshov-group/mdlm-owt",
         "kuleshov-group/mdlm-no_flashattn-fp32-owt",

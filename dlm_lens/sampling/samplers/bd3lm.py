@@ -24,6 +24,7 @@ from dlm_lens.sampling.samplers.mdlm import (
     SelectLikelier,
     Times,
     log_probabilities,
+    within_nucleus,
 )
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus, of_run
@@ -132,13 +133,7 @@ class BD3LMPropose(AncestralPropose):
         quirks = self.reference_quirks
         wide = logits if quirks else logits.double()
         likely = log_probabilities(wide, self.mask, self.temperature, rounded_twice=quirks).double().exp()
-        if self.nucleus_p == 1:
-            return likely
-        ranked, order = likely.sort(-1, descending=True)
-        inside = ranked.cumsum(-1) <= self.nucleus_p
-        inside[:, 0] = True
-        kept = torch.zeros_like(likely).scatter(-1, order, ranked * inside)
-        return kept / kept.sum(-1, keepdim=True)
+        return within_nucleus(likely, self.nucleus_p)
 
 
 class NoiseConditionedBlocks(NoiseConditionedLogits, BlockLogits):

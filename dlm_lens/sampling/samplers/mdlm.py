@@ -124,6 +124,20 @@ def log_probabilities(
     return scaled - scaled.logsumexp(-1, keepdim=True) if rounded_twice else scaled.log_softmax(-1)
 
 
+def within_nucleus(likely: Float[Tensor, "n d_vocab"], nucleus_p: float) -> Float[Tensor, "n d_vocab"]:
+    """The probabilities of the most likely tokens that sum to at most `nucleus_p`, divided by their sum.
+
+    The token that crosses it is left out, but never the first (kuleshov-group/bd3lms and remdm, diffusion.py).
+    """
+    if nucleus_p == 1:
+        return likely
+    ranked, order = likely.sort(-1, descending=True)
+    inside = ranked.cumsum(-1) <= nucleus_p
+    inside[:, 0] = True
+    kept = torch.zeros_like(likely).scatter(-1, order, ranked * inside)
+    return kept / kept.sum(-1, keepdim=True)
+
+
 class AncestralPropose(nn.Module):
     """x0 drawn from p(x0), and how strongly its draw stands against that of [MASK].
 
