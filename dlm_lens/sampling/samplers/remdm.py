@@ -163,7 +163,7 @@ class ReMDMSampler(MDLMSampler):
     """MDLM's steps, which also mask decided positions of the answer again, each with the step's probability.
 
     Prompts stay. A position that is masked again is `revised` in the run. Every step runs, and the removal of noise
-    writes what is left. With `reference_quirks` probabilities have the dtype of the logits, draws are of one stream,
+    writes what is left. With `reference_quirks` probabilities have the dtype of the logits, draws are one stream,
     and the confidences of "conf" are in bfloat16.
 
     Attributes:
