@@ -13,6 +13,7 @@ from dlm_lens.hooks import ablate, at_heads, at_layers, capture, mask_positions,
 from dlm_lens.recording import rerun
 from dlm_lens.sinks import LowKeyNorm, find_sinks, received_of
 from dlm_lens.testing import tiny
+from dlm_lens.viz.exploring.changes import CanvasEdit, HiddenHead, HiddenKey
 from dlm_lens.viz.exploring.exploration import Selection
 from dlm_lens.viz.exploring.messages import split
 
@@ -313,6 +314,33 @@ def test_the_selection_is_read_and_set():
         with pytest.raises(ValueError, match=sentence):
             explorer.select(**bad)
     assert explorer.selection.step == steps - 1
+
+
+def test_numbers_of_tables_and_tensors_are_whole_numbers():
+    """`sinks.table()` has numbers of numpy; an id of numpy was taken for the text of a token."""
+    explorer = explorer_of("llada")
+    row = dl.find_sinks(explorer.received, dl.AboveMean(0.1)).table().iloc[0]
+    explorer.select(step=row["step"], layer=row["layer"], head=row["head"], position=torch.tensor(4))
+    assert explorer.selection == Selection(int(row["step"]), int(row["layer"]), int(row["head"]), 4)
+    explorer.hide(np.int64(1))
+    explorer.hide_head(np.int64(1), torch.tensor(2))
+    for token in (np.int64(9), torch.tensor(9)):
+        explorer.plant(np.int64(2), np.int64(4), token)
+        assert explorer.changes == (HiddenKey(1), HiddenHead(1, 2), CanvasEdit(2, 4, 9))
+        assert explorer.twin.canvases[2, 0, 4] == 9
+        explorer.undo()
+    code = explorer.code
+    assert "np.int64" not in code
+    assert f"layer={int(row['layer'])}, head={int(row['head'])}" in code
+    for bad, sentence in (
+        (lambda: explorer.select(layer=True), "layer is True; give a whole number"),
+        (lambda: explorer.select(head=1.0), r"head is 1\.0; give a whole number"),
+        (lambda: explorer.hide(1.0), r"position is 1\.0; give a whole number from 0 to"),
+        (lambda: explorer.plant(2, 4, 7.0), r"the token is 7\.0; give its text or its id"),
+        (lambda: explorer.plant(2, 4, True), "the token is True; give its text or its id"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            bad()
 
 
 def test_what_fails_is_a_sentence_and_the_state_stays(monkeypatch):

@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.arguments import check_index
+from dlm_lens.arguments import check_index, is_whole, plain_number
 from dlm_lens.attention import HookLike, SinkLayout, SinkToken, attention_blocks
+from dlm_lens.printable import shown
 from dlm_lens.probes import LogitLens, logit_lens
 from dlm_lens.sampling import Comparison, DenoisingRun
 from dlm_lens.sampling.prompts import Prompts, read_prompts
@@ -290,14 +291,17 @@ class Exploration:
             ValueError: no token, several, or an id without an embedding.
         """
         rows = self.model.get_input_embeddings().weight.shape[0]
-        if isinstance(token, int) and not isinstance(token, bool):
-            found = token
+        token = plain_number(token)
+        if is_whole(token):
+            found = int(token)
+        elif not isinstance(token, str):
+            raise ValueError(f"the token is {shown(token)}; give its text or its id")
         elif (tokenizer := getattr(self.model, "tokenizer", None)) is None:
-            if not str(token).strip().isdigit():
-                raise ValueError(f"the token is {str(token)!a:.60}; the model has no tokenizer: give a token id")
-            found = int(str(token))
+            if not token.strip().isdigit():
+                raise ValueError(f"the token is {token!a:.60}; the model has no tokenizer: give a token id")
+            found = int(token)
         else:
-            found = _single_token(tokenizer, str(token))
+            found = _single_token(tokenizer, token)
         if not 0 <= found < rows:
             raise ValueError(f"token id {found}: the model embeds ids from 0 to {rows - 1}")
         return found
@@ -351,17 +355,17 @@ class Exploration:
         """
         steps, layers = self.run.steps, self.base.received.layers
         step = _index("step", selection.step, steps)
-        if layers and selection.layer not in layers:
-            raise ValueError(f"layer {selection.layer} was not recorded; there are {', '.join(map(str, layers))}")
-        if selection.head not in self.base.subject.heads:
+        layer, head = (_whole(name, getattr(selection, name)) for name in ("layer", "head"))
+        if layers and layer not in layers:
+            raise ValueError(f"layer {layer} was not recorded; there are {', '.join(map(str, layers))}")
+        if head not in self.base.subject.heads:
             raise ValueError(
-                f"head {selection.head} is not there; heads are {self.base.subject.heads[0]} to "
-                f"{self.base.subject.heads[-1]}"
+                f"head {head} is not there; heads are {self.base.subject.heads[0]} to {self.base.subject.heads[-1]}"
             )
         position = selection.position
         if position is not None:
             position = self.key_at(position)
-        return replace(selection, step=step, position=position)
+        return replace(selection, step=step, layer=layer, head=head, position=position)
 
     def _canvas_step(self, step: int) -> int:
         """A step of the run or its twin counted from the first."""
@@ -399,10 +403,20 @@ def _index(name: str, value: Any, count: int, most: int | None = None) -> int:
         ValueError: it is not there.
     """
     most = count if most is None else most
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}; give a whole number from 0 to {most - 1}")
+    value = _whole(name, value, f" from 0 to {most - 1}")
     check_index(name, value, count if value < 0 else most)
     return value % count if value < 0 else value
+
+
+def _whole(name: str, value: Any, bounds: str = "") -> int:
+    """A whole number of Python, numpy or a tensor, as Python's own, which `explorer.code` can write.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not is_whole(value := plain_number(value)):
+        raise ValueError(f"{name} is {shown(value)}; give a whole number{bounds}")
+    return int(value)
 
 
 def _single_token(tokenizer: Any, text: str) -> int:
