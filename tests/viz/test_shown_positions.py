@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import dlm_lens as dl
 from dlm_lens.cli import app as cli
 from dlm_lens.hooks import mask_sinks
-from dlm_lens.probes import logit_lens, replay, sink_writes
+from dlm_lens.probes import commitment, logit_lens, replay, sink_writes
 from dlm_lens.testing import tiny
 from dlm_lens.viz.reporting.data import Subject, content_of
 
@@ -142,3 +142,13 @@ def test_commands_take_and_show_positions_from_the_prompt(pair, monkeypatch):
             ["plot", "lens-table", str(path), "--position", str(last), "--row", "1", "-o", str(out)],
             catch_exceptions=False,
         )
+
+
+def test_a_commitment_map_names_the_positions_that_other_figures_name(pair):
+    model, beside, alone, _ = pair
+    maps = [
+        dl.viz.commitment_map(commitment(model, rec.run), row=row).axes[0] for rec, row in ((beside, 1), (alone, 0))
+    ]
+    ours, theirs = ([label.get_text() for label in one.get_yticklabels()] for one in maps)
+    assert ours == theirs
+    assert [int(label.split(":")[0]) for label in ours] == list(range(len(SHORT), len(SHORT) + 6))

@@ -35,10 +35,10 @@ MOST_LABELS = 60
 def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figure:
     """Every open position of the answer at every step: does the model predict its final token, and for good?
 
-    Left: positions of the answer down, labelled with their numbers and final tokens, steps across; a dot marks the
-    step that decided a position. Where that step was not read (it is not in a part of a run, or it rewrote the
-    position and `Commitment.unknown` says so), a cell does not say whether it is for good. Right: confidence and
-    accuracy of the predictions of all rows by step, where known.
+    Left: positions of the answer down, labelled with their numbers (from the prompt's first token) and final
+    tokens, steps across; a dot marks the step that decided a position. Where that step was not read (it is not in a
+    part of a run, or it rewrote the position and `Commitment.unknown` says so), a cell does not say whether it is
+    for good. Right: confidence and accuracy of the predictions of all rows by step, where known.
 
     Args:
         found: from `probes.commitment` or `probes.proposed_commitment`.
@@ -67,7 +67,8 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
     left.invert_yaxis()
     skip = -(-len(where) // MOST_LABELS)
     tokens = token_labels(run.tokens[row, where].tolist(), run.tokenizer)
-    labels = [f"{position}: {token}" for position, token in zip(where.tolist(), tokens, strict=True)]
+    numbers = (where - run.padding[row]).tolist()  # from the prompt's first token, as in every figure
+    labels = [f"{position}: {token}" for position, token in zip(numbers, tokens, strict=True)]
     left.set_yticks(
         [place + 0.5 for place in range(0, len(where), skip)], labels[::skip], fontsize=7, **PLAIN
     )  # fmt: skip
