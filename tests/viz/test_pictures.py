@@ -379,7 +379,13 @@ def test_the_plotted_lens_table_has_the_state_that_predicts_the_first_token(fami
     for row, prompt in ((0, 3), (1, 2)):
         options = PlotOptions({"rec": recording}, row=row, steps=(0,))
         vars(options)["network"] = network  # which the recording does not name
-        labels = plots()["lens-table"].draw(options).axes[0].get_xticklabels()
+        figure = plots()["lens-table"].draw(options)
+        labels = figure.axes[0].get_xticklabels()
+        # The strip is above the state that predicts: the legend does not call that position masked.
+        strip = figure.legends[0].get_texts()[1].get_text()
+        assert strip == (
+            "predicts the next position, which is masked" if before else "masked position, which the model predicts"
+        )
         shown = [int(label.get_text().split("\n")[0]) for label in labels]
         # An AR model has read only the prompt at step 0.
         last = prompt - 1 if family == "causal" else prompt + 5

@@ -28,7 +28,8 @@ def lens_table(
     """Likeliest token by layer (up) and step or position (across), coloured by its probability.
 
     A red frame marks a cell whose likeliest token is the one finally decoded. Only columns where the model predicts
-    a masked token (blue strip) can have one, since the loss does not train the logits at visible positions. The
+    a masked token (blue strip) can have one, since the loss does not train the logits at visible positions. A state
+    of an AR model or of Dream predicts the next position, so that the strip is above the one before a mask. The
     labels below are the tokens of the step's canvas. At most 20 columns, evenly spread, are drawn; the caption
     gives the number of all.
 
@@ -77,8 +78,7 @@ def lens_table(
     bar.set_label("probability of the\nlikeliest token", fontsize=8)
     frame = Line2D([], [], linestyle="", marker="s", markersize=7, mfc="none", mec=RIGHT, mew=1.4)
     frame.set_label("the token finally decoded")
-    which = "position of the answer" if lens.run.uniform_noise else "masked position"
-    predicted = Patch(facecolor=MASKED, label=f"{which}, which the model predicts")
+    predicted = Patch(facecolor=MASKED, label=_strip_label(lens, entries))
     figure.legend(handles=[frame, predicted], loc="outside lower left", ncols=2, fontsize=7, frameon=False)
     many = "s" * (count > 1)
     where = f"{shown}, {count} step{many}"
@@ -117,6 +117,15 @@ def _draw(options: PlotOptions) -> Figure:
     positions = range(max(0, block.start - before), block.stop)
     lens = logit_lens(options.network, options.run, positions, steps=[step], progress=True)
     return lens_table(lens, step=step, row=options.row, title=options.name)
+
+
+def _strip_label(lens: LogitLens, entries: Tensor) -> str:
+    """What a strip above a column says of the column's position, or of the next one, which its state predicts."""
+    predicted = entries[lens.predicted[entries]]
+    if bool((lens.predicts[predicted] != lens.position[predicted]).any()):
+        return f"predicts the next position, which is {'in the answer' if lens.run.uniform_noise else 'masked'}"
+    which = "position of the answer" if lens.run.uniform_noise else "masked position"
+    return f"{which}, which the model predicts"
 
 
 def _shown(lens: LogitLens, position: int, padding: int) -> str:
