@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -255,6 +256,38 @@ def test_the_sweep_has_a_line_per_length(recording):
     with pytest.raises(TypeError, match="own eps"):
         dl.viz.sinks_over_eps(table, eps)
     rendered(figure)
+
+
+def test_many_lengths_have_a_colour_bar(recording):
+    """Thirty lengths in a legend covered both panels, and the layout collapsed."""
+    table = eps_sweep(received_of(recording), [0.1, 0.3, 1.0])
+    first = table[table["S"] == table["S"].min()]
+    many = pd.concat([first.assign(S=length) for length in range(20, 50)], ignore_index=True)
+    for marked, named in ((0.3, ["eps = 0.3"]), (None, [])):
+        figure = dl.viz.sinks_over_eps(many, marked=marked)
+        rendered(figure)
+        keys, patterns, bar = figure.axes
+        legend = keys.get_legend()
+        assert [one.get_text() for one in (legend.get_texts() if legend else [])] == named
+        lines = [one for one in keys.lines if one.get_gid() == "kept"]
+        assert len(lines) == 30
+        shades = [bar.collections[-1].cmap(bar.collections[-1].norm(length)) for length in range(20, 50)]
+        assert [tuple(one.get_color()) for one in lines] == shades
+        assert bar.get_ylabel() == "sequence length S (30 lengths)"
+        for axes in (keys, patterns):  # inches; a collapsed panel has hardly any
+            assert axes.get_position().height * figure.get_figheight() > 2
+    assert len(dl.viz.sinks_over_eps(table).axes) == 2
+
+
+def test_captions_of_profiles_and_sweeps_name_the_queries(model, recording):
+    """A mean over masked queries had the caption of one over all."""
+    for queries in ("all", "masked"):
+        received = dl.received_over_steps(model, recording.run, queries=queries)
+        assert sink_profile(received).queries == queries
+        for figure in (dl.viz.sink_strength(received), dl.viz.sinks_over_eps(received, [0.5])):
+            assert f"queries: {queries}" in texts(figure)
+    both = [received_of(recording), received]
+    assert set(eps_sweep(both, [0.5])["queries"]) == {"all / masked"}
 
 
 @pytest.mark.long

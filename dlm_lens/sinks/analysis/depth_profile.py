@@ -30,6 +30,7 @@ class SinkProfile(ShowsItself):
         sinks_of_mean: how many sinks the head-mean pattern of a layer has.
         main: the main sink of `score`: that of each "head", or that of the "model" mean in all heads.
         scale: unit of `score`.
+        queries: the class of queries that count.
         detector: the rule.
         layers: index of each layer in the model.
         heads: likewise, of each head.
@@ -43,6 +44,7 @@ class SinkProfile(ShowsItself):
     sinks_of_mean: Float[Tensor, "layer"]
     main: Main
     scale: Scale
+    queries: str
     detector: Detector
     layers: tuple[int, ...]
     heads: tuple[int, ...]
@@ -53,7 +55,8 @@ class SinkProfile(ShowsItself):
         layers, heads = self.score.shape
         return (
             f"SinkProfile({layers} layers x {heads} heads, mean over {self.steps} steps and {self.sequences} "
-            f"sequences; main sink of the {self.main}; {self.detector}; scale: {self.scale})"
+            f"sequences; main sink of the {self.main}; {self.detector}; scale: {self.scale}; queries: "
+            f"{self.queries})"
         )
 
     def table(self) -> pd.DataFrame:
@@ -113,7 +116,18 @@ def sink_profile(
     layers = received.layers or tuple(range(len(score)))
     scale = received.part(slice(0, 0)).read(rule.quantity)[1]
     return SinkProfile(
-        score, sinks, positions, of_mean, main, scale, rule, layers, received.head_numbers, steps, int(scored.sum())
+        score=score,
+        sinks=sinks,
+        positions=positions,
+        sinks_of_mean=of_mean,
+        main=main,
+        scale=scale,
+        queries=received.queries,
+        detector=rule,
+        layers=layers,
+        heads=received.head_numbers,
+        steps=steps,
+        sequences=int(scored.sum()),
     )
 
 

@@ -140,7 +140,7 @@ def eps_sweep(
 
     Columns: `S`, how many keys of a sequence ever have a score; `eps`; `kept` with its 95% interval `low`, `high`
     (bootstrap over prompts; NaN for one) and `removed` = 1 - kept; `with_sink`, the share of patterns with at least
-    one sink; `n` keys, `patterns`, `sequences`, `prompts`; `scale`, `level`.
+    one sink; `n` keys, `patterns`, `sequences`, `prompts`; `scale`, `level`, and the class of `queries`.
 
     Args:
         received: of one run, or of several, whose prompts count apart. Of a `Recording` that of all queries.
@@ -187,6 +187,7 @@ def eps_sweep(
                 prompts=len({row["prompt"] for row in rows}),
                 scale=labels[0],
                 level=level,
+                queries=" / ".join(dict.fromkeys(run.queries for run in runs)),
             )
         )
     return pd.concat(lines, ignore_index=True)

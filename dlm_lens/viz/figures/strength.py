@@ -72,6 +72,7 @@ def sink_strength(
         "Main sink per layer and head",
         f"scale: {profile.scale}",
         f"level: head, {whose}",
+        f"queries: {profile.queries}",
         f"rule of the counts: {profile.detector}",
         f"mean over n = {counted(profile.steps, 'step')} of {counted(profile.sequences, 'sequence')}",
     ]
