@@ -1,5 +1,7 @@
 """`attribution_map` draws the effects of a row, node by node."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -44,3 +46,15 @@ def test_labels_are_the_tokens_that_a_step_wrote_also_where_they_were_replaced_l
             tokens = " ".join(token_labels(wrote[:2], run.tokenizer))
             assert label == f"{step}  {tokens}{' …' if len(wrote) > 2 else ''}"
     assert replaced
+
+
+def test_labels_of_many_steps_do_not_overlap() -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, [[5, 6, 7]], steps=100, gen_length=100, block_length=100)
+    found = attribution_patching(model, run, [[5, 20, 7]], positions=[1])
+    figure = dl.viz.attribution_map(found)
+    figure.draw_without_rendering()
+    labels = figure.axes[0].get_xticklabels()
+    assert [one.get_text().split()[0] for one in labels] == [str(step) for step in range(0, 100, 2)]
+    boxes = [one.get_window_extent() for one in labels]
+    assert all(one.x1 <= other.x0 for one, other in pairwise(boxes))

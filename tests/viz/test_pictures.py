@@ -138,6 +138,8 @@ def test_maps_hold_the_patterns_and_mark_the_sinks(model, recording, head):
         found = sinks.is_sink[(step, *place)].nonzero().flatten().tolist()
         assert triangles["sink"] == [sinks.main()[(step, *place)].item()]
         assert sorted(triangles["sink"] + triangles["sinks"]) == found
+        names = [drawn.get_gid() for drawn in axes.collections]
+        assert names.index("sink") > names.index("sinks")  # drawn later, so that no other triangle covers it
         strip = next(c for c in axes.collections if c.get_gid() == "masked").get_array()
         assert strip.flatten().tolist() == shot.masked.float().tolist()
     assert len(found) == 3

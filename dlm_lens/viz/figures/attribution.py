@@ -5,6 +5,7 @@ from matplotlib.figure import Figure
 
 from dlm_lens.placement import plain_defaults
 from dlm_lens.probes.attribution.node_effects import NodeEffects
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.selection import index_of
@@ -12,6 +13,8 @@ from dlm_lens.viz.selection import index_of
 MOST_TOKENS = 2
 """Tokens of a step's label; a step that decides more ends with an ellipsis."""
 
+MOST_STEPS = 80
+"""Steps that have a label; of more every second, third, ... has one, since labels would overlap."""
 
 MOST_NUMBERED = 48
 """Heads of all layers that have their numbers beside them; more would overlap."""
@@ -55,15 +58,9 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
         nodes = range(effects.shape[1])
         numbers = [str(node % heads) for node in nodes]
         axes.set_yticks([node + 0.5 for node in nodes], numbers, minor=True, fontsize=5)
-    labels = []
-    for step in found.steps:
-        # A sampler may open or rewrite the position later: what the step wrote is not always the final token.
-        decided = run.proposals[step, row, run.unmasked[step, row]].tolist()
-        more = " …" if len(decided) > MOST_TOKENS else ""
-        tokens = " ".join(token_labels(decided[:MOST_TOKENS], run.tokenizer))
-        labels.append(f"{run.step_numbers[step]}  {tokens}{more}")
-    places = [place + 0.5 for place in range(len(labels))]
-    axes.set_xticks(places, labels, fontsize=7, rotation=90, **PLAIN)
+    places = range(0, len(found.steps), -(-len(found.steps) // MOST_STEPS))
+    labels = [_step_label(run, found.steps[place], row) for place in places]
+    axes.set_xticks([place + 0.5 for place in places], labels, fontsize=7, rotation=90, **PLAIN)
     axes.set_xlabel("step, and what it decides", fontsize=8)
     bar = figure.colorbar(mesh, ax=axes)
     bar.ax.tick_params(labelsize=7)
@@ -78,3 +75,12 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=7, **PLAIN)
     return figure
+
+
+def _step_label(run: DenoisingRun, step: int, row: int) -> str:
+    """The number of a step and the tokens that it decides."""
+    # A sampler may open or rewrite the position later: what the step wrote is not always the final token.
+    decided = run.proposals[step, row, run.unmasked[step, row]].tolist()
+    more = " …" if len(decided) > MOST_TOKENS else ""
+    tokens = " ".join(token_labels(decided[:MOST_TOKENS], run.tokenizer))
+    return f"{run.step_numbers[step]}  {tokens}{more}"

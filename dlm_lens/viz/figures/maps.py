@@ -170,7 +170,8 @@ def _mark_masked(axes: Axes, shot: Snapshot) -> None:
 
 def _mark_sinks(axes: Axes, shot: Snapshot, sinks: list[int]) -> None:
     height = -0.052 * len(shot.positions)
-    for name, keys, face in (("sink", sinks[:1], SINK), ("sinks", sinks[1:], "white")):
+    # The largest is drawn last: on a long canvas the triangles of other sinks would cover it.
+    for name, keys, face in (("sinks", sinks[1:], "white"), ("sink", sinks[:1], SINK)):
         axes.scatter(
             [key + 0.5 for key in keys],
             [height] * len(keys),
