@@ -26,6 +26,9 @@ FOLDERS = ("figures", "views")
 FORMATS = (".png", ".pdf", ".svg")
 """What a matplotlib figure is written as."""
 
+SHARP = 300
+"""Dots per inch of what is an image in a PDF or SVG file (`figures.cells`)."""
+
 Draw = TypeVar("Draw", bound="Callable[[PlotOptions], Any]")
 
 
@@ -162,6 +165,6 @@ def write_plot(name: str, options: "PlotOptions", out: Path) -> Path:
             )
     made = found.draw(options)
     if hasattr(made, "savefig"):
-        return write_figure(out, made)
+        return write_figure(out, made) if out.suffix.lower() == ".png" else write_figure(out, made, dpi=SHARP)
     written: Path = made.save(out)
     return written

@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 from dlm_lens.placement import plain_defaults
 from dlm_lens.probes.attribution.node_effects import NodeEffects
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.selection import index_of
@@ -47,7 +48,7 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
     )
     axes = figure.add_subplot()
     largest = float(np.abs(effects).max()) or 1.0
-    mesh = axes.pcolormesh(effects.T, cmap="RdBu_r", vmin=-largest, vmax=largest, gid="effects")
+    mesh = draw_cells(axes, effects.T, cmap="RdBu_r", vmin=-largest, vmax=largest, gid="effects")
     axes.invert_yaxis()
     for line in range(1, len(found.layers)):
         axes.axhline(line * heads, color="0.4", linewidth=0.6)

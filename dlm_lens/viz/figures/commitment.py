@@ -11,6 +11,7 @@ from matplotlib.patches import Patch
 
 from dlm_lens.placement import plain_defaults
 from dlm_lens.probes.commitments import Commitment, proposed_commitment
+from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
@@ -60,7 +61,7 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
     width = min(13.0, max(7.5, 0.12 * run.steps + 5.0))
     figure = NotebookFigure(figsize=(width, height), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
-    left.pcolormesh(cells.T.numpy(), cmap=ListedColormap(list(STATES.values())), vmin=-0.5, vmax=len(STATES) - 0.5)
+    draw_cells(left, cells.T.numpy(), cmap=ListedColormap(list(STATES.values())), vmin=-0.5, vmax=len(STATES) - 0.5)
     decided = found.decided_at[row, where]
     places = torch.arange(len(where))[decided >= 0]
     left.plot(decided[decided >= 0] + 0.5, places + 0.5, ".", color="black", markersize=3, gid="decided")

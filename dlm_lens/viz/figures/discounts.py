@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dlm_lens.placement import plain_defaults
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.viz.figures.cells import draw_cells, many
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.selection import index_of
@@ -35,9 +36,9 @@ def sink_discount(
     values = weights[:steps, row][:, there].T.double()
     figure = NotebookFigure(figsize=(width, max(2.6, 0.11 * len(there) + 1.0)), layout="constrained")
     axes = figure.add_subplot()
-    mesh = axes.pcolormesh(values.numpy(), cmap="viridis", vmin=0, vmax=1)
+    mesh = draw_cells(axes, values.numpy(), cmap="viridis", vmin=0, vmax=1)
     dots = run.open[:steps, row][:, there].T.nonzero()
-    axes.scatter(dots[:, 1] + 0.5, dots[:, 0] + 0.5, s=1.5, color="white", gid="open")
+    axes.scatter(dots[:, 1] + 0.5, dots[:, 0] + 0.5, s=1.5, color="white", gid="open", rasterized=many(len(dots)))
     axes.invert_yaxis()
     skip = -(-len(there) // 40)
     labels = token_labels(run.tokens[row, there].tolist(), run.tokenizer)

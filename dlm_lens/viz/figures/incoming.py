@@ -17,6 +17,7 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks import Received
+from dlm_lens.viz.figures.cells import draw_cells, many
 from dlm_lens.viz.figures.labels import (
     PLAIN,
     SCALE_LABELS,
@@ -74,7 +75,7 @@ def incoming_attention(
     figure = NotebookFigure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     colours = colormaps[COLOURS].with_extremes(bad=UNDEFINED)
-    mesh = axes.pcolormesh(np.ma.masked_invalid(scores), cmap=colours, vmin=0)
+    mesh = draw_cells(axes, np.ma.masked_invalid(scores), cmap=colours, vmin=0)
     axes.invert_yaxis()
     masked = None if shown.masked is None else shown.masked[chosen][:, shown.content].numpy()
     if masked is not None:
@@ -120,7 +121,9 @@ def _mark_masked(axes: Axes, masked: Bool[np.ndarray, "step position"], side: fl
     across = min(5.0**0.5, 0.45 * side)
     # White with a dark rim, which is visible on every colour of the map.
     rim: dict[str, Any] = {"edgecolors": "black", "linewidths": min(0.25, 0.12 * across)}
-    axes.scatter(position + 0.5, step + 0.5, s=across**2, c="white", gid="masked", **rim)
+    axes.scatter(
+        position + 0.5, step + 0.5, s=across**2, c="white", gid="masked", rasterized=many(len(step)), **rim
+    )
 
 
 def _name_axes(axes: Axes, shown: Selection, positions: list[int], steps: list[int]) -> None:

@@ -22,6 +22,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.viz.attention_snapshot import Snapshot, rows_sum, snapshot
+from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, counted_keys, level_label, open_label, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.figures.positions import MASKED, SINK
@@ -85,7 +86,7 @@ def attention_maps(
     for axes, shot, values in zip(panels, shots, maps, strict=True):
         sinks = shot.sinks_of(rule, head)
         found.append(sinks)
-        mesh = axes.pcolormesh(_visible(shot, values), cmap=colours, norm=norm)
+        mesh = draw_cells(axes, _visible(shot, values), cmap=colours, norm=norm)
         _frame(axes, shot)
         _mark_masked(axes, shot)
         _mark_sinks(axes, shot, sinks)

@@ -17,6 +17,7 @@ from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
+from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import (
     PLAIN,
     caption,
@@ -230,7 +231,8 @@ def _shade_masked(axes: Axes, track: Track) -> None:
     if track.masked is None:
         return
     steps, keys = track.masked.shape
-    axes.pcolormesh(
+    draw_cells(
+        axes,
         torch.arange(steps + 1).numpy() - 0.5,
         torch.arange(keys + 1).numpy() - 0.5,
         track.masked.T.numpy().astype(float),

@@ -11,6 +11,7 @@ from matplotlib.patches import Patch
 
 from dlm_lens.placement import plain_defaults
 from dlm_lens.probes import RemaskSensitivity
+from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.commitment import MOST_LABELS
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
@@ -70,7 +71,9 @@ def remask_spread(found: RemaskSensitivity, *, row: int = 0, title: str = "") ->
 
 def _draw_row(axes: Axes, states: torch.Tensor, found: RemaskSensitivity) -> None:
     """The cells of a row, a column for each changed run."""
-    axes.pcolormesh(states.T.numpy(), cmap=ListedColormap(list(STATES.values())), vmin=-0.5, vmax=len(STATES) - 0.5)
+    draw_cells(
+        axes, states.T.numpy(), cmap=ListedColormap(list(STATES.values())), vmin=-0.5, vmax=len(STATES) - 0.5
+    )
     axes.invert_yaxis()
     step_ticks(axes, _numbers(found))
     axes.set_xlabel("step at which positions were masked again", fontsize=8)

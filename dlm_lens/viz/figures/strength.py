@@ -11,6 +11,7 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
 from dlm_lens.sinks.detectors.base import as_detector
+from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 from dlm_lens.viz.plot_options import PlotOptions
@@ -51,7 +52,7 @@ def sink_strength(
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(max(1.5, 0.3 * heads / 2.2), 1))
     scores = profile.score.double().numpy()
     colours = colormaps["viridis"].with_extremes(bad=UNDEFINED)
-    mesh = left.pcolormesh(np.ma.masked_invalid(scores), cmap=colours, vmin=0)
+    mesh = draw_cells(left, np.ma.masked_invalid(scores), cmap=colours, vmin=0)
     _write_numbers(left, scores)
     left.invert_yaxis()
     skip_layers, skip_heads = -(-layers // 32), -(-heads // 32)
