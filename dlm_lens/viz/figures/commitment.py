@@ -106,10 +106,10 @@ def _draw_confidence(axes: Axes, found: Commitment) -> None:
     """Lines of confidence and accuracy by step, with the positions that were predicted at each."""
     table = found.calibration()
     drawn = table[table["predictions"] > 0]
-    for name, colour in (("confidence", "#2166ac"), ("accuracy", "#b2182b")):
+    for name, colour, style in (("confidence", "#2166ac", "s-"), ("accuracy", "#b2182b", "o--")):
         if name in drawn and bool(np.isfinite(drawn[name].astype(float)).any()):
             line: dict[str, Any] = {"color": colour, "markersize": 3, "linewidth": 1.2, "label": name, "gid": name}
-            axes.plot(drawn["step"], drawn[name], "o-", **line)
+            axes.plot(drawn["step"], drawn[name], style, **line)
     axes.set_ylim(-0.02, 1.05)
     whole_ticks(axes.xaxis)
     axes.tick_params(labelsize=7)

@@ -34,7 +34,7 @@ def sink_discount(
     there = run.attention_mask[row].nonzero().flatten()
     steps, width = int(run.row_steps[row]), 6.4  # a row that has ended has no weights
     values = weights[:steps, row][:, there].T.double()
-    figure = NotebookFigure(figsize=(width, max(2.6, 0.11 * len(there) + 1.0)), layout="constrained")
+    figure = NotebookFigure(figsize=(width, min(12.0, max(2.6, 0.11 * len(there) + 1.0))), layout="constrained")
     axes = figure.add_subplot()
     mesh = draw_cells(axes, values.numpy(), cmap="viridis", vmin=0, vmax=1)
     dots = run.open[:steps, row][:, there].T.nonzero()

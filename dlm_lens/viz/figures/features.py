@@ -1,6 +1,7 @@
 """`feature_rates` and `insertion_by_step`: features of a sparse autoencoder over the steps of runs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -21,7 +22,10 @@ NAMES = {
     "untrained": "untrained (null)",
     "random_decoder": "random decoder (null)",
 }
-COLOURS = {"sae": "C0", "zero": "C3", "mean": "C1", "untrained": "0.55", "random_decoder": "0.75"}
+COLOURS = {"sae": "C0", "zero": "C3", "mean": "C1", "untrained": "0.35", "random_decoder": "0.6"}
+STYLES = ("o-", "s--", "^-.", "v:", "D-", "P--")
+"""Marks and dashes of lines, which colours alone do not tell apart in grey."""
+THIN: dict[str, Any] = {"markersize": 3, "linewidth": 1.2}
 MOST = 6
 
 
@@ -47,21 +51,24 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
     if features is None:
         change = np.nan_to_num(np.nanmax(rate[:, 0], 0) - np.nanmin(rate[:, 0], 0))
         features = np.argsort(-change)[:MOST].tolist()
-    figure = NotebookFigure(figsize=(7.2, 3.0), layout="constrained")
+    figure = NotebookFigure(figsize=(7.2, 3.3), layout="constrained")
     shown = ("open", "decided")
     for axes, name in zip(figure.subplots(1, 2, sharey=True), shown, strict=True):
-        for feature in chosen_indices("feature", features, rate.shape[2]):
-            values = rate[:, POSITION_CLASSES.index(name), feature]
-            axes.plot(recording.steps, values, label=f"feature {feature}", gid=f"{name} {feature}", marker=".")
+        for number, feature in enumerate(chosen_indices("feature", features, rate.shape[2])):
+            values, line = rate[:, POSITION_CLASSES.index(name), feature], STYLES[number % len(STYLES)]
+            axes.plot(recording.steps, values, line, label=f"feature {feature}", gid=f"{name} {feature}", **THIN)
+        axes.tick_params(labelsize=7)
         axes.set_title(f"{name} positions", fontsize=8)
         axes.set_xlabel("step", fontsize=8)
         whole_ticks(axes.xaxis)
     figure.axes[0].set_ylabel("share of positions with f > 0", fontsize=8)
-    figure.axes[1].legend(fontsize=7, frameon=False)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=6, fontsize=7, frameon=False
+    )
     sentences = [*([title] if title else []), "Features at every step", f"layer {recording.layers[0]}"]
     inside = recording.feature_positions[:, :, 0, [POSITION_CLASSES.index(name) for name in shown]] > 0
     sentences.append(f"n = {counted(int(inside.any(-1).any(0).sum()), 'prompt')}")
-    figure.suptitle(caption(sentences, 7.2), fontsize=8, **PLAIN)
+    figure.suptitle(caption(sentences, 7.2), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
 
 
@@ -93,12 +100,14 @@ def insertion_by_step(
     for name in insertions or loss.insertions:
         found = [loss.added(layer, name, place, [step]) for step in loss.steps]
         values = [one.value for one in found]
-        axes.plot(numbers, values, color=COLOURS[name], label=NAMES[name], gid=name, marker=".")
+        style = STYLES[list(COLOURS).index(name)]
+        axes.plot(numbers, values, style, color=COLOURS[name], label=NAMES[name], gid=name, **THIN)
         low, high = [one.low for one in found], [one.high for one in found]
         axes.fill_between(numbers, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
     axes.axhline(0.0, color="0.6", linewidth=0.8, linestyle="--")
     axes.set_xlabel("step", fontsize=8)
     whole_ticks(axes.xaxis)
+    axes.tick_params(labelsize=7)
     axes.set_ylabel("added loss, nats", fontsize=8)
     axes.legend(fontsize=7, frameon=False)
     sentences = [*([title] if title else []), "Loss at open positions with the activation replaced"]

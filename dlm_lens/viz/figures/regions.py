@@ -24,14 +24,14 @@ from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of, level_of
 
-QUERY_STYLES: dict[str, tuple[str, str]] = {
-    "all": ("black", "-"),
-    "masked": ("#2166ac", "--"),
-    "unmasked": ("#b2182b", "-."),
-    "prompt": ("#7f7f7f", ":"),
-    "block": ("#e08214", (0, (5, 1, 1, 1, 1, 1))),  # type: ignore[dict-item]
+QUERY_STYLES: dict[str, tuple[str, Any, str]] = {
+    "all": ("black", "-", "o"),
+    "masked": ("#2166ac", "--", "s"),
+    "unmasked": ("#b2182b", "-.", "^"),
+    "prompt": ("#7f7f7f", ":", "D"),
+    "block": ("#e08214", (0, (5, 1, 1, 1, 1, 1)), "v"),
 }
-"""Colour and dashes of a class of queries, which differ in black and white too."""
+"""Colour, dashes, and mark of a single step, of a class of queries, which differ in black and white too."""
 
 EMPTY = 1e-6
 """A panel whose largest share of attention is below this has a note that there is nothing, and no band."""
@@ -86,8 +86,9 @@ def region_mass(
     for number, (axes, region) in enumerate(zip(panels, KEY_REGIONS, strict=True)):
         if region in even:
             axes.plot(
-                recording.steps, even[region], color="0.55", linewidth=0.9, label="uniform attention", gid="even"
-            )
+                recording.steps, even[region], color="0.55", linewidth=0.9, label="uniform attention", gid="even",
+                **_alone(even[region], "_"),
+            )  # fmt: skip
         for name in queries:
             values = mass[..., QUERY_CLASSES.index(name), number]
             _line(axes, recording, values, name, words.get(name, name))
@@ -189,20 +190,25 @@ def _line(axes: Axes, recording: Recording, mass: Float[Tensor, "step batch"], n
     mean, low, high = ratio_by_prompt(
         np.where(there, values, 0.0), there.astype(float), recording.run.row_prompts, bounds=SHARE_BOUNDS
     )
-    colour, dashes = QUERY_STYLES[name]
+    colour, dashes, mark = QUERY_STYLES[name]
     # The mean is over other sequences after one ends or has no queries of the class left: the line breaks there.
     breaks = np.flatnonzero((there[:, 1:] != there[:, :-1]).any(0)) + 1
     x, mean, low, high = (
         np.insert(np.asarray(v, dtype=float), breaks, np.nan) for v in (recording.steps, mean, low, high)
     )
-    known = np.pad(np.isfinite(mean), 1)
-    alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()
-    style: dict[str, Any] = {"marker": "o", "markersize": 2.5, "markevery": alone} if alone else {}
-    axes.plot(x, mean, linestyle=dashes, color=colour, linewidth=1.4, label=f"{word} queries", gid=name, **style)
+    label = f"{word} queries" if there.any() else None
+    axes.plot(x, mean, linestyle=dashes, color=colour, linewidth=1.4, label=label, gid=name, **_alone(mean, mark))
     # Where there are no keys of the region, no other sequence would have any: a band up to the bound of so few
     # sequences (66% of two) would say that the share may be large.
     if np.where(there, values, 0.0).max() >= EMPTY:
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _alone(values: NDArray[np.float64], mark: str) -> dict[str, Any]:
+    """The style of a line that shows a step between breaks as a mark, since a line has none of it."""
+    known = np.pad(np.isfinite(values), 1)
+    alone = np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:]).tolist()
+    return {"marker": mark, "markersize": 9 if mark == "_" else 3.5, "markevery": alone} if alone else {}
 
 
 def _nothing(recording: Recording, region: str) -> str:

@@ -25,7 +25,8 @@ STATES = {
 }
 """What a cell says -> its colour."""
 
-LINES = {"direct": ("#b2182b", "masked again"), "collateral": ("#e08214", "all others")}
+LINES = {"direct": ("#b2182b", "o-", "masked again"), "collateral": ("#e08214", "^--", "all others")}
+"""Colour, marks and dashes, and name of a line; equal shares are drawn over each other."""
 
 
 @plain_defaults()
@@ -90,11 +91,11 @@ def _numbers(found: RemaskSensitivity) -> list[int]:
 
 def _draw_shares(axes: Axes, found: RemaskSensitivity) -> None:
     """Lines of the changed shares by step; a gap where no row has such positions."""
-    for name, (colour, label) in LINES.items():
+    for name, (colour, style, label) in LINES.items():
         known = np.isfinite(getattr(found, name).numpy()).any(1)
         each = [found.mean(name, step) for step, there in zip(found.steps, known, strict=True) if there]
         steps = [number for number, there in zip(_numbers(found), known, strict=True) if there]
-        axes.plot(steps, [one.value for one in each], "o-", color=colour, markersize=3, label=label, gid=name)
+        axes.plot(steps, [one.value for one in each], style, color=colour, markersize=3, label=label, gid=name)
         axes.fill_between(
             steps, [one.low for one in each], [one.high for one in each], color=colour, alpha=0.15, linewidth=0
         )
