@@ -1,5 +1,7 @@
 """The report in a browser: it moves, it shows the recording's numbers, and it finds the sinks of find_sinks."""
 
+from itertools import pairwise
+
 import pytest
 
 import dlm_lens as dl
@@ -384,3 +386,42 @@ def test_rewritten_tokens_are_marked(tmp_path, opened):
     assert titles
     assert all("rewritten at this step" in title for title in titles)
     assert page.eval_on_selector_all(".revisedkey", "all => all.length") == 1
+
+
+@pytest.mark.long
+def test_a_print_keeps_the_colours_of_the_canvas_and_is_light(files, opened):
+    page = opened(files["toy-sink"], scheme="dark")
+    for place in (".cell.masked", ".legend .bar", ".legend .maskkey"):  # browsers print no backgrounds by default
+        adjusted = page.eval_on_selector(place, "e => getComputedStyle(e).getPropertyValue('print-color-adjust')")
+        assert adjusted == "exact", place
+    theme, ink = "document.documentElement.dataset.theme", "e => e.style.backgroundColor"
+    before = page.eval_on_selector(".cell", ink)
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(theme) == "light"
+    assert page.eval_on_selector(".cell", ink) != before
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(theme) == "dark"
+    assert page.eval_on_selector(".cell", ink) == before
+
+
+@pytest.mark.long
+def test_labels_of_learned_sinks_and_positions_do_not_overlap(tmp_path, opened):
+    model = tiny("sink_qwen", num_sinks=3)
+    recording = dl.record(model, [[5] * 25], steps=4, gen_length=16)
+    page = opened(dl.viz.report(recording, tmp_path / "sinks.html"))
+    labels = page.evaluate(
+        """() => {
+          const found = [], write = CanvasRenderingContext2D.prototype.fillText;
+          CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+            if (this.canvas.classList.contains("path") && this.textAlign === "right") found.push([String(text), y]);
+            return write.call(this, text, x, y);
+          };
+          dlmLens.page.paint();
+          CanvasRenderingContext2D.prototype.fillText = write;
+          return found;
+        }"""
+    )
+    assert labels[0][0] == "0"
+    assert "sink(0)" in [text for text, _ in labels]
+    heights = [height for _, height in labels]
+    assert all(after - before >= 11 for before, after in pairwise(heights))  # pixels of the font

@@ -53,6 +53,20 @@ function listPrompts(data) {
   });
 }
 
+// Paper is white: a page in dark colours is printed in light ones.
+function printInLight() {
+  let shown = null; // the theme before the print
+  const turn = (theme) => {
+    page.takeTheme(theme);
+    page.paint();
+  };
+  window.addEventListener("beforeprint", () => {
+    shown = page.look.theme;
+    if (shown !== "light") turn("light");
+  });
+  window.addEventListener("afterprint", () => { if (shown !== null && shown !== page.look.theme) turn(shown); });
+}
+
 async function start() {
   const data = JSON.parse(page.control("data").textContent);
   data.prompts = [data.recordings, ...(data.others ?? [])];
@@ -61,6 +75,7 @@ async function start() {
     page.takeTheme(page.look.theme === "light" ? "dark" : "light");
     page.paint();
   });
+  printInLight();
   page.control("title").append(make("bdi", "", data.title || "Attention sinks"));
   const recordings = await show(data, 0);
   listPrompts(data);

@@ -76,18 +76,31 @@ function mark(pen, look, [x, y], radius, filled) {
   pen.stroke();
 }
 
+const LABEL = 12; // pixels of a label, at least
+
+// The keys that have labels: every fourth, eighth, ... position, and learned sink tokens as far as there is room.
+function namedKeys(pane, shape) {
+  const { positions } = pane.recorded.about;
+  const [dy, named] = [shape.height / shape.keys, []];
+  const everyKey = Math.max(1, Math.ceil(14 / dy / 4) * 4);
+  const first = dy < 5 ? -1 : positions.findIndex((position) => position < 0);
+  for (let key = 0; key < shape.keys; key += 1) {
+    const learned = positions[key] < 0;
+    if (learned ? first < 0 : key % everyKey) continue;
+    if (!learned && first >= 0 && (first - key) * dy < LABEL) continue;
+    if (learned && key !== first && (key - named[named.length - 1]) * dy < LABEL) continue;
+    named.push(key);
+  }
+  return named;
+}
+
 function paintPathAxes(pen, pane, shape, spot) {
   const { recorded } = pane;
   pen.fillStyle = pane.look.css("--soft");
   pen.font = "11px system-ui, sans-serif";
   pen.textBaseline = "middle";
   pen.textAlign = "right";
-  const everyKey = Math.max(1, Math.ceil((14 * shape.keys) / shape.height / 4) * 4);
-  for (let key = 0; key < shape.keys; key += 1) {
-    const learned = recorded.about.positions[key] < 0;
-    if (learned ? shape.height / shape.keys < 5 : key % everyKey) continue;
-    pen.fillText(recorded.place(key), PATH_LEFT - 5, spot(0, key)[1]);
-  }
+  for (const key of namedKeys(pane, shape)) pen.fillText(recorded.place(key), PATH_LEFT - 5, spot(0, key)[1]);
   pen.textAlign = "center";
   const everyStep = Math.max(1, Math.ceil((28 * shape.steps) / shape.width));
   for (let step = 0; step < shape.steps; step += everyStep) {
