@@ -28,7 +28,21 @@ def test_captions_count_the_prompts_that_have_a_position():
     loss = replace(loss, **nothing)
     assert loss.added(1).prompts == 1
     assert dl.viz.feature_rates(recording, [3]).get_suptitle().endswith("n = 1 prompt")
-    assert "n = 1 prompt ·" in dl.viz.insertion_by_step(loss).axes[0].get_title(loc="left")
+    assert dl.viz.insertion_by_step(loss).axes[0].get_title(loc="left").endswith("n = 1 prompt")  # no interval
+
+
+def test_a_model_without_open_positions_shows_what_changes_most_at_decided_ones(recwarn):
+    model = tiny("causal")
+    recording = dl.record(model, PROMPTS, [FeatureActivations(autoencoder(model))], layers=[1], gen_length=6)
+    opened, decided = dl.viz.feature_rates(recording).axes
+    assert [str(one.message) for one in recwarn if issubclass(one.category, RuntimeWarning)] == []
+    assert [text.get_text() for text in opened.texts] == ["no open positions"]
+    assert not len(decided.texts)
+    count, known = recording.feature_count[:, :, 0, 1].sum(1), recording.feature_positions[:, :, 0, 1].sum(1)
+    rates = (count / known[:, None])[known > 0]
+    change = rates.amax(0) - rates.amin(0)
+    drawn = [int(line.get_label().split()[1]) for line in decided.get_lines()]
+    assert sorted(change[drawn].tolist()) == pytest.approx(sorted(change.topk(6).values.tolist()))
 
 
 @pytest.mark.long

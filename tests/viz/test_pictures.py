@@ -396,6 +396,11 @@ def test_norms_are_drawn_as_they_are(recording):
     for mean, label in zip((norms.mean_sink, norms.mean_other), points.texts, strict=True):
         assert label.xy[1] == max(mean.value, mean.high)  # above the line and its interval, which it would hide
         assert label.get_verticalalignment() == "bottom"
+    high = replace(norms, sink=norms.sink.clamp(max=1.0), other=norms.other.clamp(max=1.0))  # below the intervals
+    for drawn in (figure, dl.viz.value_norm_scatter(high)):
+        drawn.draw_without_rendering()
+        points = drawn.axes[0]
+        assert all(one.get_window_extent().y1 <= points.get_window_extent().y1 for one in points.texts)
     assert points.get_ylabel() == "norm ‖vⱼᵐ‖₂"
     assert "||" not in texts(figure)
     layers = dl.viz.value_norm_layers(norms)

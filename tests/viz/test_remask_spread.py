@@ -28,8 +28,22 @@ def test_cells_and_lines_are_the_sensitivitys() -> None:
     # A row that has ended before every one of the steps has no share.
     one = RemaskSensitivity(found.run, found.steps, found.remasked & torch.tensor([[True], [False]]), tokens)
     assert one.mean("direct", 2).prompts == 1
-    assert "right: n = 1, band: 95% interval" in dl.viz.remask_spread(one).get_suptitle()
+    assert dl.viz.remask_spread(one).get_suptitle().endswith("right: n = 1")  # one prompt has no interval
     with pytest.raises(TypeError, match="this is a DenoisingRun; give a RemaskSensitivity"):
         dl.viz.remask_spread(found.run)
     with pytest.raises(ValueError, match="row"):
         dl.viz.remask_spread(found, row=2)
+
+
+def test_the_legend_is_below_the_labels_of_a_short_answer_and_unknown_steps_are_gaps():
+    run = dl.denoise(tiny("llada"), [[5, 6, 7]], steps=3, gen_length=3)
+    remasked = torch.zeros(3, *run.tokens.shape, dtype=torch.bool)
+    remasked[0, 0, 3] = remasked[2, 0, 4] = True  # at the second step nothing is masked again
+    found = RemaskSensitivity(run, (0, 1, 2), remasked, run.tokens.expand(3, -1, -1).clone())
+    figure = dl.viz.remask_spread(found)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().y1 <= figure.axes[0].xaxis.label.get_window_extent().y0
+    direct = next(line for line in figure.axes[1].get_lines() if line.get_gid() == "direct")
+    assert direct.get_xdata().tolist() == [0, 1, 2]
+    assert np.isnan(direct.get_ydata()).tolist() == [False, True, False]

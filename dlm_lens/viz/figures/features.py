@@ -12,7 +12,7 @@ from dlm_lens.printable import counted
 from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
 from dlm_lens.recording.recording import as_recording
-from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
+from dlm_lens.viz.figures.labels import PLAIN, caption, note, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure
 
 NAMES = {
@@ -35,7 +35,8 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
 
     Args:
         recording: with `FeatureActivations`.
-        features: which; None for the six whose rate at open positions changes most over the steps.
+        features: which; None for the six whose rate at open positions changes most over the steps; at decided
+            positions where a model, such as an AR model, has no open ones.
         title: the beginning of the caption.
 
     Raises:
@@ -47,16 +48,19 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
         raise ValueError("the recording has no features; record FeatureActivations(sae)")
     count = recording.feature_count[:, :, 0].clamp(min=0).double().sum(1)  # [step, position_class, feature]
     known = recording.feature_positions[:, :, 0].clamp(min=0).double().sum(1)
+    shown = ("open", "decided")
     rate = (count / known[..., None]).numpy()  # NaN where a step has no position of the class
     if features is None:
-        change = np.nan_to_num(np.nanmax(rate[:, 0], 0) - np.nanmin(rate[:, 0], 0))
-        features = np.argsort(-change)[:MOST].tolist()
+        classes = (rate[:, POSITION_CLASSES.index(name)] for name in shown)
+        rates = next((one[there] for one in classes if (there := np.isfinite(one).all(1)).any()), rate[:1, 0])
+        features = np.argsort(-np.nan_to_num(np.ptp(rates, axis=0)), kind="stable")[:MOST].tolist()
     figure = NotebookFigure(figsize=(7.2, 3.3), layout="constrained")
-    shown = ("open", "decided")
     for axes, name in zip(figure.subplots(1, 2, sharey=True), shown, strict=True):
         for number, feature in enumerate(chosen_indices("feature", features, rate.shape[2])):
             values, line = rate[:, POSITION_CLASSES.index(name), feature], STYLES[number % len(STYLES)]
             axes.plot(recording.steps, values, line, label=f"feature {feature}", gid=f"{name} {feature}", **THIN)
+        if not bool((known[:, POSITION_CLASSES.index(name)] > 0).any()):
+            note(axes, f"no {name} positions")
         axes.tick_params(labelsize=7)
         axes.set_title(f"{name} positions", fontsize=8)
         axes.set_xlabel("step", fontsize=8)
@@ -111,10 +115,8 @@ def insertion_by_step(
     axes.set_ylabel("added loss, nats", fontsize=8)
     axes.legend(fontsize=7, frameon=False)
     sentences = [*([title] if title else []), "Loss at open positions with the activation replaced"]
-    sentences += [
-        f"layer {layer}, at {place} positions",
-        f"n = {counted(int((loss.positions > 0).any(0).sum()), 'prompt')}",
-        "band: 95% interval",
-    ]
+    prompts = int((loss.positions > 0).any(0).sum())
+    sentences += [f"layer {layer}, at {place} positions", f"n = {counted(prompts, 'prompt')}"]
+    sentences += ["band: 95% interval"] if prompts > 1 else []
     axes.set_title(caption(sentences, 6.4), loc="left", fontsize=8, **PLAIN)
     return figure

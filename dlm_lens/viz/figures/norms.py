@@ -45,7 +45,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
             share, edges, orientation="horizontal", color=colour, linestyle=dashes, label=name, linewidth=1.4
         )
     points.set_xlim(-0.5, 1.5)
-    points.set_ylim(bottom=0)
+    points.set_ylim(0, 1.06 * points.get_ylim()[1])  # with room for the label over the highest box
     points.set_xticks([0, 1], ["sinks", "matched others"], fontsize=8)
     points.set_ylabel(f"norm {_drawn_formula(norms).split(' (')[0]}", fontsize=8, **PLAIN)
     counts.set_xlabel("share of tokens", fontsize=8)

@@ -1,7 +1,5 @@
 """`remask_spread`: how far masking decided positions again changes a run."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -59,12 +57,14 @@ def remask_spread(found: RemaskSensitivity, *, row: int = 0, title: str = "") ->
     skip = -(-len(where) // MOST_LABELS)
     labels = token_labels(run.tokens[row, where].tolist(), run.tokenizer)
     left.set_yticks([place + 0.5 for place in range(0, len(where), skip)], labels[::skip], fontsize=7, **PLAIN)
+    handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in STATES.items()]
+    figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=7, frameon=False)
     _draw_shares(right, found)
     prompts = int(found.remasked.any(-1).any(0).sum())  # the others had ended, and have no share
     sentences = [
         *([title] if title else []),
         "Tokens that change when decided positions are masked again",
-        f"left: n = 1 sequence (row {row}); right: n = {prompts}, band: 95% interval",
+        f"left: n = 1 sequence (row {row}); right: n = {prompts}" + ", band: 95% interval" * (prompts > 1),
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
@@ -79,9 +79,6 @@ def _draw_row(axes: Axes, states: torch.Tensor, found: RemaskSensitivity) -> Non
     step_ticks(axes, _numbers(found))
     axes.set_xlabel("step at which positions were masked again", fontsize=8)
     axes.set_ylabel("position, by the plain run's token", fontsize=8)
-    handles = [Patch(facecolor=colour, edgecolor="0.6", label=name) for name, colour in STATES.items()]
-    below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.11), "ncols": 2}
-    axes.legend(handles=handles, fontsize=6, frameon=False, **below)
 
 
 def _numbers(found: RemaskSensitivity) -> list[int]:
@@ -92,13 +89,12 @@ def _numbers(found: RemaskSensitivity) -> list[int]:
 def _draw_shares(axes: Axes, found: RemaskSensitivity) -> None:
     """Lines of the changed shares by step; a gap where no row has such positions."""
     for name, (colour, style, label) in LINES.items():
-        known = np.isfinite(getattr(found, name).numpy()).any(1)
-        each = [found.mean(name, step) for step, there in zip(found.steps, known, strict=True) if there]
-        steps = [number for number, there in zip(_numbers(found), known, strict=True) if there]
-        axes.plot(steps, [one.value for one in each], style, color=colour, markersize=3, label=label, gid=name)
-        axes.fill_between(
-            steps, [one.low for one in each], [one.high for one in each], color=colour, alpha=0.15, linewidth=0
-        )
+        known, ends = np.isfinite(getattr(found, name).numpy()).any(1), ("value", "low", "high")
+        means = (found.mean(name, step) if there else None for step, there in zip(found.steps, known, strict=True))
+        each = np.array([[np.nan if one is None else getattr(one, end) for end in ends] for one in means])
+        steps = _numbers(found)
+        axes.plot(steps, each[:, 0], style, color=colour, markersize=3, label=label, gid=name)
+        axes.fill_between(steps, each[:, 1], each[:, 2], color=colour, alpha=0.15, linewidth=0)
     axes.set_ylim(-0.02, 1.05)
     whole_ticks(axes.xaxis)
     axes.tick_params(labelsize=7)
