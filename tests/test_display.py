@@ -17,6 +17,7 @@ from dlm_lens.display import COLUMNS, FILLS, ROWS, Cell, Line, Preview, ShowsIts
 from dlm_lens.evaluation import Evaluation
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.sinks import AboveMean
+from dlm_lens.testing import tiny
 from tests.viz.test_hostile_tokens import HOSTILE, Decodes
 
 PROBLEM = "tom has 5 apples . tom buys 4 more . how many apples ? :"
@@ -152,3 +153,18 @@ def test_a_run_of_many_rows_and_positions_shows_a_part() -> None:
     assert "more" in page
     assert 'height="384"' in page  # 64 of 300 steps
     assert 'width="960"' in page  # 160 of 1,000 positions
+
+
+def test_a_comparison_of_a_batch_shows_a_row_that_changes() -> None:
+    """It showed row 0, whose answers are equal, beside a headline that counts changes."""
+    model = tiny("llada")
+    plain = dl.denoise(model, [[5, 6, 7], [8, 9, 10]], steps=4, gen_length=4)
+    canvases = plain.canvases.clone()
+    canvases[-1, 1, 4] = (canvases[-1, 1, 4] + 1) % 60
+    pair = dl.sampling.Comparison(plain, replace(plain, canvases=canvases), ())
+    assert pair.tokens_changed.tolist() == [0, 1]
+    page = pair._repr_html_()
+    assert page.count('class="revised"') == 1
+    assert "row 1 of 2" in page
+    assert f'<span class="revised">w{int(canvases[-1, 1, 4])}</span>' in page
+    assert "row 0 of 2" in dl.sampling.Comparison(plain, plain, ())._repr_html_()

@@ -156,13 +156,15 @@ class Comparison(ShowsItself):
         )
 
     def _preview(self) -> Preview:
-        """Both answers of the first row; in the one under hooks the changed positions are marked."""
+        """Both answers of the first row that changes; in the one under hooks the changed positions are marked."""
         one, two = self._pair
-        changed = self.changed[0]
+        row = int(self.changed.any(-1).long().argmax())  # the first row where nothing changes
+        changed = self.changed[row]
         lines = [
-            Line("plain ", answer_cells(one, torch.zeros_like(changed))), Line("hooked", answer_cells(two, changed))
-        ]  # fmt: skip
-        return Preview(lines=lines, note=f"row 0 of {len(self.changed)}; per position: .table()")
+            Line("plain ", answer_cells(one, torch.zeros_like(changed), row)),
+            Line("hooked", answer_cells(two, changed, row)),
+        ]
+        return Preview(lines=lines, note=f"row {row} of {len(self.changed)}; per position: .table()")
 
     @cached_property
     def _pair(self) -> tuple[DenoisingRun, DenoisingRun]:

@@ -71,11 +71,11 @@ def emerging_cells(run: "DenoisingRun", row: int, step: int) -> list[Cell]:
     return _named(run, tokens[shown], opened[shown], kinds)
 
 
-def answer_cells(run: "DenoisingRun", marked: Bool[Tensor, "position"]) -> list[Cell]:
-    """The finished answer of the first row, with some positions marked as rewritten."""
-    shown = _answer(run, 0)
+def answer_cells(run: "DenoisingRun", marked: Bool[Tensor, "position"], row: int = 0) -> list[Cell]:
+    """The finished answer of a row, with some positions marked as rewritten."""
+    shown = _answer(run, row)
     kinds: list[Kind] = ["revised" if one else "plain" for one in marked[shown].tolist()]
-    return _cut(_named(run, run.tokens[0, shown], run.masked[-1, 0, shown], kinds))
+    return _cut(_named(run, run.tokens[row, shown], run.masked[-1, row, shown], kinds))
 
 
 def _named(run: "DenoisingRun", ids: Any, masked: Any, kinds: Sequence[Kind]) -> list[Cell]:
