@@ -1,14 +1,25 @@
 """Figures in a notebook: shown where they are a cell's value, once, with and without `%matplotlib inline`."""
 
 import base64
+import io
 import subprocess
 import sys
+from pathlib import Path
 
+import matplotlib
+import matplotlib.style
+import numpy as np
 import pytest
 import torch
+from matplotlib import image as plt_image
+from matplotlib.figure import Figure
 
+import dlm_lens as dl
+from dlm_lens.probes import proposed_commitment
 from dlm_lens.sinks import Received
+from dlm_lens.testing import tiny
 from dlm_lens.viz import incoming_attention
+from dlm_lens.viz.figures.notebook_figure import COLOURS
 
 CELL = """
 import torch
@@ -85,3 +96,45 @@ def test_a_fresh_shell_with_and_without_the_magic(ipython, magic):
     assert made.returncode == 0, made.stderr
     assert made.stdout.splitlines()[-1] == "1 [['image/png', 'text/plain']] [True]"
     assert "pyplot" not in made.stdout
+
+
+def pixels(drawn: Figure) -> np.ndarray:
+    buffer = io.BytesIO()
+    drawn.savefig(buffer, format="png", dpi=60)
+    return plt_image.imread(io.BytesIO(buffer.getvalue()))
+
+
+@pytest.mark.parametrize("style", ["dark_background", "ggplot"])
+def test_a_style_of_matplotlib_does_not_change_the_colours(style):
+    """Black lines were black on a dark page, and grids were drawn over maps."""
+    prompts, reducers = [[5, 6, 7, 8], [8, 9]], [dl.ReceivedAttention(), dl.RegionMass(), dl.ValueNorm()]
+    recording = dl.record(tiny("llada"), prompts, reducers, steps=4, gen_length=8)
+    norms = dl.value_norms(recording, dl.find_sinks(recording, dl.AboveMean(0.3)))
+    draws = (
+        lambda: dl.viz.sink_strength(recording),
+        lambda: dl.viz.region_mass(recording, queries=("all", "masked")),
+        lambda: dl.viz.incoming_attention(recording, layer=0, head=0),
+        lambda: dl.viz.sink_positions(recording, layer=0, head=0),
+        lambda: dl.viz.sinks_over_eps(recording),
+        lambda: dl.viz.value_norm_scatter(norms),
+        lambda: dl.viz.commitment_map(proposed_commitment(recording)),
+    )
+    fonts = {name: value for name, value in matplotlib.rcParamsDefault.items() if name.startswith("font.")}
+    colours = {name: value for name, value in matplotlib.style.library[style].items() if name in COLOURS}
+    assert len(colours) > 5
+    for draw in draws:
+        wanted = pixels(draw())
+        with matplotlib.rc_context(fonts | colours):
+            before = dict(matplotlib.rcParams)
+            np.testing.assert_array_equal(pixels(draw()), wanted)
+            assert dict(matplotlib.rcParams) == before  # the user's style stays
+
+
+def test_every_figure_has_its_own_colours():
+    """A function that makes figures and is not decorated would follow a dark style."""
+    folder = Path(dl.viz.__file__).parent / "figures"
+    found = [text for file in folder.glob("*.py") for text in file.read_text().split("\n\n\n")]
+    public = [text for text in found if "NotebookFigure(figsize" in text.replace("\n        ", "")]
+    assert len(public) >= 21
+    for text in public:
+        assert "@own_colours()\ndef " in text, text[:200]

@@ -6,13 +6,14 @@ from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.probes import SinkAnatomy
 from dlm_lens.viz.figures.labels import PLAIN, caption
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 
 COLOURS = {"norms": "#b2182b", "angles": "#2166ac", "either": "#7fbf7b", "together": "#d9d9d9"}
 HATCHES = {"norms": "//", "angles": "", "either": "..", "together": ""}
 
 
 @plain_defaults()
+@own_colours()
 def sink_causes(anatomy: SinkAnatomy, *, title: str = "") -> Figure:
     """Causes of the sinks of every layer (left), and the share of sinks that survives in each pattern (right).
 

@@ -8,7 +8,7 @@ from dlm_lens.probes.attribution.node_effects import NodeEffects
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.selection import index_of
 
 MOST_TOKENS = 2
@@ -22,6 +22,7 @@ MOST_NUMBERED = 48
 
 
 @plain_defaults()
+@own_colours()
 def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Figure:
     """A heat map of effects: layers and heads down, steps across, labelled with the tokens that each step decides.
 

@@ -10,7 +10,7 @@ from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.probes import DenoisingClock, denoising_clock
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 
@@ -19,6 +19,7 @@ NULL = "0.45"
 
 
 @plain_defaults()
+@own_colours()
 def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = None, title: str = "") -> Figure:
     """R^2 of the time read from every layer on held-out prompts, and the time read over the true one.
 

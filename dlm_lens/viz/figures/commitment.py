@@ -13,7 +13,7 @@ from dlm_lens.placement import plain_defaults
 from dlm_lens.probes.commitments import Commitment, proposed_commitment
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of
@@ -33,6 +33,7 @@ MOST_LABELS = 60
 
 
 @plain_defaults()
+@own_colours()
 def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figure:
     """Every open position of the answer at every step: does the model predict its final token, and for good?
 

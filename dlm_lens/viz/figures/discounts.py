@@ -9,11 +9,12 @@ from dlm_lens.placement import plain_defaults
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.figures.cells import draw_cells, many
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.selection import index_of
 
 
 @plain_defaults()
+@own_colours()
 def sink_discount(
     weights: Float[Tensor, "step batch position"], run: DenoisingRun, *, row: int = 0, title: str = ""
 ) -> Figure:

@@ -17,7 +17,7 @@ from dlm_lens.sinks import AboveMean, Detector, Received
 from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, level_label, numbered
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, index_of, level_of
@@ -27,6 +27,7 @@ DASHES = ("-", "--", "-.", ":")
 
 
 @plain_defaults()
+@own_colours()
 def score_distribution(
     received: Received | Recording,
     *,

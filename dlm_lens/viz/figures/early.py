@@ -7,7 +7,7 @@ from dlm_lens.printable import counted
 from dlm_lens.probes import EarlyAttention
 from dlm_lens.statistics import estimate, mean_of
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 
 STYLES: dict[str, tuple[str, str, str]] = {
     "first steps": ("#2166ac", "-", "o"),
@@ -21,6 +21,7 @@ LABELS = {"recall": "recall of the largest keys", "correlation": "rank correlati
 
 
 @plain_defaults()
+@own_colours()
 def early_recall(early: EarlyAttention, measure: str = "recall", *, title: str = "") -> Figure:
     """A measure of `EarlyAttention` by the steps since the block began (left) and by layer (right).
 

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import shown
 from dlm_lens.viz.figures.labels import PLAIN, caption
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 
 LAYER = "sink_share/layer_"
 SHARE, NORM, MOVES, LOSS = "share", "norm", "moves", "loss"
@@ -25,6 +25,7 @@ MEASURED = "sink/main_share"
 
 
 @plain_defaults()
+@own_colours()
 def sink_emergence(history: Sequence[Mapping[str, Any]] | str | Path, *, title: str = "") -> Figure:
     """Sink statistics over the steps of a training run, measured on its fixed probe batch.
 

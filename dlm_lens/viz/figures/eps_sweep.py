@@ -16,7 +16,7 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Level, Received, eps_sweep
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received
@@ -34,6 +34,7 @@ MOST_LENGTHS = 6
 
 
 @plain_defaults()
+@own_colours()
 def sinks_over_eps(
     sweep: pd.DataFrame | Received | Recording,
     eps_values: Sequence[float] | None = None,

@@ -13,7 +13,7 @@ from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 
 NAMES = {
     "sae": "autoencoder",
@@ -30,6 +30,7 @@ MOST = 6
 
 
 @plain_defaults()
+@own_colours()
 def feature_rates(recording: Recording, features: Sequence[int] | None = None, *, title: str = "") -> Figure:
     """The share of positions at which features are active, step by step, for open and for decided positions.
 
@@ -77,6 +78,7 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
 
 
 @plain_defaults()
+@own_colours()
 def insertion_by_step(
     loss: InsertionLoss,
     layer: int | None = None,

@@ -28,7 +28,7 @@ from dlm_lens.viz.figures.labels import (
     open_label,
     token_labels,
 )
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import Selection, as_received, choose, step_places
@@ -38,6 +38,7 @@ UNDEFINED = "#d9d9d9"
 
 
 @plain_defaults()
+@own_colours()
 def incoming_attention(
     received: Received | Recording,
     *,

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.placement import plain_defaults
 from dlm_lens.probes import LogitLens, logit_lens
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.figures.positions import MASKED
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -22,6 +22,7 @@ RIGHT = "#b2182b"
 
 
 @plain_defaults()
+@own_colours()
 def lens_table(
     lens: LogitLens, *, position: int | None = None, step: int | None = None, row: int = 0, title: str = ""
 ) -> Figure:

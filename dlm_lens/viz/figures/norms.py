@@ -10,7 +10,7 @@ from dlm_lens.printable import counted
 from dlm_lens.probes import ValueNorms, value_norms
 from dlm_lens.sinks import find_sinks
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 
@@ -19,6 +19,7 @@ MOST_POINTS = 4000
 
 
 @plain_defaults()
+@own_colours()
 def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
     """Value norms of sinks and of matched other tokens, with their means.
 
@@ -68,6 +69,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
 
 
 @plain_defaults()
+@own_colours()
 def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
     """Mean value norm of sinks and of others per layer, and the share of attention that the sinks receive.
 

@@ -28,7 +28,7 @@ from dlm_lens.viz.figures.labels import (
     token_labels,
     whole_ticks,
 )
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, most_moving
@@ -40,6 +40,7 @@ SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
 
 
 @plain_defaults()
+@own_colours()
 def sink_positions(
     sinks: Received | Recording | Sinks | Trajectories,
     detector: Detector | str | None = None,
@@ -106,6 +107,7 @@ def sink_positions(
 
 
 @plain_defaults()
+@own_colours()
 def sink_positions_by_model(
     models: Mapping[str, Source],
     detector: Detector | str | None = None,

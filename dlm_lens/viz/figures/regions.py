@@ -19,7 +19,7 @@ from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, numbered, region_words, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of, level_of
@@ -41,6 +41,7 @@ NEARLY_EMPTY = 0.001
 
 
 @plain_defaults()
+@own_colours()
 def region_mass(
     recording: Recording,
     *,

@@ -12,7 +12,7 @@ from dlm_lens.probes import RemaskSensitivity
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.commitment import MOST_LABELS
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.selection import index_of
 
 STATES = {
@@ -28,6 +28,7 @@ LINES = {"direct": ("#b2182b", "o-", "masked again"), "collateral": ("#e08214", 
 
 
 @plain_defaults()
+@own_colours()
 def remask_spread(found: RemaskSensitivity, *, row: int = 0, title: str = "") -> Figure:
     """Where a run ends with another token after positions were masked again, by the step at which they were.
 

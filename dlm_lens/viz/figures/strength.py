@@ -13,7 +13,7 @@ from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
 from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received
@@ -22,6 +22,7 @@ UNDEFINED = "#d9d9d9"
 
 
 @plain_defaults()
+@own_colours()
 def sink_strength(
     sinks: SinkProfile | Received | Recording, detector: Detector | str | None = None, *, title: str = ""
 ) -> Figure:
