@@ -27,6 +27,7 @@ from dlm_lens.sinks import received_of as recorded
 from dlm_lens.sinks.analysis import detector_comparison as module
 from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
 from dlm_lens.testing import tiny
+from dlm_lens.viz import sinks_over_eps
 from tests.sinks import reference
 
 
@@ -144,6 +145,19 @@ def test_eps_sweep_keeps_what_find_sinks_finds_where_a_score_is_the_threshold():
     assert find_sinks(received, AboveMean(2.0)).is_sink.sum().item() == 1
     table = eps_sweep(received, [2.0])
     assert (table["kept"].item(), table["with_sink"].item()) == (1 / 18, 1 / 2)
+
+
+def test_without_scores_there_is_no_share_of_patterns():
+    """It was 0, as of patterns without a sink; the figure said so too."""
+    received = replace(received_of(), values=torch.full_like(received_of().values, math.nan))
+    (line,) = eps_sweep(received, [1.0]).itertuples()
+    assert (line.n, line.patterns) == (0, 0)
+    assert math.isnan(line.kept)
+    assert math.isnan(line.with_sink)
+    figure = sinks_over_eps(received, [1.0, 2.0])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["no key has a score"]
+    drawn = next(one for one in figure.axes[1].lines if one.get_gid() == "with sink")
+    assert all(map(math.isnan, drawn.get_ydata()))
 
 
 def test_eps_sweep_takes_several_runs():

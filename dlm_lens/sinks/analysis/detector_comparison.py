@@ -1,5 +1,6 @@
 """Comparisons of detectors: agreement, the share of keys that each keeps, sweeps over eps, and the sink rate."""
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
@@ -174,7 +175,7 @@ def eps_sweep(
             bounds=SHARE_BOUNDS,
         )
         patterns = sum(row["patterns"] for row in rows)
-        with_sink = sum(row["with_sink"] for row in rows) / max(patterns, 1)
+        with_sink = sum(row["with_sink"] for row in rows) / (patterns or math.nan)  # no share of none
         lines.append(
             pd.DataFrame(
                 {"S": length, "eps": [rule.eps for rule in rules], "kept": kept, "low": low, "high": high}

@@ -86,7 +86,7 @@ def sinks_over_eps(
     if keys.get_legend_handles_labels()[0]:
         keys.legend(fontsize=7, frameon=False)
     if not bool((table["kept"] > 0).any()):
-        note(keys, "no key is a sink at any of these eps")
+        note(keys, "no key is a sink at any of these eps" if (table["n"] > 0).any() else "no key has a score")
     sentences = [
         *([title] if title else []),
         "Sinks by score > mean of the others + eps",
