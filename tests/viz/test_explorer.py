@@ -261,6 +261,8 @@ def test_a_run_of_a_batch_is_shown_alone_and_rows_are_chosen():
     facts = page.ask("run")["content"]
     assert (facts["row"], facts["rows"], facts["some_rows"]) == (1, 2, False)
     page.ask("row", row=0)
+    explorer.row = np.int64(0)
+    assert explorer.row == 0
     assert explorer.run.tokens.equal(batch.tokens[:1])
     assert explorer.twin is None
     assert page.ask("run")["content"]["row"] == 0
@@ -298,6 +300,11 @@ def test_the_selection_is_read_and_set():
     page = Page(explorer)
     page.ask("select", step=3, layer=1, head=2, position=-1)
     assert explorer.selection == Selection(3, 1, 2, sink(0))
+    for wrong in (1, (1, 2, 3), None):
+        with pytest.raises(
+            ValueError, match="selection is .*; give a Selection, or step, layer, head and position"
+        ):
+            explorer.selection = wrong
     explorer.selection = (-1, 0, 1, -2)
     steps, positions = explorer.run.steps, explorer.run.tokens.shape[1]
     assert explorer.selection == Selection(steps - 1, 0, 1, positions - 2)

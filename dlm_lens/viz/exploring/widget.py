@@ -2,14 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import is_whole
 from dlm_lens.attention import HookLike, SinkToken
+from dlm_lens.printable import shown
 from dlm_lens.probes import LogitLens
 from dlm_lens.sampling import Comparison, DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
@@ -120,8 +122,9 @@ class Explorer(anywidget.AnyWidget):
             ValueError: there is no such row.
         """
         exploration = self._exploration
-        if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < exploration.rows:
+        if not is_whole(row) or not 0 <= row < exploration.rows:
             raise ValueError(f"row is {row!r}; the prompts have rows 0 to {exploration.rows - 1}")
+        row = int(row)
 
         def take() -> None:
             exploration.take_row(row)
@@ -137,6 +140,10 @@ class Explorer(anywidget.AnyWidget):
 
     @selection.setter
     def selection(self, selection: Selection | tuple[int, int, int, int | SinkToken | None]) -> None:
+        if not isinstance(selection, Selection) and (not isinstance(selection, Sequence) or len(selection) != 4):
+            raise ValueError(
+                f"selection is {shown(selection)}; give a Selection, or step, layer, head and position (or None)"
+            )
         given = selection if isinstance(selection, Selection) else Selection(*selection)
         self._selected = self._exploration.check_selection(given)
         self._update()
