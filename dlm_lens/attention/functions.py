@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.utils.generic import is_flash_attention_requested
 
 from dlm_lens.attention.fused_lse import fused_lse
 from dlm_lens.attention.hook_attachment import column_calls
-from dlm_lens.attention.hook_points import DISPATCH, is_hooked_attention
+from dlm_lens.attention.hook_points import DISPATCH, UndispatchedModule, is_hooked_attention
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.attention.sliding_windows import smallest_window
@@ -159,8 +160,8 @@ def attend(
 
     Raises:
         RuntimeError: another thread's hooks, readers or trace are on the model.
-        ValueError: the module has no hook points, or a mask of a kind that scores cannot be formed with, or its
-            projections were replaced under a hook.
+        ValueError: the module has no hook points, or a mask of a kind that scores cannot be formed with or flash
+            attention cannot apply, or its projections were replaced under a hook.
     """
     if not is_hooked_attention(module):
         raise ValueError(
@@ -252,6 +253,7 @@ class _Call:
         )
 
     def _materialise(self, mask: Any) -> tuple[Tensor, Tensor]:
+        self._check_window(mask)
         given = {name: self.options.get(name) for name in ("is_causal", "softcap", "position_bias")}
         return hooked_attention(
             self.module,
@@ -296,14 +298,23 @@ class _Call:
         name = self.module.config.wrapped._attn_implementation
         function = self.module.config.functions.get_interface(name, hooked_attention)
         options = {"scaling": self.scale, "dropout": self.dropout, **self.options}
+        module = self.module
+        if _is_flash(name):
+            module = UndispatchedModule(module)
+            if isinstance(mask, Tensor) and mask.ndim == 4:
+                raise ValueError(
+                    f"attn_implementation {name!r} hides padding alone, and in this pass queries of "
+                    f"{type(self.module).__name__} see different keys (blocks, learned sink tokens): load the "
+                    "model with attn_implementation='sdpa'"
+                )
         if self.spare is None:
-            z, _ = function(self.module, q, self.k, self.v, mask, **options)
+            z, _ = function(module, q, self.k, self.v, mask, **options)
         elif name == "sdpa":
             wide = with_spare_key(q, self.k, self.v, mask, self._learned(), self.scale)
-            z, _ = function(self.module, *wide, **options)
+            z, _ = function(module, *wide, **options)
             z = z[..., : self.v.shape[-1]]
         else:
-            z, _ = function(self.module, q, self.k, self.v, mask, s_aux=self.spare, **options)
+            z, _ = function(module, q, self.k, self.v, mask, s_aux=self.spare, **options)
         return cast(Tensor, z)
 
     def _learned(self) -> Tensor | None:
@@ -338,7 +349,19 @@ class _Call:
         options = (self.options.get(option) for option in ("softcap", "position_bias"))
         return any(each is not None for each in options) or _biases(self.mask)
 
+    def _check_window(self, mask: Any) -> None:
+        """Refuse to read a pass whose window is not in its mask: flash attention is given it beside the mask."""
+        window, keys = self.options.get("sliding_window"), self.k.shape[2]
+        name = self.module.config.wrapped._attn_implementation
+        if mask is None and window is not None and keys > window and _is_flash(name):
+            raise ValueError(
+                f"under attn_implementation {name!r} the sliding window of {window} keys is not in the attention "
+                f"mask, and the pass has {keys} keys; reading attention, scores or patterns needs it there: load "
+                "the model with attn_implementation='sdpa' or 'hooked'"
+            )
+
     def _inputs(self, q: Tensor, mask: Any, own_start: int | None = None) -> AttentionInputs:
+        self._check_window(mask)
         visible = mask
         queries, keys = q.shape[2], self.k.shape[2]
         if visible is not None:
@@ -362,6 +385,11 @@ class _Call:
             window=smallest_window(self.module.config),
             spare=self.spare,
         )
+
+
+def _is_flash(name: str | None) -> bool:
+    """Whether this implementation is one of flash attention's, of a package or from the hub."""
+    return is_flash_attention_requested(requested_attention_implementation=name)
 
 
 def _biases(mask: Any) -> bool:

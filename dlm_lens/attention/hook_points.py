@@ -131,6 +131,23 @@ class DispatchedConfig:
         setattr(self.wrapped, name, value)
 
 
+class UndispatchedModule:
+    """An attention module as flash attention's function reads it: its config names the implementation that runs.
+
+    That function loads its kernels by the name in the config of the module that it is given, and there is no kernel
+    of `DISPATCH`.
+
+    Args:
+        module: with hook points.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.config = module, module.config.wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
 def add_hook_points(model: Model) -> Model:
     """Give every attention module of a transformers model its hook points, in place, and return the model.
 

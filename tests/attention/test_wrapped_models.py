@@ -129,13 +129,13 @@ def test_the_hosts_take_lora_in_their_own_ways() -> None:
 
 
 @peft
-@pytest.mark.parametrize("host", [dl.DiffusionLM, dl.bridge])
-def test_a_learned_prompt_is_refused_by_the_hosts(host: Any) -> None:
+@pytest.mark.parametrize("host", ["DiffusionLM", "bridge"])  # by name: a machine may lack the hosts
+def test_a_learned_prompt_is_refused_by_the_hosts(host: str) -> None:
     from peft import PromptTuningConfig, get_peft_model
 
     wrapped = get_peft_model(tiny("llada"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match=r"PEFT adapter 'default' .* pass model\.get_base_model\(\)"):
-        host(wrapped)
+        getattr(dl, host)(wrapped)
 
 
 class AdapterLayer(torch.nn.Module):

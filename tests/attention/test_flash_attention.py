@@ -1,0 +1,75 @@
+"""Flash attention as a user sets it: transformers' function, with a stand-in for its kernels, which need a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from dlm_lens import denoise, record
+from dlm_lens.hooks import mask_top_sinks
+from dlm_lens.testing import tiny
+
+NAME = "own_flash"
+PROMPTS = [[5, 9, 11, 3, 8, 4], [6, 2, 7]]
+
+
+@pytest.fixture
+def loaded() -> list[str]:
+    """The names under which kernels were looked up; queries of padding rows see what transformers' would not."""
+    found: list[str] = []
+
+    def flash(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+        found.append(module.config._attn_implementation)
+        assert module.layer_idx >= 0  # what the function reads beside the config
+        assert any(isinstance(part, torch.nn.Linear) for part in module.modules())
+        visible = None if mask is None else mask[:, None, None, :].bool()
+        causal, length = module.is_causal and q.shape[2] > 1, q.shape[2]
+        if causal:
+            before = torch.ones(length, k.shape[2], dtype=torch.bool).tril(k.shape[2] - length)
+            visible = before if visible is None else visible & before
+        z = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=options["scaling"], enable_gqa=True
+        )
+        return z.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(NAME, flash)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    return found
+
+
+def flashing(model: Any) -> Any:
+    """The model, as `set_attn_implementation` leaves it where the kernels are installed."""
+    model.config._attn_implementation = NAME
+    return model
+
+
+@pytest.mark.parametrize("family", ["llada", "causal", "sink_qwen"])
+def test_kernels_are_looked_up_by_the_users_name(family: str, loaded: list[str]) -> None:
+    run = denoise(flashing(tiny(family)), PROMPTS, gen_length=4)
+    assert set(loaded) == {NAME}
+    assert run.tokens.equal(denoise(tiny(family), PROMPTS, gen_length=4).tokens)
+
+
+@pytest.mark.parametrize("family", ["llada", "causal"])
+def test_statistics_and_hooks_without_padding_equal_those_of_sdpa(family: str, loaded: list[str]) -> None:
+    given: dict[str, Any] = {"gen_length": 4, "hooks": [mask_top_sinks(1)]}
+    flash, sdpa = (record(model, PROMPTS[:1], **given) for model in (flashing(tiny(family)), tiny(family)))
+    assert flash.run.tokens.equal(sdpa.run.tokens)
+    # float32, and keys of grouped heads are repeated or not
+    torch.testing.assert_close(flash.received, sdpa.received, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_masks_that_differ_between_queries_are_refused(loaded: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"'own_flash' hides padding alone.*attn_implementation='sdpa'"):
+        denoise(flashing(tiny("bd3lm")), PROMPTS, gen_length=4)
+
+
+def test_a_window_beside_the_mask_is_refused_by_readers_alone(loaded: list[str]) -> None:
+    model = tiny("causal", model_type="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    model = flashing(model)
+    denoise(model, PROMPTS[:1], gen_length=2)
+    with pytest.raises(ValueError, match="the sliding window of 4 keys is not in the attention mask"):
+        record(model, PROMPTS[:1], gen_length=2)
