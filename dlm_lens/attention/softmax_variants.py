@@ -11,6 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 Softmax = Literal["standard", "off_by_one", "sink_logits"]
+ADDED = 8
+"""Coordinates that a spare key with a logit adds: CUDA's fused kernels for masks take no half-precision heads whose
+width is no multiple of 8, and torch would form the pattern (PyTorch, sdp_utils.cpp: check_cudnn_tensor_shapes,
+check_head_dim_size_mem_efficient)."""
 
 
 def check_softmax(name: str, sinks: int) -> None:
@@ -79,16 +83,18 @@ def with_spare_key(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The same attention for a fused kernel: a last key with the score b and a value of zero.
 
-    With logits a coordinate is added in which queries hold b / scale and only the spare key is 1; without, a key of
-    zeros has the score 0 already. So no mask of [query, key] is needed.
+    With logits a coordinate is added in which queries hold b / scale and only the spare key is 1, and `ADDED` - 1
+    of zeros; without, a key of zeros has the score 0 already. So no mask of [query, key] is needed.
     """
+    pad = torch.nn.functional.pad
     spare = torch.zeros_like(k[:, :, :1])
     if logits is not None:
-        q = torch.cat([q, (logits / scale).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
-        k = torch.nn.functional.pad(k, (0, 1))
-        spare = torch.nn.functional.pad(spare, (0, 1), value=1.0)
-        # Fused kernels want one width for keys and values; the added coordinate of z is zero.
-        v = torch.nn.functional.pad(v, (0, 1))
+        column = (logits / scale).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+        q = torch.cat([q, pad(column, (0, ADDED - 1))], -1)
+        k = pad(k, (0, ADDED))
+        spare = pad(pad(spare, (0, 1), value=1.0), (0, ADDED - 1))
+        # Fused kernels want one width for keys and values; the added coordinates of z are zero.
+        v = pad(v, (0, ADDED))
     if mask is not None:
         visible = True if mask.dtype == torch.bool else 0.0
         mask = torch.cat([mask, torch.full_like(mask[..., :1], visible)], -1)

@@ -24,6 +24,8 @@ from dlm_lens.attention.tiled import pattern_rows, pattern_tiles
 
 TILE = 128
 """Queries whose pattern is in memory at a time."""
+WIDEST_FLASH = 256
+"""Widest heads of torch's flash attention on CUDA."""
 
 
 def stream_hidden(inputs: AttentionInputs, calls: Sequence[ColumnCall]) -> AttentionInputs:
@@ -175,6 +177,8 @@ def _fused(
     q = inputs.q
     if wide:
         q, k, values, mask = with_spare_key(q, k, values, mask, learned, inputs.scale)
+    if k.shape[1] != q.shape[1] and not _reads_grouped(q, mask):
+        k, values = k.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     z = nn.functional.scaled_dot_product_attention(
         q,
         k,
@@ -185,6 +189,15 @@ def _fused(
         enable_gqa=k.shape[1] != q.shape[1],
     )
     return z[..., : inputs.v.shape[-1]]
+
+
+def _reads_grouped(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether a fused kernel takes fewer key heads than query heads: elsewhere torch may form the pattern.
+
+    On CUDA flash attention alone does, which knows no mask and no float32 (transformers' sdpa function decides so
+    too, but for float32).
+    """
+    return q.device.type == "cpu" or (mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= WIDEST_FLASH)
 
 
 def _left_visible(inputs: AttentionInputs, hidden: ColumnMask) -> Bool[Tensor, "batch head #query key"]:
