@@ -9,7 +9,7 @@ the CPU: `in_float64`, `canvas_device`.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -112,6 +112,17 @@ def float32_products(device: torch.device) -> str:
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     found = str(backend.matmul.fp32_precision)
     return "float32" if found in ("none", "ieee") else found
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A block whose products have their operands' dtype.
+
+    Under autocast torch rounds float32 operands of a product to bfloat16: sums that are said to be in float32 would
+    be off by 2^-8, and counts above 256 would not be whole.
+    """
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def execution_device(module: nn.Module) -> torch.device:

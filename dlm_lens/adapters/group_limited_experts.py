@@ -1,6 +1,5 @@
 """Mixture of experts with group-limited routing by sigmoid scores (LLaDA2, Ling 2.0), on transformers' Glm4Moe."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeMoE,
     Glm4MoeTopkRouter,
 )
+
+from dlm_lens.placement import without_autocast
 
 ROUTER_POINTS = ("router_logits", "router_experts", "router_weights")
 """Hook points of a router in the order in which they fire; the child of `mlp.gate` is `hook_<name>`."""
@@ -46,7 +47,7 @@ class GroupLimitedRouter(Glm4MoeTopkRouter):
         tokens = hidden_states.reshape(-1, self.hidden_dim)
         tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
         # Autocast would multiply in bfloat16; the meta device has none.
-        with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
+        with without_autocast(tokens.device):
             logits = functional.linear(tokens, self.weight.to(tokens.dtype))
         logits = self.hook_router_logits(logits)
         scores = logits.sigmoid()

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.placement import without_autocast
+
 MIN_VIEWERS = 8
 """A key seen by fewer counted queries has no defined score: a few rows are noise, not a sink."""
 LEAST_SELECTED = 256
@@ -18,6 +20,14 @@ LEAST_SELECTED = 256
 
 def _weights(queries: Bool[Tensor, "*batch query"]) -> Float[Tensor, "*batch 1 1 query"]:
     return queries[..., None, None, :].float()
+
+
+def _summed(
+    entries: Float[Tensor, "*batch head query key"], queries: Bool[Tensor, "*batch query"]
+) -> Float[Tensor, "*batch head key"]:
+    """The sum over the counted queries, in float32."""
+    with without_autocast(entries.device):
+        return (_weights(queries) @ entries.float()).squeeze(-2)
 
 
 def column_sums(
@@ -29,7 +39,7 @@ def column_sums(
     """
     if queries is None:
         return pattern.sum(-2, dtype=torch.float32)
-    return (_weights(queries) @ pattern.float()).squeeze(-2)
+    return _summed(pattern, queries)
 
 
 def expected_received(
@@ -43,7 +53,7 @@ def expected_received(
     uniform = visible.float() / seen
     if queries is None:
         return uniform.sum(-2)
-    return (_weights(queries) @ uniform).squeeze(-2)
+    return _summed(uniform, queries)
 
 
 def viewers(
@@ -52,7 +62,7 @@ def viewers(
     """How many counted queries see each key."""
     if queries is None:
         return visible.sum(-2, dtype=torch.float32)
-    return (_weights(queries) @ visible.float()).squeeze(-2)
+    return _summed(visible, queries)
 
 
 def received_attention(

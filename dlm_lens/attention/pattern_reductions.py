@@ -18,6 +18,7 @@ from dlm_lens.attention.kernel_selection import run_kernels
 from dlm_lens.attention.streaming import received_by_class, row_lse, visibility_of
 from dlm_lens.attention.tile_sums import QUERY_STATS, CountedQueries, QueryStat, sums_in_tiles
 from dlm_lens.attention.tiled import pattern_tiles
+from dlm_lens.placement import without_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,8 @@ class TileStats:
     def add(self, rows: slice, pattern: Float[Tensor, "batch head tile key"]) -> None:
         """One more tile: the attention of the queries `rows`."""
         if self.weights is not None:
-            sums = self.weights[:, None, :, rows] @ pattern
+            with without_autocast(pattern.device):
+                sums = self.weights[:, None, :, rows] @ pattern
             self._sums = sums if self._sums is None else self._sums.add_(sums)
         if "entropy" in self._parts:
             self._parts["entropy"].append(torch.special.entr(pattern).sum(-1))

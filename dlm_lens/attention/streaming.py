@@ -21,6 +21,7 @@ from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.received import attention_lse, received_sums
 from dlm_lens.attention.softmax_variants import with_spare_key
 from dlm_lens.attention.tiled import pattern_rows, pattern_tiles
+from dlm_lens.placement import without_autocast
 
 TILE = 128
 """Queries whose pattern is in memory at a time."""
@@ -125,7 +126,8 @@ def received_by_class(
         )
     sums = torch.zeros(*inputs.q.shape[:2], weights.shape[1], inputs.k.shape[2], device=inputs.q.device)
     for rows, pattern in pattern_tiles(inputs):
-        sums += weights[:, None, :, rows] @ pattern
+        with without_autocast(sums.device):
+            sums += weights[:, None, :, rows] @ pattern
     return sums.transpose(1, 2)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.softmax_variants import softmax
+from dlm_lens.placement import without_autocast
 
 TILE_ELEMENTS = 1 << 19
 """Elements of a CPU tile of one head, 2 MiB of float32: smaller ones starve the matrix product."""
@@ -398,7 +399,8 @@ def _batched_scores(
     for start in range(0, queries, size):
         rows = slice(start, min(start + size, queries))
         tile = rearrange(q[:, :, rows].float() * scale, "b (g n) q d -> b g n q d", g=k.shape[1])
-        scores = rearrange(tile @ grouped, "b g n q k -> b (g n) q k")
+        with without_autocast(q.device):
+            scores = rearrange(tile @ grouped, "b g n q k -> b (g n) q k")
         if visible is not None:
             scores = scores.masked_fill(~(visible if visible.shape[2] == 1 else visible[:, :, rows]), -torch.inf)
         if causal:
@@ -424,7 +426,8 @@ def batched_received_sums(
         scores = scores.masked_fill(empty, 0.0)
         pattern = scores.softmax(-1) if lse is None else (scores - lse[:, :, rows, None]).exp()
         pattern = pattern.masked_fill(empty, 0.0)
-        received = received + weights[:, None, :, rows] @ pattern
+        with without_autocast(q.device):
+            received = received + weights[:, None, :, rows] @ pattern
     return received.transpose(1, 2)
 
 
@@ -469,7 +472,8 @@ def _tile_at_once(
 ) -> Float[Tensor, "batch head tile key"]:
     """One batched product: for GPUs and short heads, and differentiable."""
     q = rearrange(inputs.q[:, :, rows].float() * inputs.scale, "b (g n) q d -> b g n q d", g=keys.shape[1])
-    scores = rearrange(q @ keys.unsqueeze(2).mT, "b g n q k -> b (g n) q k")
+    with without_autocast(q.device):
+        scores = rearrange(q @ keys.unsqueeze(2).mT, "b g n q k -> b (g n) q k")
     visible = inputs.seen(rows)
     if visible is not None:
         scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)

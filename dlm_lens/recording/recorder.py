@@ -16,6 +16,7 @@ from dlm_lens.attention import (
     attends_causally,
     layer_windows,
 )
+from dlm_lens.placement import without_autocast
 from dlm_lens.recording.arrays import StepArrays, blank_ended_, specs_of
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.layer_reduction import on_all_queries, on_canvas, reduce_layer
@@ -205,8 +206,8 @@ class Recorder(StepObserver):
                 f"the attention of layer {shown.inputs.layer} ran twice in one forward pass, as where layers share "
                 "one module (ALBERT): a statistic would be of one of the two; read its hook points instead"
             )
-        # Statistics need no gradient, also if the forward pass computes one.
-        with torch.no_grad():
+        # Statistics need no gradient, also if the forward pass computes one, and products in float32.
+        with torch.no_grad(), without_autocast(shown.inputs.q.device):
             inputs = on_canvas(shown.inputs, len(self.now.tokens), self.layout)
             if self.now.queries is None:
                 found = reduce_layer(self._layer_step(self.now, shown, inputs), self.reducers)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from dlm_lens.adapters.head import logit_scaling
-from dlm_lens.placement import float64_device
+from dlm_lens.placement import float64_device, without_autocast
 from dlm_lens.sampling.likelihood.noisy_texts import Integrand
 from dlm_lens.training.bound_objective import bound_of
 from dlm_lens.training.tied_gradient import HeadGradient, TiedLookup
@@ -240,7 +240,7 @@ class _HeadLoss(torch.autograd.Function):
         gradient: HeadGradient | None,
     ) -> Tensor:
         """The loss, with the gradients of states, kernel and bias kept for `backward`."""
-        with torch.autocast(states.device.type, enabled=False):
+        with without_autocast(states.device):
             wide_kernel = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
             grad_states = torch.empty_like(states) if ctx.needs_input_grad[0] else None
             grad_kernel = torch.zeros_like(kernel, dtype=torch.float32) if wide_kernel else None
