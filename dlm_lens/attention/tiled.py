@@ -120,9 +120,8 @@ def add_sums_(
 ) -> None:
     """Add the sums of a tile over its queries, sum_i w_ci / total_i tile_ij, in place; without `total` it is 1.
 
-    The heads are those of the batch row by row. Head by head, with new weights each:
-    the last bits of a product depend on where its operands lie in memory, and that must not depend on how many
-    classes there are.
+    The heads are those of the batch row by row. Head by head, with new weights each: the last bits of a product
+    depend on where its operands lie in memory, and that must not depend on how many classes there are.
     """
     each = len(tile) // len(weights)
     for head, (own, pattern) in enumerate(zip(sums.unbind(1), tile.unbind(), strict=True)):
@@ -395,9 +394,7 @@ def _batched_scores(
     """Scores over all rows and heads at once, hidden ones -inf, with a gradient."""
     queries, keys = q.shape[2], k.shape[2]
     grouped = k.float().unsqueeze(2).mT
-    size = max(1, BATCHED_ELEMENTS // max(1, q.shape[0] * q.shape[1] * keys))
-    for start in range(0, queries, size):
-        rows = slice(start, min(start + size, queries))
+    for rows in _parts(queries, BATCHED_ELEMENTS // max(1, q.shape[0] * q.shape[1] * keys)):
         tile = rearrange(q[:, :, rows].float() * scale, "b (g n) q d -> b g n q d", g=k.shape[1])
         with without_autocast(q.device):
             scores = rearrange(tile @ grouped, "b g n q k -> b (g n) q k")
@@ -405,8 +402,7 @@ def _batched_scores(
             scores = scores.masked_fill(~(visible if visible.shape[2] == 1 else visible[:, :, rows]), -torch.inf)
         if causal:
             last = torch.arange(rows.start, rows.stop, device=q.device) + (keys - queries)
-            later = torch.arange(keys, device=q.device) > last[:, None]
-            scores = scores.masked_fill(later, -torch.inf)
+            scores = scores.masked_fill(torch.arange(keys, device=q.device) > last[:, None], -torch.inf)
         yield rows, scores
 
 
@@ -432,7 +428,7 @@ def batched_received_sums(
 
 
 TILE_ENTRIES = 2**20
-"""Entries of a tile of the pattern: 4 MiB in float32."""
+"""Entries of a tile of the pattern on a CPU, 4 MiB in float32. A GPU takes more: its time goes into launches."""
 
 
 def pattern_tiles(
@@ -440,17 +436,18 @@ def pattern_tiles(
 ) -> Iterator[tuple[slice, Float[Tensor, "batch head tile key"]]]:
     """Yield the pattern `tile` queries at a time, in float32; a query without a visible key has zeros.
 
-    A tile has as many queries as fit `TILE_ENTRIES`, so that memory does not grow with the length. What is
+    A tile has as many queries as fit a number of entries, so that memory does not grow with the length. What is
     dropped after the softmax is zero too. Each tile is a new tensor, which a reducer may keep or edit.
     """
     batch, heads, queries, _ = inputs.q.shape
-    tile = tile or max(1, min(queries, TILE_ENTRIES // (batch * heads * inputs.k.shape[2])))
+    cpu = inputs.q.device.type == "cpu"
+    entries = (TILE_ENTRIES if cpu else BATCHED_ELEMENTS) // (batch * heads * inputs.k.shape[2])
+    tile = tile or max(1, min(queries, entries))
     short = queries * inputs.k.shape[2] <= SHORT_HEAD
     differentiable = (inputs.q, inputs.k) if inputs.spare is None else (inputs.q, inputs.k, inputs.spare)
-    by_head = inputs.q.device.type == "cpu" and not needs_grad(*differentiable) and not short
+    by_head = cpu and not needs_grad(*differentiable) and not short
     keys = inputs.k.float().contiguous()
-    for start in range(0, queries, tile):
-        rows = slice(start, min(start + tile, queries))
+    for rows in _parts(queries, tile):
         if inputs.pattern is not None:
             yield rows, inputs.pattern[:, :, rows].float().clone()
             continue

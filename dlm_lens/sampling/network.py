@@ -37,6 +37,9 @@ class NonFiniteLogitsError(RuntimeError):
 ROWS = 8
 """Positions whose logits are read at a time on a CPU, for proposals and losses: memory of this size is used again,
 and new memory for all logits takes longer than the passes over them."""
+ENTRIES = 2**26
+"""Logits that are read at a time on another device: 512 MiB in float64, and noise and confidence take several such
+tensors."""
 KEPT = 31 * 2**20
 """Bytes of the block of `keep_freed_memory`."""
 
@@ -305,14 +308,14 @@ def most_likely(scores: Float[Tensor, "n d_vocab"]) -> Int[Tensor, "n"]:
 def by_rows(
     function: Callable[..., tuple[Tensor, ...]], logits: Float[Tensor, "n d_vocab"], *others: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """What a function of rows returns for all of them, called with `ROWS` at a time on a CPU.
+    """What a function of rows returns for all of them, called with `ROWS` at a time on a CPU (else by `ENTRIES`).
 
     Args:
         function: of logits and `others`; returns tensors of one entry per row.
         logits: cut into rows.
         others: likewise; None stays None.
     """
-    rows = max(1, len(logits))
+    rows = max(1, ENTRIES // logits.shape[-1])
     if logits.device.type == "cpu":
         rows = ROWS
         keep_freed_memory()

@@ -51,6 +51,14 @@ def test_the_default_tile_holds_a_fixed_number_of_entries(monkeypatch: pytest.Mo
     torch.testing.assert_close(whole.double(), whole_pattern(given), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("device", "most"), [("cpu", 2**20), ("meta", 2**24)])
+def test_tiles_are_larger_off_the_cpu(device: str, most: int) -> None:
+    """A GPU runs a launch of four queries as fast as one of 64."""
+    q = torch.empty(8, 32, 1024, 4, device=device)
+    _, tile = next(pattern_tiles(AttentionInputs(0, q, q[:, :2], q[:, :2], 0.5)))
+    assert tile.numel() == most
+
+
 def test_sums_by_class_are_those_of_the_pattern_also_of_an_edited_one() -> None:
     given = inputs()
     weights = torch.rand(2, 3, 37, generator=torch.Generator().manual_seed(1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlm_lens.sampling.network import by_rows, most_likely
+from dlm_lens.sampling.network import ENTRIES, by_rows, most_likely
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -39,3 +39,17 @@ def test_rows_are_those_of_one_call(rows: int) -> None:
         assert seen == [min(8, rows - first) for first in range(0, max(1, rows), 8)]
         for one, whole in zip(found, function(logits, others), strict=True):
             assert one.equal(whole)
+
+
+def test_memory_on_a_gpu_does_not_grow_with_the_rows() -> None:
+    """1,024 open positions of LLaDA's vocabulary take 1 GiB for each tensor in float64, and there are several."""
+    seen: list[int] = []
+
+    def function(some: Tensor) -> tuple[Tensor]:
+        seen.append(some.numel())
+        return (some.argmax(-1),)
+
+    (found,) = by_rows(function, torch.empty(1024, 126_464, device="meta"))
+    assert found.shape == (1024,)
+    assert sum(seen) == 1024 * 126_464
+    assert max(seen) <= ENTRIES
