@@ -26,7 +26,9 @@ def _rows(base, index, stride_row, stride_column, width, length, WIDTH: tl.const
     """A block of rows of a [length, width] matrix, zeros beyond its edges."""
     column = tl.arange(0, WIDTH)
     inside = (index[:, None] < length) & (column[None, :] < width)
-    return tl.load(base + index[:, None] * stride_row + column[None, :] * stride_column, mask=inside, other=0.0)
+    # A row of fused projections is wide, and 2^31 entries are 175,000 rows of 12,288: offsets are 64 bits.
+    rows = base + index[:, None].to(tl.int64) * stride_row
+    return tl.load(rows + column[None, :].to(tl.int64) * stride_column, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -73,9 +75,9 @@ def _query_kernel(
         scores = tl.dot(own, tl.trans(block), input_precision="ieee") * factor
         seen = (query[:, None] < queries) & (key[None, :] < keys)
         if MASK == 1:
-            seen &= (tl.load(visible + key * v_key, mask=key < keys, other=0) != 0)[None, :]
+            seen &= (tl.load(visible + key.to(tl.int64) * v_key, mask=key < keys, other=0) != 0)[None, :]
         if MASK == 2:
-            where = visible + query[:, None].to(tl.int64) * v_query + key[None, :] * v_key
+            where = visible + query[:, None].to(tl.int64) * v_query + key[None, :].to(tl.int64) * v_key
             seen &= tl.load(where, mask=seen, other=0) != 0
         if CAUSAL:
             seen &= key[None, :] <= query[:, None] + (keys - queries)
@@ -138,7 +140,7 @@ def _received_kernel(
         share = tl.exp2(scores - tl.where(row_lse == -float("inf"), float("inf"), row_lse)[None, :])
         if MASK == 2:
             seen = (key[:, None] < keys) & (query[None, :] < queries)
-            where = visible + query[None, :].to(tl.int64) * v_query + key[:, None] * v_key
+            where = visible + query[None, :].to(tl.int64) * v_query + key[:, None].to(tl.int64) * v_key
             share = tl.where(tl.load(where, mask=seen, other=0) != 0, share, 0.0)
         if CAUSAL:
             share = tl.where(key[:, None] <= query[None, :] + (keys - queries), share, 0.0)
@@ -147,7 +149,7 @@ def _received_kernel(
             part = tl.sum(share * weight[None, :], 1)
             sums += tl.where(label[None, :] == klass, part[:, None], 0.0)
     if MASK == 1:  # the same for every query: hidden keys receive nothing
-        seen_keys = tl.load(visible + key * v_key, mask=key < keys, other=0) != 0
+        seen_keys = tl.load(visible + key.to(tl.int64) * v_key, mask=key < keys, other=0) != 0
         sums = tl.where(seen_keys[:, None], sums, 0.0)
     # received: [batch, klass, head, key], contiguous
     where = ((row * CLASSES + label[None, :]) * heads + head) * keys + key[:, None]

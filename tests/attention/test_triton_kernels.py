@@ -106,6 +106,21 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
     assert torch.equal(triton_received_sums(*given, weights.to(device), case.causal), got)  # the same bits
 
 
+def check_far_rows(device: str) -> None:
+    """Rows and columns that lie 2^31 entries and more after the first; of 9 GB few pages are touched."""
+    from dlm_lens.attention.triton_kernels import triton_received_sums
+
+    generator, far = torch.Generator().manual_seed(0), 2**30
+    q = torch.randn(1, 1, 5, 16, generator=generator).half().to(device)
+    visible = (torch.rand(1, 1, 5, 5, generator=generator) > 0.4).to(device)
+    weights = torch.ones(1, 1, 5, device=device)
+    memory = torch.empty(4 * far + 16, dtype=torch.float16, device=device)
+    rows = memory.as_strided((1, 1, 5, 16), (0, 0, far, 1)).copy_(q)
+    columns = memory.view(torch.bool)[32:].as_strided((1, 1, 5, 5), (0, 0, 1, far)).copy_(visible)
+    expected = triton_received_sums(q, q, 0.25, visible, weights, False)
+    assert torch.equal(triton_received_sums(rows, rows, 0.25, columns, weights, False), expected)
+
+
 @pytest.mark.long
 @needs_triton
 def test_in_the_interpreter() -> None:
@@ -125,6 +140,12 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_on_a_gpu(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_far_rows_on_a_gpu() -> None:
+    check_far_rows("cuda")
 
 
 @pytest.mark.gpu
@@ -206,4 +227,5 @@ if __name__ == "__main__":
     for kind in (torch.float32, torch.float16):
         for each in CASES:
             check(each, kind, "cpu")
+    check_far_rows("cpu")
     sys.stdout.write(f"{2 * len(CASES)} cases agree\n")
