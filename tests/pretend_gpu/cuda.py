@@ -47,6 +47,8 @@ class PretendedGPU:
 
     def __init__(self, library: Path) -> None:
         self.lib = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        self.patterns_formed: list[str] = []
+        """Why calls of fused attention on a device would have formed the pattern, call by call."""
         for name in ("pretend_allocated", "pretend_peak", "pretend_counter"):
             getattr(self.lib, name).restype = ctypes.c_long
 
@@ -86,6 +88,7 @@ def install(library: Path) -> PretendedGPU:
     import torch
     import torch._dynamo  # what it asks torch.cuda while it is imported must be answered "none"
 
+    _replace(torch.nn.functional, {"scaled_dot_product_attention": _watched(torch, gpu.patterns_formed)})
     _replace(torch._C, _internals(gpu.lib), only_missing=True)
     _replace(torch.cuda, _public(torch, gpu.lib))
     torch.version.cuda = "12.8"
@@ -96,6 +99,24 @@ def _replace(module: Any, functions: dict[str, Any], *, only_missing: bool = Fal
     for name, function in functions.items():
         if not (only_missing and hasattr(module, name)):
             setattr(module, name, function)
+
+
+def _watched(torch: Any, formed: list[str]) -> Callable[..., Any]:
+    """The fused attention, which notes what no fused kernel of CUDA takes (PyTorch, sdp_utils.cpp)."""
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
+        width, half = query.shape[-1], query.dtype.itemsize == 2
+        # Flash attention alone takes grouped keys; it knows neither masks nor float32, and pads the width itself.
+        flash = half and attn_mask is None and width <= 256
+        if query.is_cuda and not flash:
+            if key.shape[1] != query.shape[1]:
+                formed.append(f"{key.shape[1]} key heads for {query.shape[1]} heads in {query.dtype}")
+            elif width % (8 if half else 4):
+                formed.append(f"heads of width {width} in {query.dtype}")
+        return fused(query, key, value, attn_mask, *args, **options)
+
+    return attention
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
