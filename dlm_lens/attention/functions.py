@@ -242,6 +242,12 @@ class _Call:
         """
         length = self.q.shape[2]
         canvas = layout.canvas(length)
+        if self.mask is not None and getattr(self.mask, "ndim", None) != 4:
+            raise ValueError(
+                f"{type(self.module).__name__} has learned sink tokens and got a mask of attn_implementation "
+                f"{self.module.config.wrapped._attn_implementation!r}, in which they cannot be told from the "
+                "canvas: load the model with attn_implementation='sdpa' or 'hooked'"
+            )
         q, rows = self.q[:, :, canvas], None if self.mask is None else self.mask[:, :, canvas]
         if self._materialises():
             z, pattern = self._materialise(layout.restrict(self.mask, length, self.q.device))
@@ -300,13 +306,8 @@ class _Call:
         options = {"scaling": self.scale, "dropout": self.dropout, **self.options}
         module = self.module
         if _is_flash(name):
+            self._check_flash(name, mask)
             module = UndispatchedModule(module)
-            if isinstance(mask, Tensor) and mask.ndim == 4:
-                raise ValueError(
-                    f"attn_implementation {name!r} hides padding alone, and in this pass queries of "
-                    f"{type(self.module).__name__} see different keys (blocks, learned sink tokens): load the "
-                    "model with attn_implementation='sdpa'"
-                )
         if self.spare is None:
             z, _ = function(module, q, self.k, self.v, mask, **options)
         elif name == "sdpa":
@@ -316,6 +317,21 @@ class _Call:
         else:
             z, _ = function(module, q, self.k, self.v, mask, s_aux=self.spare, **options)
         return cast(Tensor, z)
+
+    def _check_flash(self, name: str, mask: Any) -> None:
+        """Refuse what flash attention cannot apply; version 2 leaves a spare entry out without a message."""
+        softmax = getattr(self.module.config, "softmax", "standard")
+        remedy = "load the model with attn_implementation='sdpa'"
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            raise ValueError(
+                f"attn_implementation {name!r} hides padding alone, and in this pass queries of "
+                f"{type(self.module).__name__} see different keys (blocks, an encoder): {remedy}"
+            )
+        if softmax != "standard":
+            raise ValueError(
+                f"attn_implementation {name!r} has no spare entry of the softmax, and the model's softmax is "
+                f"{softmax!r}: {remedy}"
+            )
 
     def _learned(self) -> Tensor | None:
         """The logits of the spare entry; None where they are 0 (off-by-one), or there is none."""

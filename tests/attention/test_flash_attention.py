@@ -73,3 +73,18 @@ def test_a_window_beside_the_mask_is_refused_by_readers_alone(loaded: list[str])
     denoise(model, PROMPTS[:1], gen_length=2)
     with pytest.raises(ValueError, match="the sliding window of 4 keys is not in the attention mask"):
         record(model, PROMPTS[:1], gen_length=2)
+
+
+@pytest.mark.parametrize("softmax", ["off_by_one", "sink_logits"])
+def test_a_spare_entry_is_refused(softmax: str, loaded: list[str]) -> None:
+    """transformers gives it to kernels that take one, and to version 2 not, without a message."""
+    with pytest.raises(ValueError, match=f"no spare entry of the softmax, and the model's softmax is '{softmax}'"):
+        denoise(flashing(tiny("sink_llama", softmax=softmax)), PROMPTS[:1], gen_length=4)
+
+
+def test_learned_sink_tokens_take_rows_of_equal_length(loaded: list[str]) -> None:
+    given: dict[str, Any] = {"gen_length": 4}
+    model, plain = flashing(tiny("sink_qwen", num_sinks=1)), tiny("sink_qwen", num_sinks=1)
+    assert denoise(model, PROMPTS[:1], **given).tokens.equal(denoise(plain, PROMPTS[:1], **given).tokens)
+    with pytest.raises(ValueError, match="'own_flash', in which they cannot be told from the canvas"):
+        denoise(model, PROMPTS, **given)
