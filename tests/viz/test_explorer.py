@@ -301,9 +301,7 @@ def test_the_selection_is_read_and_set():
     page.ask("select", step=3, layer=1, head=2, position=-1)
     assert explorer.selection == Selection(3, 1, 2, sink(0))
     for wrong in (1, (1, 2, 3), None):
-        with pytest.raises(
-            ValueError, match="selection is .*; give a Selection, or step, layer, head and position"
-        ):
+        with pytest.raises(ValueError, match=r"selection is .*; give a Selection, or step, layer"):
             explorer.selection = wrong
     explorer.selection = (-1, 0, 1, -2)
     steps, positions = explorer.run.steps, explorer.run.tokens.shape[1]
