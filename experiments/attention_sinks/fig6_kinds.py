@@ -12,6 +12,7 @@ from dlm_lens.experiments.attention_sinks.recorded_runs import (
     record_prompts,
     sink_rule,
 )
+from dlm_lens.experiments.attention_sinks.twin_networks import model_of
 from dlm_lens.experiments.experiment import Finding, Rendering, Table, run_script
 from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
@@ -48,12 +49,11 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
             found[f"{prefix}transient"].append(short)
         if item["start"] == 0 and not item.get("network", 0):
             shown = found.setdefault("examples", {})
+            model = model_of(item, settings, bench)
             if number == 0:
-                shown["separate"] = kind_maps.separate(bench.model(item["model"]), prompt_run, sink_rule(settings))
+                shown["separate"] = kind_maps.separate(model, prompt_run, sink_rule(settings))
             if not shown.get("transient"):
-                shown["transient"] = kind_maps.transient(
-                    bench.model(item["model"]), prompt_run, sink_rule(settings)
-                )
+                shown["transient"] = kind_maps.transient(model, prompt_run, sink_rule(settings))
     return found
 
 

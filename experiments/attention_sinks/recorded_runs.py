@@ -93,29 +93,25 @@ def record_prompts(
 def head_pattern(
     model: Any, run: Any, *, step: int, row: int, layer: int, head: int
 ) -> "Float[Tensor, 'query key']":
-    """One head's attention pattern at a step: canvas queries without padding; canvas keys, then learned sinks.
+    """One head's attention pattern at a step of a run; canvas queries without padding; keys, then learned sinks.
 
-    Of an AR run the positions that are decoded at the step; the rest of its canvas holds no text yet.
+    It is the pattern that the run's own pass computed (`recording.rerun`). Queries that the pass leaves out are
+    NaN, such as those of later blocks in block diffusion. Of an AR run the positions that are decoded at the step;
+    the rest of its canvas holds no text yet.
     """
     import torch
 
-    from dlm_lens.attention import SinkLayout, listening
-    from dlm_lens.placement import input_device
+    from dlm_lens.recording import AttentionPattern, rerun
 
-    patterns: list[Any] = []
-    point = model.get_decoder().layers[layer].self_attn.hook_pattern
+    # All rows together, as in the run: of a network that reads its own last predictions (self-conditioning) the
+    # differences of rounding between batches of other sizes would grow from step to step.
+    found = rerun(model, run, [AttentionPattern()], steps=[step], layers=[layer])
     content = run.attention_mask[row].bool()
     if run.autoregressive:
         content = content & ~run.masked[step, row]
-    ids = run.canvases[step, row][content]
-    with torch.inference_mode(), listening(model):
-        handle = point.register_forward_hook(lambda module, args, pattern: patterns.append(pattern[0, head]))
-        try:
-            model(input_ids=ids[None].to(input_device(model)), use_cache=False)
-        finally:
-            handle.remove()
-    pattern, layout = patterns[0].float().cpu(), SinkLayout.of(model)
-    return layout.sinks_last(pattern[layout.canvas(len(pattern))])
+    keys = torch.cat([content, content.new_ones(found.sinks)])
+    whole: Float[Tensor, "query key"] = found.pattern[0, row, 0, head].float()
+    return whole[content][:, keys]
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:

@@ -1,15 +1,19 @@
 """Figure 6: separate sinks are judged against random sets of queries, on planted and on recorded patterns."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import dlm_lens as dl
 from dlm_lens.experiments.attention_sinks import fig6_kinds, kind_maps
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.sinks import AboveMean, Received
 from dlm_lens.testing import tiny
+from experiments.toy.checkpoint import export
+from experiments.toy.model import build_model
 
 
 def planted(**counts: list[list[float]]) -> Results:
@@ -127,3 +131,18 @@ def test_shuffled_steps_leave_every_step_s_sinks() -> None:
     found = fig6_kinds._shuffled(given).values
     assert not torch.equal(found, values)
     assert sorted(found.sum((1, 2, 3, 4)).tolist()) == sorted(values.sum((1, 2, 3, 4)).tolist())
+
+
+def test_the_maps_of_a_kind_that_is_not_shipped_are_of_its_trained_network(tmp_path: Path) -> None:
+    export(build_model("toy-blocks", 0), "toy-blocks", tmp_path / "toy-blocks-3000steps-seed0")
+    settings = {
+        **fig6_kinds.EXPERIMENT.small, "prompts": 1, "batch": 1, "draws": 1, "eps": 0.05, "trained": str(tmp_path),
+        "sampler": {"gen_length": 16, "steps": 16},
+    }  # fmt: skip
+    bench = SimpleNamespace(model=dl.load)
+    value = fig6_kinds.run({"model": "toy-blocks", "network": 0, "start": 0}, settings, bench)
+    example = value["examples"]["transient"]
+    found = np.array(example["maps"][1], float)
+    assert len(example["steps"]) == 3
+    assert found.sum(1) == pytest.approx(1, abs=0.2)  # entries have two digits
+    assert not found[0, 16:].any()  # block-causal: the first query sees no later block
