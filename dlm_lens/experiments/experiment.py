@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,7 @@ class Experiment:
         """The config of a run: the defaults with some settings replaced. A resumed run must have an equal config.
 
         A setting of `dlm_lens.experiments.model_settings.BY_MODEL` may be a mapping model -> value, with "" for the
-        models that it does not name.
+        models that it does not name. Of files that settings name, such as prompts, the config has the digests.
 
         Raises:
             ValueError: an unknown setting, a value of the wrong kind, models for an experiment without models, or a
@@ -212,7 +213,17 @@ class Experiment:
                 check_models(name, given[name], settings["models"])
             settings = with_own(settings, self.own, list(given), settings["models"])
         found: dict[str, Any] = json.loads(json.dumps(settings))
-        return {"experiment": self.name, "small": small, "settings": found}
+        files = _digests(found)
+        return {"experiment": self.name, "small": small, "settings": found, **({"files": files} if files else {})}
+
+
+def _digests(settings: Settings) -> dict[str, str]:
+    """The digest of every file that a setting names, so that a resumed run does not mix two versions of it."""
+    from dlm_lens.files.tensor_files import file_digest
+
+    each = [one for value in settings.values() for one in (value.values() if isinstance(value, dict) else [value])]
+    names = dict.fromkeys(one for one in each if isinstance(one, str) and isfile(one))
+    return {name: file_digest(Path(name))[:16] for name in names}
 
 
 def _check_kind(name: str, value: Any, defaults: Sequence[Any]) -> None:

@@ -68,7 +68,20 @@ def _merged(experiment: Experiment, runs: Sequence[Results], replace: bool) -> d
     own = {model: settings_of(run.settings, model) for run in runs for model in run.settings["models"]}
     given = {name: _shared(name, {model: mine[name] for model, mine in own.items()}) for name in own[models[0]]}
     config = experiment.config(bool(first["small"]), (), {**given, "models": models})
-    return {**config, "dtype": first.get("dtype")}
+    files = _files(runs)
+    # The files as the runs read them, whatever they hold now.
+    config = {name: value for name, value in config.items() if name != "files"}
+    return {**config, **({"files": files} if files else {}), "dtype": first.get("dtype")}
+
+
+def _files(runs: Sequence[Results]) -> dict[str, str]:
+    """The digests of the files that the runs read, such as prompts."""
+    found: dict[str, str] = {}
+    for run in runs:
+        for name, digest in run.config.get("files", {}).items():
+            if found.setdefault(name, digest) != digest:
+                raise ValueError(f"the runs read different versions of {name}; compute them with the same file")
+    return found
 
 
 def _shared(name: str, values: Mapping[str, Any]) -> Any:

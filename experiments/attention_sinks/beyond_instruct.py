@@ -7,7 +7,7 @@ from dlm_lens.experiments.attention_sinks import instruct_sinks, recorded_runs, 
 from dlm_lens.experiments.attention_sinks.finetuned_models import FinetunedBench, base_and_tuning
 from dlm_lens.experiments.attention_sinks.instruct_tables import render
 from dlm_lens.experiments.attention_sinks.masking_conditions import conditions
-from dlm_lens.experiments.attention_sinks.problems import SHIPPED, starts
+from dlm_lens.experiments.attention_sinks.problems import holds_problems, starts
 from dlm_lens.experiments.experiment import Cost, Experiment, run_script
 from dlm_lens.experiments.results import Item, Settings
 
@@ -39,8 +39,9 @@ def items(settings: Settings) -> Iterator[Item]:
 
 
 def _starts(settings: Settings) -> range:
-    if settings["masked_task"] in SHIPPED:
-        return starts({**settings, "task": settings["masked_task"], "prompts": settings["masked_prompts"]})
+    if holds_problems(settings["masked_task"]):
+        masked = {**settings, "task": settings["masked_task"], "prompts": settings["masked_prompts"]}
+        return starts(masked, graded=True)
     return range(0, settings["masked_prompts"], settings["batch"])
 
 

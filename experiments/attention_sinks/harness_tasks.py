@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from dlm_lens.experiments.results import Item, Settings
@@ -17,8 +18,8 @@ def correct_documents(model: Any, mask: Any, item: Item, settings: Settings) -> 
 
     Raises:
         ImportError: lm-evaluation-harness is not installed.
-        ValueError: an unknown task, a task that executes code without permission, or a task without a metric
-            per document.
+        ValueError: an unknown task, a task that executes code without permission, fewer documents than `prompts`,
+            or a task without a metric per document.
     """
     from lm_eval.evaluator import simple_evaluate
 
@@ -35,6 +36,10 @@ def correct_documents(model: Any, mask: Any, item: Item, settings: Settings) -> 
     task = preset.task if preset else settings["task"]
     manager = find_tasks([task])
     check_code(manager, [task], settings["confirm_run_unsafe_code"])
+    # At the first item: the harness would stop at the first document that is not there, after hours.
+    count = _documents(task)
+    if settings["prompts"] > count:
+        raise ValueError(f"prompts is {settings['prompts']}; {task} has 1 to {count}")
     generation = {**(asdict(preset.generation) if preset else {}), **settings["sampler"]}
     lm = HarnessLM(
         model, hooks=() if mask is None else (mask,), generation=generation or None, seed=item["seed"],
@@ -49,6 +54,15 @@ def correct_documents(model: Any, mask: Any, item: Item, settings: Settings) -> 
     )  # fmt: skip
     samples: list[dict[str, Any]] = (results or {})["samples"][task]
     return read_correct(samples, preset.metric if preset else "")
+
+
+@cache
+def _documents(task: str) -> int:
+    """The number of documents of a task of the harness."""
+    from dlm_lens.evaluation.evaluation import find_tasks
+
+    (found,) = find_tasks([task]).load(task)["tasks"].values()
+    return len(found.eval_docs)
 
 
 def preset_of(model: str, task: str) -> Any:

@@ -32,7 +32,7 @@ def items(conditions: Conditions) -> Callable[[Settings], Iterator[Item]]:
     def listed(settings: Settings) -> Iterator[Item]:
         for model in settings["models"]:
             for name, hook in conditions(settings, model).items():
-                for start in starts(settings):
+                for start in starts(settings, graded=True):
                     yield {"model": model, "condition": name, "hook": hook, "start": start}
 
     return listed

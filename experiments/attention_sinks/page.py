@@ -76,7 +76,8 @@ dlm-lens experiment fig7-paths --render --out runs/fig7          # tables and fi
 
 Every item (a model, a condition, some prompts) is on disk before the next begins. The same command resumes a killed
 run; a command with other settings is refused. `--set name=value` replaces a setting, as in `--set prompts=64`;
-`--set task=FILE.jsonl` uses your own prompts, and `--set task=humaneval` Table 1's other task.
+`--set task=FILE.jsonl` uses your own prompts (lines with `prompt`, and for exact match `target`), and
+`--set task=humaneval --set prompts=164 --set confirm_run_unsafe_code=true` Table 1's other task.
 """
 
 

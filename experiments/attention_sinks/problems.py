@@ -18,6 +18,11 @@ SHIPPED = {
 only; `english_prompts` has no correct answers."""
 
 
+def holds_problems(task: str) -> bool:
+    """Whether a task is a shipped one or a JSONL file of problems, and not a task of lm-evaluation-harness."""
+    return task in SHIPPED or Path(task).suffix == ".jsonl"
+
+
 class Problem(NamedTuple):
     """A prompt and its correct answer.
 
@@ -84,13 +89,22 @@ def _problem(line: Any, text: str, where: str) -> Problem:
 
 
 def is_right(task: str, answer: str, problem: Problem) -> bool:
-    """Whether an answer of a shipped task is correct: its first number in English, its last answer else."""
+    """Whether an answer is correct: of a shipped task its first number in English, its last "answer" else.
+
+    Of a file's problem: the last "answer ... ." where the model wrote one; else the first whole number where the
+    target is a number, and the whole text where it is none.
+    """
     from dlm_lens.evaluation.tasks.english import first_number
     from dlm_lens.evaluation.tasks.toy import final_answer
 
     if task.startswith("toy_"):
         return final_answer(answer) == problem.target
-    return first_number(answer) == problem.target
+    if task in SHIPPED:
+        return first_number(answer) == problem.target
+    written = final_answer(answer)
+    if written is None:
+        written = first_number(answer) if problem.target.isdecimal() else answer.strip()
+    return written == problem.target
 
 
 def problems_of(settings: Settings, start: int = 0) -> list[Problem]:
@@ -99,17 +113,27 @@ def problems_of(settings: Settings, start: int = 0) -> list[Problem]:
     return problems(settings["task"])[start:stop]
 
 
-def starts(settings: Settings) -> range:
+def starts(settings: Settings, *, graded: bool = False) -> range:
     """The index of each item's first problem.
 
+    Args:
+        settings: `task`, `prompts` and `batch`.
+        graded: whether answers are compared with the problems' targets.
+
     Raises:
-        ValueError: the task has fewer problems than `prompts`.
+        ValueError: the task has fewer problems than `prompts`, or one without the target that grading needs.
     """
-    count = len(problems(settings["task"]))
-    if not count:
-        raise ValueError(f'{settings["task"]} holds no prompts; a line is {{"prompt": "..."}}')
-    if not 1 <= settings["prompts"] <= count:
-        raise ValueError(f"prompts is {settings['prompts']}; {settings['task']} has 1 to {count}")
+    task, found = settings["task"], problems(settings["task"])
+    if not found:
+        raise ValueError(f'{task} holds no prompts; a line is {{"prompt": "..."}}')
+    if not 1 <= settings["prompts"] <= len(found):
+        raise ValueError(f"prompts is {settings['prompts']}; {task} has 1 to {len(found)}")
+    lacking = next((n for n, one in enumerate(found[: settings["prompts"]], 1) if not one.target), None)
+    if graded and lacking is not None:
+        raise ValueError(
+            f'problem {lacking} of {task} has no "target", the correct answer that exact match compares with; add '
+            "it, or take a task with answers, such as english_arithmetic"
+        )
     return range(0, settings["prompts"], settings["batch"])
 
 

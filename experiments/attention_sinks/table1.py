@@ -23,7 +23,14 @@ from dlm_lens.experiments.attention_sinks.masking_findings import (
     has,
     unmasked,
 )
-from dlm_lens.experiments.attention_sinks.problems import SHIPPED, chat, is_right, problems, problems_of, starts
+from dlm_lens.experiments.attention_sinks.problems import (
+    chat,
+    holds_problems,
+    is_right,
+    problems,
+    problems_of,
+    starts,
+)
 from dlm_lens.experiments.attention_sinks.prompt_scores import answers, mean_change, mean_match
 from dlm_lens.experiments.attention_sinks.twin_networks import model_of, networks_of, twin_steps
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table, run_script
@@ -33,9 +40,8 @@ from dlm_lens.experiments.results import Item, Results, Settings
 
 def items(settings: Settings) -> Iterator[Item]:
     """Items per model, network, condition and seed, with the same prompts for every condition."""
-    first = (
-        range(0, settings["prompts"], settings["batch"]) if settings["task"] not in SHIPPED else starts(settings)
-    )
+    own = holds_problems(settings["task"])
+    first = starts(settings, graded=True) if own else range(0, settings["prompts"], settings["batch"])
     for model in settings["models"]:
         for network in networks_of(model, settings):
             for condition in conditions(settings):
@@ -52,7 +58,7 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
     model, mask = model_of(item, settings, bench), mask_of(item, settings, bench)
     measured = None if mask is None else HiddenMass(mask)
-    if settings["task"] in SHIPPED:
+    if holds_problems(settings["task"]):
         correct = _answered(model, measured, item, settings)
     else:
         from dlm_lens.experiments.attention_sinks.harness_tasks import correct_documents
@@ -110,7 +116,7 @@ def eps_for(model: Any, columns: float, settings: Settings) -> float:
 
 
 def _calibration(settings: Settings) -> Sequence[Any]:
-    task = settings["task"] if settings["task"] in SHIPPED else "toy_arithmetic"
+    task = settings["task"] if holds_problems(settings["task"]) else "toy_arithmetic"
     return problems(task)[: settings["calibration"]]
 
 
@@ -144,8 +150,8 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
     """One forward pass per step; two for clean statistics. GSM8K's answers have 256 tokens, HumanEval's 512."""
     task = settings["task"]
     rows = min(settings["batch"], settings["prompts"] - item["start"])
-    answer = 32 if task in SHIPPED else 512 if "human" in task else 256
-    prompt = 32 if task in SHIPPED else 900
+    answer = 32 if holds_problems(task) else 512 if "human" in task else 256
+    prompt = 32 if holds_problems(task) else 900
     steps = int(settings["sampler"].get("steps", answer))
     return [Cost(steps * (2 if item["source"] == "clean" else 1), rows, prompt + answer, item["model"])]
 

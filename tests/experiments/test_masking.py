@@ -402,6 +402,7 @@ def test_the_harness_is_asked_as_the_preset_says(family: str, monkeypatch: pytes
     preset = find_preset(f"attention-sinks/table1/{family}/gsm8k")
     monkeypatch.setattr(lm_eval.evaluator, "simple_evaluate", simple_evaluate)
     monkeypatch.setattr(evaluation, "find_tasks", lambda names: SimpleNamespace(task_index={}))
+    monkeypatch.setattr(harness_tasks, "_documents", lambda task: 1319)
     settings = {"task": "gsm8k", "sampler": {}, "batch": 2, "prompts": 3, "confirm_run_unsafe_code": False}
     item = {"model": preset.model, "start": 2, "seed": 5}
     # Dream's metric has no filter, and so its first sample counts.
@@ -411,6 +412,16 @@ def test_the_harness_is_asked_as_the_preset_says(family: str, monkeypatch: pytes
     assert asked["samples"] == {preset.task: [2]}
     assert asked["model"].generation == preset.generation
     assert asked["model"].seed == 5
+
+
+def test_more_prompts_than_a_task_of_the_harness_has_are_refused_at_the_first_item() -> None:
+    from dlm_lens.experiments.attention_sinks import harness_tasks
+
+    settings = {
+        "task": "toy_arithmetic", "sampler": {}, "batch": 1, "prompts": 101, "confirm_run_unsafe_code": False,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="prompts is 101; toy_arithmetic has 1 to 100"):
+        harness_tasks.correct_documents(None, None, {"model": "toy", "start": 0, "seed": 0}, settings)
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Settings that differ between the models of a run, and the English tasks of a model that reads English."""
 
+import hashlib
 import importlib.util
 import shlex
 from dataclasses import replace
@@ -249,3 +250,14 @@ def test_the_first_numbers_are_those_of_transformers_own_greedy_decoding(tmp_pat
     assert record.value["correct"] == expected
     assert any(expected)
     assert evaluate(model, "english_arithmetic", limit=count)["english_arithmetic"].value == sum(expected) / count
+
+
+def test_merged_results_keep_the_digests_of_the_files_that_were_read(tmp_path: Path) -> None:
+    experiment, file = lengths(), tmp_path / "task.jsonl"
+    for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        file.write_text(text)
+        run_experiment(experiment, tmp_path / name, models=[name], settings={"task": str(file)})
+    merged = merge_results(experiment, [tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    assert merged.config["files"] == {str(file): hashlib.sha256(b"one").hexdigest()[:16]}
+    with pytest.raises(ValueError, match=r"different versions of .*task.jsonl"):
+        merge_results(experiment, [tmp_path / "a", tmp_path / "c"], tmp_path / "other")

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dlm_lens.experiments.attention_sinks.problems import Problem, problems
+from dlm_lens.experiments import find_experiment, list_items, run_experiment
+from dlm_lens.experiments.attention_sinks import table1
+from dlm_lens.experiments.attention_sinks.problems import Problem, is_right, problems
 
 
 def test_a_line_ends_with_a_newline_alone_and_may_be_empty(tmp_path: Path) -> None:
@@ -29,3 +31,70 @@ def test_a_wrong_line_is_named(line: str, sentence: str, tmp_path: Path) -> None
     (tmp_path / "task.jsonl").write_text('{"prompt": "w1"}\n' + line)
     with pytest.raises(ValueError, match=sentence):
         problems(str(tmp_path / "task.jsonl"))
+
+
+def written(path: Path, lines: list[dict[str, str]]) -> str:
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "target", "right"),
+    [
+        ("2 + 3 = 5 . answer 5 .", "5", True),  # the toy language: not its first number
+        ("2 + 3 = 5 . answer 5 .", "2", False),
+        ("5 cups, not 6", "5", True),
+        ("It is 15.", "5", False),
+        (" Paris\n", "Paris", True),
+        ("Paris, France", "Paris", False),
+    ],
+)
+def test_answers_to_a_file_s_problems(answer: str, target: str, right: bool) -> None:
+    assert is_right("mine.jsonl", answer, Problem("w1", target)) is right
+
+
+def test_table_1_of_the_prompts_of_a_file_is_that_of_the_shipped_ones(tmp_path: Path) -> None:
+    """results.md: `--set task=FILE.jsonl` uses your own prompts."""
+    shipped = problems("toy_arithmetic")[:2]
+    task = written(tmp_path / "mine.jsonl", [{"prompt": one.prompt, "target": one.target} for one in shipped])
+    given = {"prompts": 2, "batch": 2, "columns": [5], "variants": ["eps"], "varied": [1], "calibration": 2}
+    found = []
+    for number, name in enumerate(("toy_arithmetic", task)):
+        out = tmp_path / str(number)
+        results = run_experiment(
+            table1.EXPERIMENT, out, small=True, models=["toy"], settings={**given, "task": name}
+        )
+        found.append([(dict(one.item), dict(one.value)) for one in results.records])
+    assert found[0] == found[1]
+    assert [sum(value["correct"]) for _, value in found[0]][:2] == [2, 0]
+
+
+@pytest.mark.parametrize("name", ["table1-masking", "beyond-places", "beyond-context", "beyond-instruct"])
+def test_exact_match_needs_correct_answers(name: str, tmp_path: Path) -> None:
+    task = written(tmp_path / "mine.jsonl", [{"prompt": "w1", "target": "1"}, {"prompt": "w2"}])
+    experiment = find_experiment(name)
+    ways = ("masked_task", "masked_prompts") if name == "beyond-instruct" else ("task", "prompts")
+    for value, number in ((task, 2), ("english_prompts", 1)):
+        config = experiment.config(True, given=dict(zip(ways, (value, 2), strict=True)))
+        with pytest.raises(ValueError, match=f'problem {number} of .* has no "target".*exact match'):
+            list_items(experiment, config)
+    few = experiment.config(True, given=dict(zip(ways, (task, 1), strict=True)))
+    assert list_items(experiment, few)
+
+
+def test_prompts_that_changed_are_not_mixed_with_the_stored_ones(tmp_path: Path) -> None:
+    experiment, settings = find_experiment("fig5-depth"), {"prompts": 1, "batch": 1, "sampler": {"gen_length": 4}}
+    lines = [{"prompt": "how many ? a :"}, {"prompt": "a :"}]
+    task = written(tmp_path / "mine.jsonl", lines)
+
+    def run() -> int:
+        return len(run_experiment(experiment, tmp_path / "out", small=True, models=["toy"],
+                                  settings={**settings, "task": task}).records)  # fmt: skip
+
+    assert run() == run() == 1
+    written(tmp_path / "mine.jsonl", lines[::-1])
+    with pytest.raises(ValueError, match=r"holds results with files\..*mine.jsonl='[0-9a-f]{16}', and this"):
+        run()
+    written(tmp_path / "mine.jsonl", lines)
+    assert run() == 1
+    assert "files" not in experiment.config(True)
