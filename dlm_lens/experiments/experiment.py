@@ -237,8 +237,10 @@ def _check_kind(name: str, value: Any, defaults: Sequence[Any]) -> None:
         )
 
 
-LEAST = {"batch": 1, "batch_size": 1, "prompts": 1, "calibration": 1, "seeds": 1, "columns": 1, "seed": 0}
-"""The least value of settings that are counts; a list of them has at least one."""
+LEAST = {
+    "batch": 1, "batch_size": 1, "prompts": 1, "calibration": 1, "seeds": 1, "columns": 1, "seed": 0, "models": 1,
+}  # fmt: skip
+"""The least value of settings that are counts; a list of them, or of models, has at least one."""
 
 
 def _check_least(name: str, value: Any, default: Any) -> None:

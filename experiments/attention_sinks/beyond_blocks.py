@@ -181,6 +181,8 @@ def _maps(prompt_run: PromptRun) -> list[dict[str, Any]]:
     steps = decoded_steps(run, prompt_run.row)
     scores = received.values[steps, 0]
     there = ~scores.isnan().all(dim=(0, 1, 2))
+    if not there.any():  # of a short canvas enough queries see no key
+        return []
     strongest = scores.nan_to_num(nan=0.0).amax(-1).mean(0)
     layer, head = (int(n) for n in np.unravel_index(int(strongest.argmax()), strongest.shape))
     shift = int(there.nonzero()[0])

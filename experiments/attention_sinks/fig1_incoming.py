@@ -66,10 +66,12 @@ def _maps(received: Any, paths: Any) -> list[dict[str, Any]]:
     """Maps [step, position] of the mean of all heads and of one head; relative too where the scales differ.
 
     The head: of those whose largest sink ends elsewhere the one with the largest smaller end; where there is none,
-    the one whose largest sink is strongest on average.
+    the one whose largest sink is strongest on average. None where no key has a score.
     """
     sums = received.on_scale(SCALES[PLOTTED])
     there = ~sums.at_level("model").values[:, 0, 0, 0].isnan().all(0)
+    if not there.any():  # of a short canvas enough queries see no key
+        return []
     score = paths[PLOTTED].main_score[:, 0].nan_to_num(nan=0.0)
     moved = paths[PLOTTED].measures["moved_over_run"].to_numpy().reshape(score.shape[1:]) == 1
     # A step without a score, such as the first of an AR prefix, is no end.

@@ -39,7 +39,10 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
 
 
 def describe(received: Any) -> dict[str, Any]:
-    """The statistics of one prompt's patterns, each judged beside nulls of as many keys."""
+    """The statistics of one prompt's patterns, each judged beside nulls of as many keys.
+
+    None where no pattern has two keys with received attention, as in an AR run that is too short for it.
+    """
     values = received.values[:, 0].double().numpy()
     expected = np.broadcast_to(received.expected[:, 0].double().numpy(), values.shape)
     steps, layers, heads, _ = values.shape
@@ -74,7 +77,7 @@ def describe(received: Any) -> dict[str, Any]:
             without["exponential_counts"] += heads * null.exponential_counts
             without["lognormal_counts"] += null.lognormal_counts(relative.median)
     return {
-        **{name: rounded(value / patterns) for name, value in sums.items()},
+        **{name: rounded(value / patterns) if patterns else None for name, value in sums.items()},
         "counts": counts.astype(int).tolist(),
         **{name: rounded(value.tolist(), 2) for name, value in without.items()},
     }
@@ -125,17 +128,30 @@ def named(scale: str, results: Results, model: str) -> str:
 
 def excess(results: Results, model: str, scale: str, name: str) -> Interval:
     """A statistic minus its null, as "top - lognormal top", paired by prompt."""
+
+    def terms(value: float | None, null: float | None) -> tuple[float, float]:
+        return (0.0, 0.0) if value is None or null is None else (value - null, 1.0)
+
     one, other = name.split(" - ")
-    return per_prompt(results, model, [f"{scale} {one}", f"{scale} {other}"], lambda a, b: (a - b, 1.0))
+    return per_prompt(results, model, [f"{scale} {one}", f"{scale} {other}"], terms)
 
 
 def histogram(results: Results) -> "Figure":
-    """Per model, the share of keys over A-bar with a logarithmic axis: thirds of the run, and both nulls."""
+    """Per model, the share of keys over A-bar with a logarithmic axis: thirds of the run, and both nulls.
+
+    Raises:
+        ValueError: no model has a pattern with two keys that have received attention.
+    """
     from matplotlib.figure import Figure
 
     from dlm_lens.experiments.attention_sinks.charts import COLOURS, STYLES
 
-    models = results.models
+    models = [model for model in results.models if np.sum(results.listed("counts", model=model))]
+    if not models:
+        raise ValueError(
+            "no pattern of these runs has two keys that enough queries see; decode longer answers, as with the "
+            "setting sampler={'gen_length': 32}"
+        )
     columns = min(2, len(models))
     rows = -(-len(models) // columns)
     figure = Figure(figsize=(4.0 * columns, 3.0 * rows + 0.5), layout="constrained")

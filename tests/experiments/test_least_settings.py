@@ -22,6 +22,7 @@ CASES: list[tuple[str, Any, str]] = [
     ("columns", [], r"columns is \[\]; give at least one"),
     ("seeds", 0, "seeds is 0; it must be at least 1"),
     ("seeds", [], r"seeds is \[\]; give at least one"),
+    ("models", [], r"models is \[\]; give at least one, such as models=\['"),
     ("seed", -1, "seed is -1; it must be at least 0"),
 ]
 

@@ -1,9 +1,13 @@
 """Figures 3 and 9: the statistics of planted patterns, and verdicts against both nulls."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from dlm_lens.experiments import find_experiment, run_experiment
 from dlm_lens.experiments.attention_sinks import fig3_distribution
 from dlm_lens.experiments.attention_sinks.score_nulls import EDGES, nulls
 from dlm_lens.experiments.results import Record
@@ -82,3 +86,33 @@ def test_verdicts_of_planted_distributions(kind: str, verdicts: list[str]) -> No
     findings = list(fig3_distribution.findings(found))
     assert [one.verdict for one in findings] == verdicts
     assert f"exponential scores: {nulls(50).exponential.top:.2f}" in findings[0].null
+
+
+def test_runs_that_are_too_short_for_received_attention_have_no_distribution(tmp_path: Path) -> None:
+    """Fewer than `MIN_VIEWERS` queries see any key of an AR run of 9 positions."""
+    settings = {"prompts": 2, "batch": 1, "task": str(tmp_path / "two.jsonl"), "sampler": {"gen_length": 2}}
+    short, whole = "how many ? a :", "tom has 2 cups . bob has 3 more . how many ? a :"
+    experiment = fig3_distribution.EXPERIMENT
+    for number, prompts in enumerate(((short, short), (short, whole))):
+        (tmp_path / "two.jsonl").write_text("\n".join(json.dumps({"prompt": one}) for one in prompts))
+        out = tmp_path / str(number)
+        results = run_experiment(experiment, out, small=True, models=["toy-ar"], settings=settings)
+        assert results.records[0].value["raw top"] == [None]
+        if number == 0:
+            with pytest.raises(ValueError, match="decode longer answers"):
+                experiment.render(results)
+    rendering = experiment.render(results)
+    # The prompt without patterns counts for nothing.
+    assert results.records[1].value["raw top"][0] > 0
+    assert rendering.tables[0].rows[0][-1] == "1"
+
+
+@pytest.mark.parametrize("name", ["fig1-incoming", "beyond-blocks"])
+def test_a_canvas_that_is_too_short_for_received_attention_has_no_map(name: str, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "how many ? a :"}))
+    settings = {"prompts": 1, "batch": 1, "task": str(tmp_path / "one.jsonl"), "sampler": {"gen_length": 1}}
+    results = run_experiment(find_experiment(name), tmp_path / "out", small=True, models=["toy"], settings=settings)
+    assert results.records[0].value["maps"] == []
+    rendering = find_experiment(name).render(results)
+    assert rendering.tables[0].rows[0][0] == "toy"
+    assert not rendering.figures
