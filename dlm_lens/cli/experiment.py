@@ -56,9 +56,8 @@ def experiment_command(
     from dlm_lens.experiments.experiment import check_experiment
 
     check_experiment(name)
-    if render and (models or settings):
-        given_too = " and ".join(option for option, used in (("--models", models), ("--set", settings)) if used)
-        raise ValueError(f"--render reads the settings that are stored in --out; leave out {given_too}")
+    if render:
+        _refuse_unread({"--models": models, "--set": settings, "--device": device, "--dtype": dtype})
     chosen_models = words("--models", models) if models else []
     for model in chosen_models:
         check_model_name(model)
@@ -82,13 +81,21 @@ def experiment_command(
         return
     if not render:
         with one_sentence_of_a_stop("; the same command continues"):
-            results = run_experiment(experiment, directory, loading=_loading(device, dtype), **chosen)
+            loading = _loading(device, dtype, automatic=not experiment.trains)
+            results = run_experiment(experiment, directory, loading=loading, **chosen)
         if results.missing:
             echo(f"{results.missing} items are left to other processes; merge with --render", err=True)
             return
     page = render_experiment(experiment, directory)
     echo(page.read_text(encoding="utf-8"))
     echo(f"results, tables and figures: {directory}", err=True)
+
+
+def _refuse_unread(options: dict[str, Any]) -> None:
+    """Refuse options that --render does not read."""
+    given = " and ".join(option for option, value in options.items() if value)
+    if given:
+        raise ValueError(f"--render reads the settings that are stored in --out; leave out {given}")
 
 
 def _list_experiments(as_json: bool) -> None:
@@ -112,6 +119,7 @@ def _list_experiments(as_json: bool) -> None:
     Console().print(table)
 
 
-def _loading(device: str | None, dtype: str | None) -> dict[str, Any]:
-    chosen = (("device_map", device_or_gpu(device)), ("dtype", dtype))
+def _loading(device: str | None, dtype: str | None, automatic: bool) -> dict[str, Any]:
+    """Arguments of `dlm_lens.load`; `automatic`: a GPU where no device is given."""
+    chosen = (("device_map", device_or_gpu(device) if automatic else device), ("dtype", dtype))
     return {name: value for name, value in chosen if value is not None}

@@ -156,6 +156,8 @@ class Experiment:
         own: model -> its own default of some settings, such as the task of a model that reads English.
         grows: counts among the settings that only add items and change no item's value, such as seeds: stored
             results may be continued with a greater one.
+        trains: whether it trains its networks and measures them as they were trained, so that dtype and device of
+            a run do not apply.
 
     Raises:
         ValueError: settings of different names, or a name that cannot be a folder's.
@@ -174,6 +176,7 @@ class Experiment:
     paper: Sequence[Table] = ()
     own: Mapping[str, Settings] = field(default_factory=dict)
     grows: Sequence[str] = ()
+    trains: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").isalnum():

@@ -41,10 +41,16 @@ def run_experiment(
         loading: arguments of `dlm_lens.load`; only dtype is a part of the config.
 
     Raises:
-        ValueError: an unknown setting, or `out` holds results of other settings.
+        ValueError: an unknown setting, `out` holds results of other settings, or `loading` of an experiment that
+            trains its networks.
     """
     rank, world = process_of_run()
     loading = dict(loading or {})
+    if experiment.trains and loading:
+        names = " and ".join({"device_map": "device"}.get(name, name) + "=" for name in loading)
+        raise ValueError(
+            f"{experiment.name} trains its networks and measures them as they were trained; leave out {names}"
+        )
     dtype = loading.get("dtype")
     config = experiment.config(small, models, settings) | {
         "dtype": None if dtype is None else str(dtype).removeprefix("torch.")

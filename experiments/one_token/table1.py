@@ -88,6 +88,7 @@ EXPERIMENT = Experiment(
     render=render,
     cost=tables.cost,
     grows=tables.GROWS,
+    trains=True,
     paper=[
         paper.printed("Table 1, 0.5B, 30B tokens", paper.TABLE1_SMALL),
         paper.printed("Table 1, 1.5B, 100B tokens", paper.TABLE1_LARGE),

@@ -87,6 +87,7 @@ EXPERIMENT = Experiment(
     render=render,
     cost=tables.cost,
     grows=tables.GROWS,
+    trains=True,
     paper=[paper.printed("Table 2, 0.5B from scratch, 100B tokens", paper.TABLE2)],
 )
 

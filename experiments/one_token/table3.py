@@ -49,6 +49,7 @@ EXPERIMENT = Experiment(
     render=render,
     cost=tables.cost,
     grows=tables.GROWS,
+    trains=True,
     paper=[paper.printed("Table 3", paper.TABLE3, paper.FEWER)],
 )
 

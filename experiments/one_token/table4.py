@@ -56,6 +56,7 @@ EXPERIMENT = Experiment(
     render=render,
     cost=tables.cost,
     grows=tables.GROWS,
+    trains=True,
     paper=[paper.printed("Table 4", paper.TABLE4, paper.FEWER)],
 )
 

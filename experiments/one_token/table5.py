@@ -60,6 +60,7 @@ EXPERIMENT = Experiment(
     render=render,
     cost=tables.cost,
     grows=tables.GROWS,
+    trains=True,
     paper=[paper.printed("Table 5", paper.TABLE5, paper.FEWER)],
 )
 

@@ -91,3 +91,22 @@ def test_no_parts_and_no_numbers() -> None:
         all_of()
     with pytest.raises(ValueError, match=r"the values of the seeds are \[nan, 1.0\]; leave out"):
         over_seeds([math.nan, 1.0])
+
+
+def test_options_without_an_effect_are_refused(tmp_path: Path) -> None:
+    """A table of trained networks measures them as they were trained, and --render loads no model."""
+    from typer.testing import CliRunner
+
+    from dlm_lens.cli.errors import as_command_line
+
+    options = {"dtype": "--dtype", "device": "--device"}
+    for table in range(1, 6):
+        given = ["--small", "--out", str(tmp_path), "--dtype", "bfloat16", "--device", "cpu"]
+        result = CliRunner().invoke(app, ["experiment", f"one-token-table{table}", *given])
+        assert as_command_line(str(result.exception), options) == (
+            f"one-token-table{table} trains its networks and measures them as they were trained; "
+            "leave out --device and --dtype"
+        )
+        assert not list(tmp_path.iterdir())
+    rendered = CliRunner().invoke(app, ["experiment", "fig5-depth", "--render", "--dtype", "bfloat16"])
+    assert str(rendered.exception).endswith("stored in --out; leave out --dtype")
