@@ -42,3 +42,20 @@ def test_intervals_are_those_of_the_results(page: str, experiment: str) -> None:
     assert len(known) > 20
     assert len(shown) > 3
     assert [one for one in shown if not any(same(one, other) for other in known)] == []
+
+
+def test_the_page_of_smollm2_has_the_intervals_of_the_results() -> None:
+    """Its tables: a line names its experiment, and the lines without one are of Table 1."""
+    pages = [(DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("results", "results_one_token")]
+    text = (DOCS / "results_smollm2.md").read_text(encoding="utf-8")
+    checked = 0
+    for line in (line for line in text.splitlines() if line.startswith("|") and INTERVAL.search(line)):
+        named = re.search(r"`([\w-]+)` \|$", line)
+        begin = f"\n## {named[1] if named else 'table1-masking'}\n"
+        known = INTERVAL.findall(section(next(page for page in pages if begin in page), begin))
+        shown = INTERVAL.findall(line)
+        checked += len(shown)
+        assert [one for one in shown if not any(same(one, other) for other in known)] == [], line
+    assert checked > 20
+    for path in re.findall(r"`(experiments/[\w/-]+)`", text):
+        assert (DOCS.parent / path).is_dir(), path
