@@ -31,8 +31,19 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     A case is a step and head at which masked and written queries both have a sink. Of the cases in which a split's
     parts have one too ("cases"), "state" is how often the classes differ and "null" how often the parts do, a mean
     over the draws of each case. Lives are those of sinks that were seen to end, also with the steps shuffled.
+
+    Raises:
+        ValueError: an AR model.
     """
+    from dlm_lens.adapters import family_of
     from dlm_lens.sinks import SplitAttention
+
+    model = model_of(item, settings, bench)
+    if family_of(model.config.model_type).causal:
+        raise ValueError(
+            f"{item['model']} is an AR model, in which no query is masked; Figure 6 compares masked queries with "
+            "written ones: leave it out of the models"
+        )
 
     names = ("lives", "transient", "shuffled_lives", "shuffled_transient")
     found: dict[str, Any] = {name: [] for name in (*COUNTS, *names)}
@@ -49,7 +60,6 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
             found[f"{prefix}transient"].append(short)
         if item["start"] == 0 and not item.get("network", 0):
             shown = found.setdefault("examples", {})
-            model = model_of(item, settings, bench)
             if number == 0:
                 shown["separate"] = kind_maps.separate(model, prompt_run, sink_rule(settings))
             if not shown.get("transient"):

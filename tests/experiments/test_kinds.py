@@ -146,3 +146,9 @@ def test_the_maps_of_a_kind_that_is_not_shipped_are_of_its_trained_network(tmp_p
     assert len(example["steps"]) == 3
     assert found.sum(1) == pytest.approx(1, abs=0.2)  # entries have two digits
     assert not found[0, 16:].any()  # block-causal: the first query sees no later block
+
+
+def test_an_ar_model_has_no_masked_queries_to_compare() -> None:
+    settings = {**fig6_kinds.EXPERIMENT.small, "prompts": 1, "batch": 1}
+    with pytest.raises(ValueError, match=r"toy-ar is an AR model.*leave it out of the models"):
+        fig6_kinds.run({"model": "toy-ar", "network": 0, "start": 0}, settings, SimpleNamespace(model=dl.load))
