@@ -39,11 +39,20 @@ def items(conditions: Conditions) -> Callable[[Settings], Iterator[Item]]:
 
 
 def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Whether each problem is answered correctly."""
+    """Whether each problem is answered correctly.
+
+    Raises:
+        ValueError: the setting `layers` names one that the model does not have.
+    """
     import dlm_lens as dl
+    from dlm_lens.attention import attention_blocks
     from dlm_lens.hooks import parse_hooks
 
     model, these = bench.model(item["model"]), problems_of(settings, item["start"])
+    # At the first item: the hook itself is refused after the conditions of all layers before it.
+    depth = len(attention_blocks(model))
+    if any(not -depth <= layer < depth for layer in settings.get("layers", ())):
+        raise ValueError(f"layers is {settings['layers']}; {item['model']} has layers 0 to {depth - 1}")
     hooks = parse_hooks(item["hook"]) if item["hook"] else ()
     done = dl.denoise(model, chat(model, these, settings), hooks=hooks, **settings["sampler"])
     return {

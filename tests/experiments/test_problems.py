@@ -98,3 +98,11 @@ def test_prompts_that_changed_are_not_mixed_with_the_stored_ones(tmp_path: Path)
     written(tmp_path / "mine.jsonl", lines)
     assert run() == 1
     assert "files" not in experiment.config(True)
+
+
+def test_layers_that_a_model_does_not_have_are_refused_before_any_condition(tmp_path: Path) -> None:
+    experiment = find_experiment("beyond-places")
+    for layers in ([0, 4], [-5]):
+        with pytest.raises(ValueError, match=r"layers is \[.*\]; toy has layers 0 to 3"):
+            run_experiment(experiment, tmp_path, small=True, models=["toy"], settings={"layers": layers})
+        assert '"item"' not in (tmp_path / "results-00000.jsonl").read_text()
