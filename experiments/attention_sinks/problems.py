@@ -56,7 +56,9 @@ def problems(task: str) -> list[Problem]:
     elif Path(task).is_file():
         file, wanted = Path(task), None
     else:
-        raise FileNotFoundError(f"{task!r} is neither a file of prompts nor one of {', '.join(SHIPPED)}")
+        raise FileNotFoundError(
+            f"{task!r} is neither a file of prompts (lines {FORM}) nor one of {', '.join(SHIPPED)}"
+        )
     lines = read_json_lines(file, "a problem", FORM)
     found = [(line, _problem(line, text, where)) for where, text, line in lines]
     return [problem for line, problem in found if wanted is None or line["task"] == wanted]

@@ -112,7 +112,18 @@ device. On several GPUs train with `accelerate launch ... -m dlm_lens.cli train`
 finished trainings below `--set trained=DIR`. Nothing at that size has been tested, for lack of GPUs. The path
 itself is tested with a tiny model (`pytest tests/experiments/test_one_token_real.py`).
 
-Figures 1 and 3 take any `--models` and a JSONL file of prompts (`--set task=FILE`).
+Figures 1 and 3 and `one-token-noop` take any `--models` and a JSONL file of prompts (`--set task=FILE`). Without
+`--small` they read `gsm8k.jsonl` in the current directory, also for `--plan`. It is not shipped: lines
+`{"prompt": "..."}`, one per question of GSM8K's test set, as from `datasets`:
+
+```
+import json
+from datasets import load_dataset
+
+with open("gsm8k.jsonl", "w") as file:
+    for row in load_dataset("openai/gsm8k", "main", split="test"):
+        file.write(json.dumps({"prompt": row["question"]}) + "\\n")
+```
 """
 
 
