@@ -16,7 +16,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.probes.attribution.contract import Contract
 from dlm_lens.probes.attribution.gradients import Backward
 from dlm_lens.probes.attribution.patching import NodeSet
-from dlm_lens.probes.attribution.setup import BothSides, Setup, canvas_part
+from dlm_lens.probes.attribution.setup import ALONE, BothSides, Setup, canvas_part
 from dlm_lens.probes.attribution.softmax import SoftmaxEffects
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
@@ -127,7 +127,7 @@ def column_attribution(
         ValueError: an index that is not there, a step with nothing to explain, or attention that is not a plain
             softmax.
     """
-    setup = Setup.of(model, run, None, target, steps, explain, "noising", "column_attribution")
+    setup = Setup.of(model, run, ALONE, target, steps, explain, "noising", "column_attribution")
     nodes = NodeSet.of(setup, "z", layers, None, "column_attribution")
     setup.source = "zero"  # no other run: start makes one pass
     both = BothSides(setup)

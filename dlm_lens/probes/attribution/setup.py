@@ -20,6 +20,8 @@ Direction = Literal["noising", "denoising"]
 
 MEANS = {"zero": "zero", "mean": "the mean over the row's open (decided) positions at the step"}
 
+ALONE = object()
+"""In the place of `corrupted` where no values are put in."""
 
 KEPT = ", after the earlier pass whose keys and values it reads, which has the nodes"
 
@@ -70,7 +72,7 @@ class Setup:
         Args:
             model: its argument.
             run: its argument.
-            corrupted: its argument; `other_side`. None where no values are put in.
+            corrupted: its argument; `other_side`. `ALONE` where no values are put in.
             target: its argument.
             steps: its argument; None for all that decide something.
             explain: canvas positions that count where the step predicts them; None for those that it decides.
@@ -88,7 +90,12 @@ class Setup:
         stored = StoredRun(model, run)
         run = stored.run
         clean = Side(run)
-        other = clean if corrupted is None else other_side(model, run, corrupted)
+        if corrupted is None:  # the run patched with its own values has no effects, and no error shows it
+            raise ValueError(
+                f"{who}: corrupted is None; give a prompt with as many tokens, another run, hooks, or (for nodes) "
+                "'zero' or 'mean'"
+            )
+        other = clean if corrupted is ALONE else other_side(model, run, corrupted)
         if isinstance(other, str) and direction == "denoising":
             raise ValueError(f"{who}: {other!r} is no run that clean values could be put into; take 'noising'")
         base, source = (clean, other) if direction == "noising" or isinstance(other, str) else (other, clean)

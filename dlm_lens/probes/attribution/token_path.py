@@ -14,7 +14,7 @@ from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, is_real,
 from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.attribution.passes import Passes, Side, repeated
-from dlm_lens.probes.attribution.setup import BothSides, Setup, Start
+from dlm_lens.probes.attribution.setup import ALONE, BothSides, Setup, Start
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Decisions, Target, named
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
@@ -159,7 +159,7 @@ def token_effects(
     """
     check_run(run)
     (at,) = chosen_indices("step", [step], run.steps, "token_effects: ")
-    first = Setup.of(model, run, None, target, [at], None, "noising", "token_effects")
+    first = Setup.of(model, run, ALONE, target, [at], None, "noising", "token_effects")
     if later is None:
         deciding = run.unmasked.any(-1).any(-1).nonzero().flatten().tolist()
         later = [one for one in deciding if one > at]
@@ -171,7 +171,7 @@ def token_effects(
     after = chosen_indices("step", later, run.steps, "token_effects: ") if len(later) else ()
     if not after or after[0] <= at:
         raise ValueError(f"token_effects: later is {list(after)}; give steps after step {at}")
-    last = Setup.of(model, run, None, target, after, None, "noising", "token_effects")
+    last = Setup.of(model, run, ALONE, target, after, None, "noising", "token_effects")
     first.source = last.source = "zero"  # no other run: start makes one pass
     decided = first.passes(first.base).decisions(at)
     row, position = decided.row.cpu(), decided.position.cpu()

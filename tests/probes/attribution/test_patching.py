@@ -1,5 +1,6 @@
 """Activation patching against the library's own hooks, and on a planted circuit."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from dlm_lens.probes import (
     LogProbability,
     activation_patching,
     attribution_patching,
+    edge_attribution,
+    faithfulness,
     missed_effects,
 )
 from dlm_lens.probes.lens_positions import PositionMask
@@ -177,6 +180,24 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             activation_patching(model, run, **{"corrupted": OTHERS, **arguments})
+
+
+def test_no_corrupted_run_is_refused() -> None:
+    """Values of the run itself change nothing: every effect was 0."""
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
+    estimate = attribution_patching(model, run, OTHERS)
+    circuit = edge_attribution(model, run, OTHERS, integration=1).circuit(5)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: activation_patching(model, run, None),
+        lambda: attribution_patching(model, run, None),
+        lambda: edge_attribution(model, run, None),
+        lambda: faithfulness(model, run, None, circuit),
+        lambda: missed_effects(model, run, None, estimate, top=2, subsets=8),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="corrupted is None; give a prompt with as many tokens"):
+            call()
 
 
 def test_a_difference_to_what_is_no_token_is_refused() -> None:
