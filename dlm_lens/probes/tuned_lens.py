@@ -5,7 +5,7 @@ It is saved with a digest of its model's weights.
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.adapters.registry import fills_masks
+from dlm_lens.arguments import Rule, checked_arguments, is_real, whole
 from dlm_lens.attention import (
     SinkLayout,
     attach_hooks,
@@ -87,9 +88,8 @@ class TunedLens:
         """The stream of a layer in the last one's basis, in float32."""
         if layer not in self.layers:
             return stream
-        place, wide = self.layers.index(layer), stream.float()
-        weight, bias = self.weight[place].to(wide), self.bias[place].to(wide)
-        return wide + wide @ weight.mT + bias
+        place = self.layers.index(layer)
+        return _mapped(stream, self.weight[place], self.bias[place])
 
     def check(self, model: Any) -> None:
         """Raise if the lens is not this model's.
@@ -146,6 +146,33 @@ class TunedLens:
 logger = logging.getLogger(__name__)
 
 
+def _mapped(
+    stream: Float[Tensor, "state d_model"], weight: Float[Tensor, "d_model d_model"], bias: Float[Tensor, "d_model"]
+) -> Float[Tensor, "state d_model"]:
+    """H + A h + b, in float32."""
+    wide = stream.float()
+    return wide + wide @ weight.to(wide).mT + bias.to(wide)
+
+
+class _Map(nn.Module):
+    """A_l and b_l of one layer in training.
+
+    Each layer has tensors of its own: the gradient of a part of a larger one is as large as the whole.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, width, device=device, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(width, device=device, dtype=torch.float32))
+
+
+@checked_arguments(
+    steps=whole(least=1),
+    batch_size=whole(least=1),
+    length=whole(least=2),
+    learning_rate=Rule("a number above 0", lambda value: is_real(value) and value > 0),
+    seed=whole(),
+)
 @exclusive
 @torch.enable_grad()
 def train_tuned_lens(
@@ -170,6 +197,9 @@ def train_tuned_lens(
     a linear decay to zero. A model whose runs attend block by block or through a window of masks is refused, unless
     every forward pass of it does: its windows would be seen as no canvas of a run is.
 
+    Memory: the maps (d_model^2 numbers a layer, in float32) four times, the states of a step in every layer, and
+    the logits of a few positions in one layer.
+
     Args:
         model: from `dlm_lens.load`.
         text: a UTF-8 file; not the text that the lens will be used on.
@@ -183,13 +213,8 @@ def train_tuned_lens(
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: a model without a tokenizer, one that is given the noise level, one of blocks that its sampler
-            lays out, a file of fewer than 2 tokens, or a setting below 1.
+            lays out, a file of fewer than 2 tokens, or a setting out of range.
     """
-    if min(steps, batch_size, length - 1) < 1 or learning_rate <= 0:
-        raise ValueError(
-            f"train_tuned_lens(steps={steps}, batch_size={batch_size}, length={length}, "
-            f"learning_rate={learning_rate}): steps and batch_size are at least 1, length 2, the rate above 0"
-        )
     if takes_noise_level(model):
         raise ValueError(
             f"{type(model).__name__} is given the noise level (time_conditioning), on which its last norm depends, "
@@ -199,32 +224,48 @@ def train_tuned_lens(
     ids, head = _ids(model, Path(text)), Unembedding(model)
     layers = tuple(range(len(attention_blocks(model)) - 1))
     width = int(model.config.hidden_size)
-    weight = nn.Parameter(torch.zeros(len(layers), width, width, device=head.device))
-    bias = nn.Parameter(torch.zeros(len(layers), width, device=head.device))
-    lens = TunedLens(weight, bias, layers, name_of(model), weights_digest(model))
-    optimizer = torch.optim.Adam([weight, bias], lr=learning_rate)
+    maps = [_Map(width, head.device) for _ in layers]
+    losses = [0.0]
+    if layers:
+        batches = tqdm(_batches(model, ids, steps, batch_size, length, seed), total=steps, disable=not progress)
+        losses = _trained(model, head, maps, batches, steps, learning_rate)
+    name = name_of(model)
+    logger.info("tuned lens of %s: mean KL over layers %.4g -> %.4g nats", name, losses[0], losses[-1])
+    training = {"text": Path(text).name, "tokens": len(ids), "steps": steps, "batch_size": batch_size}
+    training |= {"length": length, "learning_rate": learning_rate, "seed": seed, "last_loss": losses[-1]}
+    shape = (len(layers), width)
+    weight = torch.zeros(*shape, width, dtype=torch.float32)
+    bias = torch.zeros(shape, dtype=torch.float32)
+    for place, one in enumerate(maps):
+        weight[place], bias[place] = one.weight.detach(), one.bias.detach()
+    return TunedLens(weight, bias, layers, name, weights_digest(model), training)
+
+
+def _trained(
+    model: Any,
+    head: Unembedding,
+    maps: Sequence[_Map],
+    batches: Iterable[tuple[Int[Tensor, "batch position"], Bool[Tensor, "batch position"]]],
+    steps: int,
+    learning_rate: float,
+) -> list[float]:
+    """Train the maps, with the model's own weights frozen; the loss of every step."""
+    optimizer = torch.optim.Adam([each for one in maps for each in one.parameters()], lr=learning_rate)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     losses = []
     try:
         for parameter, _ in frozen:
             parameter.requires_grad_(False)
-        batches = _batches(model, ids, steps, batch_size, length, seed) if layers else ()
-        for batch in tqdm(batches, total=steps, disable=not progress):
-            loss = _loss(model, head, lens, *batch)
+        for batch in batches:
             optimizer.zero_grad()
-            loss.backward()
+            losses.append(_backward(model, head, maps, *batch))
             optimizer.step()
             decay.step()
-            losses.append(float(loss.detach()))
     finally:
         for parameter, wanted in frozen:
             parameter.requires_grad_(wanted)
-    losses = losses or [0.0]
-    logger.info("tuned lens of %s: mean KL over layers %.4g -> %.4g nats", lens.model, losses[0], losses[-1])
-    training = {"text": Path(text).name, "tokens": len(ids), "steps": steps, "batch_size": batch_size}
-    training |= {"length": length, "learning_rate": learning_rate, "seed": seed, "last_loss": losses[-1]}
-    return TunedLens(weight.detach().cpu(), bias.detach().cpu(), layers, lens.model, lens.digest, training)
+    return losses
 
 
 def _refuse_blocks(model: Any) -> None:
@@ -282,15 +323,18 @@ def _batches(
         yield tokens.masked_fill(masked, model.config.mask_token_id), learn
 
 
-def _loss(
+def _backward(
     model: Any,
     head: Unembedding,
-    lens: TunedLens,
+    maps: Sequence[_Map],
     tokens: Int[Tensor, "batch position"],
     learn: Bool[Tensor, "batch position"],
-) -> Float[Tensor, ""]:
-    """Mean KL over the layers and the positions, a few positions at a time."""
-    last = len(lens.layers)
+) -> float:
+    """Mean KL over the layers and the positions; its gradient is added up.
+
+    There are logits, and a graph, of one layer and a few positions at a time.
+    """
+    last = len(maps)
     batch, position = learn.nonzero(as_tuple=True)
     first, _ = computed_span(model, tokens.shape[1]) or (0, 0)
     reader = EntryReader(SinkLayout.of(model), len(tokens), batch, position - first)
@@ -298,9 +342,14 @@ def _loss(
     with torch.no_grad(), attach_hooks(model, reader, layers=range(last + 1)):
         decoder_of(model)(input_ids=tokens.to(device), use_cache=False)
     total = torch.zeros((), device=head.device)
-    with torch.no_grad():
-        target = head.logits(reader.streams[last]).float().log_softmax(-1)
-    for layer in lens.layers:
-        logs = head.logits(lens.translate(layer, reader.streams[layer].to(head.device))).float().log_softmax(-1)
-        total = total + kl_divergence(target, logs).sum()
-    return total / (len(batch) * max(1, last))
+    for start in range(0, len(batch), head.rows_at_once):
+        part = slice(start, start + head.rows_at_once)
+        with torch.no_grad():
+            target = head.logits(reader.streams[last][part]).float().log_softmax(-1)
+        for layer, one in enumerate(maps):
+            stream = _mapped(reader.streams[layer][part].to(head.device), one.weight, one.bias)
+            logs = head.logits(stream).float().log_softmax(-1)
+            loss = kl_divergence(target, logs).sum() / (len(batch) * last)
+            loss.backward()
+            total += loss.detach()
+    return float(total)
