@@ -198,13 +198,17 @@ class DiffusionBridge(TransformerBridge):
         collector.check_end(found.steps)
         return found, collector.result()
 
-    def bytes_per_step(self, names_filter: NamesFilter, positions: int, rows: int = 1) -> dict[str, int]:
+    def bytes_per_step(
+        self, names_filter: NamesFilter, positions: int, rows: int = 1, pos_slice: Any = None
+    ) -> dict[str, int]:
         """Bytes of each matching activation per step, for `rows` canvases of `positions` (guidance: twice).
 
+        With `pos_slice` those of the positions that it keeps, as in `denoise_with_cache`.
+
         Raises:
-            ValueError: fewer than one position or row.
+            ValueError: fewer than one position or row, or a position of `pos_slice` that is not there.
         """
-        return bytes_per_step(self, chosen_points(self, names_filter), positions, rows)
+        return bytes_per_step(self, chosen_points(self, names_filter), positions, rows, pos_slice)
 
     def diffusion_generate(self, *args: Any, **options: Any) -> NoReturn:
         """Refuse: TransformerLens calls a checkpoint's own sampler here, without steps and batches."""

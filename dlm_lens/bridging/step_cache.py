@@ -149,27 +149,52 @@ def chosen_points(bridge: Any, names_filter: NamesFilter) -> dict[str, list[str]
     return found
 
 
-def bytes_per_step(bridge: Any, points: Iterable[str], positions: int, rows: int = 1) -> dict[str, int]:
+def bytes_per_step(
+    bridge: Any, points: Iterable[str], positions: int, rows: int = 1, pos_slice: Any = None
+) -> dict[str, int]:
     """Bytes of every hook point's activation in one forward pass over `positions` canvas positions.
 
-    Measured in three passes over 1, 2 and 3 positions: an activation is at most quadratic in their number.
+    Measured in three passes over 1, 2 and 3 positions: an activation is at most quadratic in their number, and
+    linear in it along the axis that `pos_slice` cuts.
 
     Raises:
-        ValueError: fewer than one position or row.
+        ValueError: fewer than one position or row, or a position of `pos_slice` that an activation does not have.
     """
     for number, value in (("positions", positions), ("rows", rows)):
         whole(least=1).check(number, value)
     sizes: dict[str, list[int]] = {name: [] for name in points}
+    lengths: dict[str, list[int]] = {name: [] for name in sizes}
 
     def measure(tensor: Any, hook: Any) -> None:
         if isinstance(tensor, Tensor):
             sizes[hook.name].append(tensor.numel() * tensor.element_size())
+            if pos_slice is not None and tensor.ndim >= 2:
+                lengths[hook.name].append(tensor.shape[bridge._pos_slice_dim(hook.name, hook)])
 
     device = input_device(bridge.original_model)
     with torch.no_grad(), bridge.hooks(fwd_hooks=[(name, measure) for name in sizes]):
         for length in (1, 2, 3):
             bridge(torch.zeros(1, length, dtype=torch.long, device=device), use_cache=False)
-    return {name: rows * _extended(found, positions) for name, found in sizes.items() if found}
+    found = {name: rows * _extended(each, positions) for name, each in sizes.items() if each}
+    for name, each in lengths.items():
+        if each:
+            length = _extended(each, positions)
+            found[name] = found[name] // length * _kept_of(name, pos_slice, length)
+    return found
+
+
+def _kept_of(name: str, pos_slice: Any, length: int) -> int:
+    """How many of an activation's positions a `pos_slice` keeps.
+
+    Raises:
+        ValueError: it names one that the activation does not have.
+    """
+    try:
+        return Slice.unwrap(pos_slice).apply(torch.arange(length), dim=0).numel()
+    except IndexError:
+        raise ValueError(
+            f"pos_slice is {shown(pos_slice)}, and {name} has {length} positions, 0 to {length - 1}"
+        ) from None
 
 
 def _extended(sizes: list[int], positions: int) -> int:
@@ -213,7 +238,7 @@ class CacheCollector:
             ValueError: a step that the run does not have.
         """
         self.steps = chosen_steps(self.wanted, total)
-        costs = bytes_per_step(self.bridge, self.points, positions, rows)
+        costs = bytes_per_step(self.bridge, self.points, positions, rows, self.positions)
         needed = len(self.steps) * sum(costs.values())
         if self.device is None and len(devices(self.bridge.original_model)) > 1:
             # Layers on several devices: activations can be stacked and compared on one device only.

@@ -152,6 +152,28 @@ def test_a_request_that_does_not_fit_is_refused_with_the_number_and_the_remedy()
     assert len(calls) == 32
 
 
+@pytest.mark.parametrize("pos_slice", [-1, (2, 9), [0, 3, 4], slice(1, None, 2)])
+def test_a_pos_slice_makes_a_request_smaller(pos_slice: Any) -> None:
+    """The refusal names it as a remedy, and counted all positions with it too."""
+    tl = dl.bridge(tiny("sink_qwen"))
+    options: dict[str, Any] = {"steps": 2, "gen_length": 8, "pos_slice": pos_slice}
+    prompts = [[1, 2, 3, 4], [5, 6]]
+    _, cache = tl.denoise_with_cache(prompts, **options)
+    predicted = tl.bytes_per_step(None, positions=12, rows=2, pos_slice=pos_slice)
+    assert {name: cache[name, 0].nbytes for name in predicted} == predicted
+    assert sum(predicted.values()) < sum(tl.bytes_per_step(None, positions=12, rows=2).values()) / 1.5
+    _, again = tl.denoise_with_cache(prompts, max_bytes=cache.nbytes, **options)
+    assert again.nbytes == cache.nbytes
+    with pytest.raises(MemoryError, match="or a pos_slice"):
+        tl.denoise_with_cache(prompts, max_bytes=cache.nbytes - 1, **options)
+
+
+def test_a_pos_slice_of_a_position_that_is_not_there_is_refused() -> None:
+    tl = dl.bridge(tiny("llada"))
+    with pytest.raises(ValueError, match=r"pos_slice is 40, and blocks.0.hook_in has 12 positions, 0 to 11"):
+        tl.denoise_with_cache([[1, 2, 3, 4]], names_filter="blocks.0.hook_resid_pre", pos_slice=40, gen_length=8)
+
+
 def test_without_max_bytes_the_free_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dlm_lens.bridging.step_cache.free_bytes", lambda device: 1_000_000)
     tl = dl.bridge("toy")
