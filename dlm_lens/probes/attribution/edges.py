@@ -221,7 +221,9 @@ def _scores(kept: Streams, value: Tensor, differences: Differences) -> Float[Ten
     found = torch.autograd.grad(value, wanted, retain_graph=True, allow_unused=True)
     grads = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
     rows = differences.embed.shape[0]
-    scores = differences.embed.new_zeros(rows, len(graph.sources), len(graph.destinations))
+    # In half precision the sum over the passes of an integral would lose what each of them adds.
+    wide = torch.promote_types(differences.embed.dtype, torch.float32)
+    scores = differences.embed.new_zeros(rows, len(graph.sources), len(graph.destinations), dtype=wide)
     for layer in layers:
         before = graph.heads_at(layer).start
         reads = _read_gradients(kept, layer, [grads[i * graph.layers + layer] for i in range(3)])

@@ -23,7 +23,7 @@ class SoftmaxEffects:
 
     G_ij = dL/dz_i . v_j is the gradient of the pattern A, m_i = sum_j A_ij G_ij, and dL/ds_ij = A_ij (G_ij - m_i)
     that of the scores s. A spare entry of the softmax is one more key with G = 0. The pattern is formed again from
-    q and k, a few queries at a time.
+    q and k, a few queries at a time; sums over them are in float64, and results in float32 at least.
 
     Args:
         inputs: of the layer in the base's pass.
@@ -51,21 +51,21 @@ class SoftmaxEffects:
     def of_queries(self, other: Float[Tensor, "batch query head d_head"]) -> Float[Tensor, "batch head query"]:
         """sum_j G_ij (A'_ij - A_ij) for every query i, where A' has the other queries."""
         other = (other if other.shape[1] == self.inputs.q.shape[2] else other[:, self.inputs.own]).transpose(1, 2)
-        found = torch.zeros_like(self.gradient[..., 0])
+        found = self.gradient.new_zeros(self.gradient.shape[:3], dtype=torch.float64)
         for rows in self._tiles():
             change = self._pattern(self._scores(rows, other, self.inputs.k), rows)
             change = change - self._pattern(self._scores(rows), rows)
             found[:, :, rows] = (change * self._weights(rows)).sum(-1)
-        return found
+        return found.to(self._wide)
 
     def of_keys(self, other: Float[Tensor, "batch key kv_head d_head"]) -> Float[Tensor, "batch kv_head"]:
         """sum_ij G_ij (A'_ij - A_ij), where A' has the other keys, all at once."""
-        found = self.gradient.new_zeros(self.gradient.shape[:2])
+        found = self.gradient.new_zeros(self.gradient.shape[:2], dtype=torch.float64)
         for rows in self._tiles():
             change = self._pattern(self._scores(rows, self.inputs.q, other.transpose(1, 2)), rows)
             change = change - self._pattern(self._scores(rows), rows)
             found += (change * self._weights(rows)).sum((-2, -1))
-        return self._grouped(found)
+        return self._grouped(found.to(self._wide))
 
     def of_each_key(self, other: Float[Tensor, "batch key kv_head d_head"]) -> Float[Tensor, "batch kv_head key"]:
         """As `of_keys` with one other key j at a time (2403.00745, section 3.1.1 and its appendix on fast keys).
@@ -87,11 +87,11 @@ class SoftmaxEffects:
 
     def of_log_scale(self) -> Float[Tensor, "batch head key"]:
         """dL/d lambda_j where lambda_j is added to every score of key j: sum_i A_ij (G_ij - m_i)."""
-        found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2])
+        found = self.gradient.new_zeros(*self.gradient.shape[:2], self.inputs.k.shape[2], dtype=torch.float64)
         for rows in self._tiles():
             pattern, weights = self._pattern(self._scores(rows), rows), self._weights(rows)
             found += (pattern * (weights - (pattern * weights).sum(-1, keepdim=True))).sum(-2)
-        return found
+        return found.to(self._wide)
 
     def _reweighted(
         self, rows: slice, others: Float[Tensor, "batch head tile key"] | None
