@@ -80,14 +80,15 @@ class ClassReadability(ShowsItself):
             layer: whose probe.
             of: "class" (the probe), "shuffled" (a probe of shuffled classes), "place" (the most frequent class at
                 the place) or "token": the model's most likely token is the final one.
-            step: of the run; None for all.
+            step: of the run, negative from the end; None for all.
 
         Raises:
-            ValueError: a layer that was not read, or another `of`.
+            ValueError: a layer that was not read, another `of`, or a step that the run does not have.
         """
         right, counted = self._right(layer, of), self._counted
         if step is not None:
-            right, counted = right[step : step + 1], counted[step : step + 1]
+            at = list(chosen_indices("step", [step], len(counted), "accuracy: "))
+            right, counted = right[at], counted[at]
         return self._mean(right[counted].float(), counted.nonzero()[:, 1], SHARE_BOUNDS)
 
     def class_at(self, layer: int, of: str = "class") -> Int[Tensor, "batch position"]:

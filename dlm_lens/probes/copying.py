@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments, whole
+from dlm_lens.arguments import check_index, checked_arguments, whole
 from dlm_lens.attention import HookLike, exclusive, predicting_position
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import LayerStep, PatternReducer, rerun
@@ -186,7 +186,7 @@ class RetrievalHeads(ShowsItself):
         """Score ("hits") or "mass" of a head, with its interval over prompts.
 
         Raises:
-            ValueError: a layer that was not measured, or another measure.
+            ValueError: a layer that was not measured, a head that does not exist, or another measure.
         """
         return estimate(self._pair(layer, head, measure).numpy(), mean_of, bounds=SHARE_BOUNDS, seed=self.seed)
 
@@ -194,7 +194,7 @@ class RetrievalHeads(ShowsItself):
         """The score minus what it would be by chance.
 
         Raises:
-            ValueError: a layer that was not measured, or another measure.
+            ValueError: a layer that was not measured, a head that does not exist, or another measure.
         """
         both = [self._pair(layer, head, one) for one in (measure, f"chance {measure}")]
         return estimate(torch.cat(both, -1).numpy(), difference_of, bounds=CORRELATION_BOUNDS, seed=self.seed)
@@ -221,6 +221,7 @@ class RetrievalHeads(ShowsItself):
             raise ValueError(f"layer {layer} was not measured; there are {', '.join(map(str, self.layers))}")
         if measure not in MEASURES[1:]:
             raise ValueError(f"measure is {measure!r}; it must be 'hits' or 'mass'")
+        check_index("head", head, self.sums.shape[2], "RetrievalHeads: ")
         return self.sums[:, self.layers.index(layer), head][:, [MEASURES.index(measure), 0]].double()
 
 

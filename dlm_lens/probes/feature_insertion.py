@@ -94,7 +94,7 @@ class InsertionLoss(ShowsItself):
             layer: of the autoencoder.
             insertion: one of `insertions`.
             place: one of `places`; "" for the first.
-            steps: steps of the run that count; None for all recorded ones.
+            steps: steps of the run that count, negative from its end; None for all that were measured.
 
         Raises:
             ValueError: what was not measured.
@@ -167,7 +167,13 @@ class InsertionLoss(ShowsItself):
 
     def _sum(self, values: Tensor, steps: Iterable[int] | None = None) -> Floats:
         """Sums over the steps, one per row."""
-        at = list(range(len(self.steps))) if steps is None else [self.steps.index(step) for step in steps]
+        at = list(range(len(self.steps)))
+        if steps is not None:
+            chosen = chosen_indices("step", steps, self.run.steps, "InsertionLoss: ")
+            if missing := [step for step in chosen if step not in self.steps]:
+                listed = ", ".join(map(str, self.steps))
+                raise ValueError(f"step {missing[0]} was not measured; there are {listed}")
+            at = [self.steps.index(step) for step in chosen]
         found: Floats = values[at].double().sum(0).numpy()
         return found
 
@@ -250,7 +256,7 @@ def insertion_loss(
         ValueError: a run of another model, an autoencoder that does not fit, two of one layer, an unknown place or
             null, a step that does not exist, or a reference of another shape.
     """
-    given = [saes] if isinstance(saes, SparseAutoencoder) else list(saes)
+    given = list(saes) if isinstance(saes, Iterable) else [saes]
     _check(model, given, places, nulls)
     stored = StoredRun(model, run)
     right = result_of(stored) if reference is None else torch.as_tensor(reference)

@@ -118,6 +118,9 @@ def test_the_nulls_and_the_times(run: tuple[Any, DenoisingRun]) -> None:
                 right += TOKEN_CLASSES[int(found.read[1, step, row, place])] == names[row, place]
         assert by_step[step] == pytest.approx((right - before[0]) / (total - before[1]))
     assert found.accuracy(1).value == pytest.approx(right / total)
+    assert found.accuracy(1, step=-1).value == pytest.approx(by_step[done.steps - 1])
+    with pytest.raises(ValueError, match=f"accuracy: step {done.steps} of {done.steps}"):
+        found.accuracy(1, step=done.steps)
     token = (found.settled.token == done.tokens) & found.settled.predicted & found.held_out[:, None]
     assert found.accuracy(0, "token").value == pytest.approx(int(token.sum()) / total)
     gaps = []

@@ -123,6 +123,9 @@ def test_a_planted_copying_head_is_found_and_uniform_heads_are_at_chance() -> No
     assert repr(found).startswith(f"RetrievalHeads({found.decisions} of {found.decided} decided tokens")
     with pytest.raises(ValueError, match="measure is 'heat'; it must be 'hits' or 'mass'"):
         found.table("heat")
+    for call in (found.score, found.excess):
+        with pytest.raises(ValueError, match="head 4 of 4"):
+            call(0, 4)
 
 
 @pytest.mark.parametrize("copies", [[0, 1, 2, 3, 4, 5, 6], [2, 9, 11]])

@@ -191,3 +191,20 @@ def test_wrong_arguments_are_refused(given, why):
         insertion_loss(model, run, autoencoder(model), **given)
     with pytest.raises(ValueError, match=r"autoencoders of the layers \[1, 1\]; give at least one"):
         insertion_loss(model, run, [autoencoder(model), autoencoder(model)])
+    with pytest.raises(ValueError, match="insertion_loss: None is no SparseAutoencoder; read one with load_sae"):
+        insertion_loss(model, run, None)
+
+
+def test_steps_of_a_result_are_those_that_were_measured():
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, **RUN)
+    found = insertion_loss(model, run, autoencoder(model), steps=[0, -1], places=["all"], nulls=[])
+    last = run.steps - 1
+    assert str(found.added(1, steps=[-1])) == str(found.added(1, steps=[last]))
+    for steps, why in (
+        ([1], f"step 1 was not measured; there are 0, {last}"),
+        ([99], f"step 99 of {run.steps}"),
+        (0, "steps is 0; give a list"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            found.added(1, steps=steps)

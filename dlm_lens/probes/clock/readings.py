@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import place_of_layer
+from dlm_lens.arguments import LARGEST_COUNT, place_of_layer, whole
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.clock.states import QUANTITIES
 from dlm_lens.shapes import check_shapes
@@ -191,8 +191,9 @@ class ClockReading(ShowsItself):
         """The true label against the mean label read, in equal bins of the true one; intervals over prompts.
 
         Raises:
-            ValueError: a class or a layer that the clock does not have.
+            ValueError: a class or a layer that the clock does not have, or fewer than one bin.
         """
+        whole(least=1, most=LARGEST_COUNT).check("by_label: bins", bins)
         kind, place = self.kind_index(name), self.layer_index(layer)
         known = self.label.isfinite()
         bin_of = (self.label.nan_to_num() * bins + 1e-9).long().clamp(0, bins - 1)

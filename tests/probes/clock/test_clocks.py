@@ -204,6 +204,8 @@ def test_what_a_reading_follows_is_the_nearest_line_of_the_training_labels() -> 
     early = y < 0.5
     assert binned.positions.tolist() == [early.sum(), (~early).sum()]
     assert binned.label.tolist() == pytest.approx([y[early].mean(), y[~early].mean()])
+    with pytest.raises(ValueError, match="by_label: bins is 0; it must be a whole number of at least 1"):
+        found.by_label("open", 1, bins=0)
     assert binned.read.tolist() == pytest.approx([p[early].mean(), p[~early].mean()], abs=1e-5)
 
 
