@@ -17,7 +17,7 @@ from dlm_lens.printable import shown
 from dlm_lens.probes.lens_positions import GivenLensPositions, LensPositions, choose_positions
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.tuned_lens import TunedLens
-from dlm_lens.probes.unembedding import Unembedding, lens_change, lens_measures
+from dlm_lens.probes.unembedding import Unembedding, lens_measures
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
@@ -309,15 +309,10 @@ class _Entries:
         """All fields of a step's entries; those with hooks are called hooked_..., their KL is `change`."""
         place = self._places(step)
         written, predicted = place["written"], place["predicted"]
-        plain = self._streams(self.stored, step, place)
+        runs = [self.stored] if self.hooked is None else [self.stored, self.hooked]
+        passes = [self._streams(run, step, place) for run in runs]
         self.head.sigma = self.stored.sigma
-        given = (self.layers, written, predicted, self.top, self.translate)
-        found = lens_measures(self.head, plain, *given)
-        if self.hooked is not None:
-            hooked = self._streams(self.hooked, step, place)
-            measured = lens_measures(self.head, hooked, *given)
-            found |= {f"hooked_{name}": value for name, value in measured.items()}
-            found["change"] = lens_change(self.head, plain, hooked, self.layers, self.translate)
+        found = lens_measures(self.head, passes, self.layers, written, predicted, self.top, self.translate)
         return {name: value for name, value in place.items() if name != "written"} | found
 
     def _places(self, step: int) -> dict[str, Tensor]:

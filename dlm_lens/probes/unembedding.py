@@ -73,7 +73,7 @@ def without_mask(model: Any, logits: Float[Tensor, "state d_vocab"]) -> Float[Te
 
 def lens_measures(
     head: Unembedding,
-    streams: Sequence[Float[Tensor, "entry d_model"]],
+    passes: Sequence[Sequence[Float[Tensor, "entry d_model"]]],
     layers: Sequence[int],
     written: Int[Tensor, "entry"],
     predicted: Bool[Tensor, "entry"],
@@ -84,7 +84,8 @@ def lens_measures(
 
     Args:
         head: the model's unembedding.
-        streams: outputs of `layers`, then that of the network's last layer.
+        passes: of one pass or two, without and with hooks, the outputs of `layers`, then that of the network's last
+            layer.
         layers: index of each stream's layer.
         written: id of the token that was finally decoded; -1 for none.
         predicted: whether the model is trained to predict there.
@@ -93,29 +94,28 @@ def lens_measures(
 
     Returns:
         top_tokens and top_probabilities [entry, layer, top], entropy, kl and rank [entry, layer]. kl (NaN) and rank
-        (-1) are undefined where not `predicted`, the rank also where `written` is -1.
+        (-1) are undefined where not `predicted`, the rank also where `written` is -1. Of two passes also those of
+        the second, called hooked_..., and change [entry, layer], KL(first || second) in nats.
     """
     rows = head.rows_at_once
     parts = []
-    for start in range(0, len(written), rows):
+    # Of no entries one empty part has the shapes.
+    for start in range(0, max(1, len(written)), rows):
         part = slice(start, start + rows)
-        final = head.log_probabilities(streams[-1][part])
-        token, wanted = written[part].to(final.device), predicted[part].to(final.device)
-        parts.append(
-            [
-                _measures_of_layer(
-                    head, head.log_probabilities(translate(layer, stream[part])), final, token, wanted, top
-                )
-                for layer, stream in zip(layers, streams, strict=False)
-            ]
-        )
-    shape = (0, len(layers))
-    blank = {"top_tokens": torch.empty(*shape, top).long(), "top_probabilities": torch.empty(*shape, top)}
-    blank |= {"entropy": torch.empty(shape), "kl": torch.empty(shape), "rank": torch.empty(shape).long()}
-    return {
-        name: torch.cat([torch.stack([layer[name] for layer in part], 1) for part in parts]) if parts else empty
-        for name, empty in blank.items()
-    }
+        final = [head.log_probabilities(streams[-1][part]) for streams in passes]
+        token, wanted = written[part].to(final[0].device), predicted[part].to(final[0].device)
+        of_layers = []
+        for place, layer in enumerate(layers):
+            # The logits of a layer are computed once, for its measures and for the comparison of the passes.
+            logs = [head.log_probabilities(translate(layer, streams[place][part])) for streams in passes]
+            found = _measures_of_layer(head, logs[0], final[0], token, wanted, top)
+            for other, last in zip(logs[1:], final[1:], strict=True):
+                hooked = _measures_of_layer(head, other, last, token, wanted, top)
+                found |= {f"hooked_{name}": value for name, value in hooked.items()}
+                found["change"] = kl_divergence(logs[0], other).float().cpu()
+            of_layers.append(found)
+        parts.append({name: torch.stack([each[name] for each in of_layers], 1) for name in of_layers[0]})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _measures_of_layer(
@@ -132,23 +132,6 @@ def _measures_of_layer(
     found |= {"entropy": torch.special.entr(logs.exp()).sum(-1).float(), "rank": rank}
     found["kl"] = kl_divergence(final, logs).masked_fill(~predicted, torch.nan).float()
     return {name: value.cpu() for name, value in found.items()}
-
-
-def lens_change(
-    head: Unembedding,
-    plain: Sequence[Tensor],
-    hooked: Sequence[Tensor],
-    layers: Sequence[int],
-    translate: Translate,
-) -> Float[Tensor, "entry layer"]:
-    """KL(plain || hooked) of the distributions that the lens reads in each layer, in nats."""
-    rows = max(1, head.rows_at_once)
-    found = []
-    for layer, one, two in zip(layers, plain, hooked, strict=False):
-        parts = zip(one.split(rows), two.split(rows), strict=True)
-        logs = ([head.log_probabilities(translate(layer, stream)) for stream in pair] for pair in parts)
-        found.append(torch.cat([kl_divergence(*pair).float().cpu() for pair in logs]))
-    return torch.stack(found, 1)
 
 
 def kl_divergence(p: Float[Tensor, "state d_vocab"], q: Float[Tensor, "state d_vocab"]) -> Float[Tensor, "state"]:

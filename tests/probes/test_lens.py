@@ -12,6 +12,7 @@ from dlm_lens.attention import Hook
 from dlm_lens.hooks import mask_positions
 from dlm_lens.hooks.positions import PositionClass, where
 from dlm_lens.probes import LogitLens, logit_lens, sink_updates, sink_writes
+from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording import rerun
 from dlm_lens.testing import tiny
 from tests.recording.reference import alone
@@ -383,6 +384,32 @@ def test_chunks_of_entries_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("entropy", "kl", "change", "top_probabilities"):
         # Another number of rows may take another kernel.
         torch.testing.assert_close(getattr(one, name), getattr(two, name), equal_nan=True, atol=1e-5, rtol=1e-4)
+
+
+def test_logits_are_computed_once_for_each_layer_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large vocabulary the head takes most of the time; `change` computed them again."""
+    model, run = started("llada")
+    logits, counts = Unembedding.logits, []
+
+    def counted(self: Unembedding, stream: Tensor) -> Tensor:
+        counts.append(len(stream))
+        return logits(self, stream)
+
+    monkeypatch.setattr(Unembedding, "logits", counted)
+    for hooks, passes in (((), 1), ((mask_positions(3),), 2)):
+        counts.clear()
+        lens = logit_lens(model, run, [10, 11], hooks=hooks)
+        assert sum(counts) == len(lens.step) * passes * (len(lens.layers) + 1)  # the last one is the reference too
+
+
+@pytest.mark.parametrize("name", ["llada", "ar"])
+def test_no_entries_have_no_measures(name: str) -> None:
+    model, run = started(name)
+    lens = logit_lens(model, run, torch.zeros_like(run.unmasked), hooks=[mask_positions(3)], top=2)
+    assert lens.top_tokens.shape == (0, 2, 2)
+    assert lens.change is not None
+    assert lens.change.shape == lens.kl.shape == (0, 2)
+    assert len(lens.table()) == len(lens.summary()) == 0
 
 
 def test_what_cannot_be_read_is_refused() -> None:
