@@ -138,7 +138,9 @@ def place_of_layer(layer: Any, layers: Sequence[int]) -> int:
     return layers.index(layer)
 
 
-def chosen_indices(name: str, indices: Iterable[int] | None, count: int, prefix: str = "") -> tuple[int, ...]:
+def chosen_indices(
+    name: str, indices: Iterable[int] | None, count: int, prefix: str = "", *, argument: str = ""
+) -> tuple[int, ...]:
     """The indices of layers, heads or steps that an argument chooses, in increasing order and each once.
 
     They are Python's ints, so that records can store them.
@@ -148,19 +150,23 @@ def chosen_indices(name: str, indices: Iterable[int] | None, count: int, prefix:
         indices: negative ones count from the end, and may be numpy's or a tensor's; None for all.
         count: how many there are.
         prefix: text before a message, such as "replay: ".
+        argument: its name in a message; by default the plural of `name`.
 
     Raises:
-        ValueError: an index that does not exist, no index at all, or a number in the place of a list.
+        ValueError: an index that does not exist, no index at all, or a number or a word in the place of a list.
     """
+    argument = argument or f"{name}s"
+    if isinstance(indices, str | bytes):
+        raise ValueError(f"{prefix}{argument} is {shown(indices)}; give a list of whole numbers, or None for all")
     if indices is not None and not isinstance(plain_number(indices), Iterable):
         raise ValueError(
-            f"{prefix}{name}s is {indices!r}; give a list, such as {name}s=[{indices!r}], or None for all"
+            f"{prefix}{argument} is {indices!r}; give a list, such as {argument}=[{indices!r}], or None for all"
         )
     chosen = range(count) if indices is None else tuple(indices)
     for index in chosen:
         check_index(name, index, count, prefix)
     if not chosen:
-        raise ValueError(f"{prefix}{name}s is empty; give at least one index, or None for all")
+        raise ValueError(f"{prefix}{argument} is empty; give at least one index, or None for all")
     return tuple(sorted({int(index) % count for index in chosen}))
 
 

@@ -1,6 +1,5 @@
 """`reconstruct`, `scale_features`, `ablate_features`, `steer_feature`: an activation edited by its features."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dlm_lens.arguments import chosen_indices, listed_indices, store_plain_numbers
+from dlm_lens.arguments import FINITE, chosen_indices, is_real, listed_indices, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, RunStep, Site
 from dlm_lens.features import SparseAutoencoder, load_sae
 from dlm_lens.hooks.positions import GivenPositions, Positions, read_positions, spread, where
 from dlm_lens.hooks.schedules import Schedule, check_schedule, shown_schedule, spread_weights, weights_of
+from dlm_lens.printable import shown
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,8 +46,9 @@ class EditFeatures(Hook):
             raise ValueError(f"{who}: {self.sae!r:.60} is no SparseAutoencoder; read one with load_sae")
         if self.sae.layer is None:
             raise ValueError(f"{who}: {self.sae} does not say of which layer it is; give load_sae(..., layer=)")
-        if not math.isfinite(self.amount):
-            raise ValueError(f"{who}: {self.amount} is not finite")
+        if not is_real(self.amount):
+            amount = "factor" if self.kind == "scale" else "strength"
+            raise ValueError(f"{who}: {amount} is {shown(self.amount)}; it must be {FINITE}")
         if self.kind != "reconstruct":
             if not len(self.features):
                 raise ValueError(f"{who}: no feature; give at least one")

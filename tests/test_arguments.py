@@ -98,6 +98,10 @@ def test_a_number_in_the_place_of_a_list_is_named() -> None:
         ValueError, match=r"^patching: steps is 3; give a list, such as steps=\[3\], or None for all$"
     ):
         chosen_indices("step", 3, 8, "patching: ")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^explain is 3; give a list, such as explain=\[3\], or None for all$"):
+        chosen_indices("position", 3, 8, argument="explain")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^steps is 'all'; give a list of whole numbers, or None for all$"):
+        chosen_indices("step", "all", 8)  # type: ignore[arg-type]
     assert chosen_indices("step", [-1, 3, 3], 8) == (3, 7)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, instance, place_of_layer
+from dlm_lens.arguments import INDICES, ONE_SEED, Rule, checked_arguments, chosen_indices, instance, place_of_layer
 from dlm_lens.attention import HookLike, SinkLayout, attach_hooks, attention_blocks, checked, exclusive
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.printable import shown
@@ -26,6 +26,17 @@ from dlm_lens.sinks import Sinks
 from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, estimate_mean
 
 PER_LAYER = ("entropy", "kl", "rank")
+
+
+def _positions(value: Any) -> bool:
+    flags = isinstance(value, Tensor) and value.dtype == torch.bool
+    return flags or isinstance(value, str | Sinks) or INDICES.holds(value)
+
+
+POSITIONS = Rule(
+    "Sinks, a class such as 'masked', a list of whole numbers, a tensor of truth values, or None for all",
+    _positions,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,10 +265,7 @@ def logit_lens(
             raise ValueError(
                 f"{name} is {shown(value)}; give a list, such as {name}=[{shown(value)}], or None for all"
             )
-        flags = name == "positions" and isinstance(value, Tensor) and value.dtype == torch.bool
-        named = name == "positions" and isinstance(value, str | Sinks)
-        if value is not None and not flags and not named:
-            INDICES.check(name, value)
+        (POSITIONS if name == "positions" else INDICES).check(name, [0] if value is None else value)
     hooks = checked(hooks)
     stored, head = StoredRun(model, run, warn=not len(hooks)), Unembedding(model)
     hooked = StoredRun(model, run, hooks=hooks, carried="keys") if len(hooks) else None

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
+from dlm_lens.arguments import listed_indices
 from dlm_lens.attention import Hook, exclusive, predicting_position
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import mask_random, mask_sinks
@@ -189,7 +190,8 @@ def sink_mechanism(
     """
     if family_of(model.config.model_type).causal:
         raise ValueError("an AR model decodes from left to right whatever is masked; sink_mechanism takes a DLM")
-    if per not in ("head", "layer") or not len(controls):
+    controls = listed_indices("control", controls, "sink_mechanism: ")
+    if per not in ("head", "layer") or not controls:
         raise ValueError(
             f"sink_mechanism(per={per!r}, controls={controls!r}): per is 'head' or 'layer', one control at least"
         )
@@ -227,7 +229,7 @@ def sink_mechanism(
         later_control=torch.stack([later(other) for other in others]).mean(0),
         tokens_changed=torch.stack([with_sinks.tokens_changed.float(), _mean_changed(others)]),
         rule=sinks.rule,
-        controls=tuple(controls),
+        controls=controls,
     )
 
 

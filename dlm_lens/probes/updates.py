@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import Rule, checked_arguments, is_real
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.norms import TIE
@@ -30,6 +30,8 @@ from dlm_lens.statistics import (
     ratio_of,
     summed,
 )
+
+ATTENDS = Rule("a share of attention, from 0 to below 1", lambda value: is_real(value) and 0 <= value < 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +69,7 @@ class SinkUpdates(ShowsItself):
 
     def __post_init__(self) -> None:
         check_shapes(self, layer=len(self.layers))
-        if not 0 <= self.attends < 1:
-            raise ValueError(f"attends is {self.attends}; it is a share of attention, from 0 to below 1")
+        ATTENDS.check("attends", self.attends)
 
     def __repr__(self) -> str:
         return f"SinkUpdates({self.mass.shape[0]} steps, {len(self.layers)} layers; sinks by {self.rule})"
@@ -118,7 +119,7 @@ class SinkUpdates(ShowsItself):
         }
 
 
-@checked_arguments(sinks=FOUND)
+@checked_arguments(sinks=FOUND, attends=ATTENDS)
 @exclusive
 def sink_updates(
     model: Any,
@@ -150,8 +151,6 @@ def sink_updates(
         ValueError: sinks of another run or level or of some heads, a layer without sinks, a share out of range.
     """
     check_run(run)
-    if not 0 <= attends < 1:
-        raise ValueError(f"attends is {attends}; it is a share of attention, from 0 to below 1")
     if sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have {list(sinks.is_sink.shape[:2])} steps and prompts, "

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices
+from dlm_lens.arguments import INDICES, ONE_SEED, checked_arguments, chosen_indices, whole
 from dlm_lens.attention import HookLike, SinkLayout, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.unembedding import Unembedding
@@ -106,7 +106,7 @@ class SinkWrites(ShowsItself):
         return pd.DataFrame(lines)
 
 
-@checked_arguments(steps=INDICES, seed=ONE_SEED)
+@checked_arguments(steps=INDICES, seed=ONE_SEED, limit=whole(least=1))
 @torch.no_grad()
 @exclusive
 def sink_writes(
@@ -156,8 +156,8 @@ def sink_writes(
             "level 'head'"
         )
     check_all_heads(sinks.is_sink.shape[3], int(model.config.num_attention_heads), "sink_writes")
-    if limit < 1 or not 1 <= top <= head.vocabulary:
-        raise ValueError(f"sink_writes(limit={limit}, top={top}): both are at least 1, top at most the vocabulary")
+    if not 1 <= top <= head.vocabulary:
+        raise ValueError(f"sink_writes: top is {top}; it must be from 1 to {head.vocabulary}")
     chosen = chosen_indices("step", steps, run.steps, "sink_writes: ")
     places = _layer_places(sinks, layers, len(attention_blocks(model)))
     entries, is_sink = _entries(run, sinks, chosen, places, limit, seed)

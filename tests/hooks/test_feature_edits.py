@@ -196,7 +196,12 @@ def test_an_expression_reads_an_autoencoder_by_its_path(tmp_path):
     [
         (lambda sae: steer_feature(sae, 24, 1.0), "feature"),
         (lambda sae: scale_features(sae, [], 1.0), "no feature; give at least one"),
-        (lambda sae: steer_feature(sae, 3, float("nan")), "nan is not finite"),
+        (
+            lambda sae: steer_feature(sae, 3, float("nan")),
+            "strength is nan; it must be a finite number",
+        ),
+        (lambda sae: steer_feature(sae, 3, None), "steer_feature: strength is None"),
+        (lambda sae: scale_features(sae, 3, "a"), "scale_features: factor is 'a'; it must be a finite number"),
         (lambda sae: reconstruct(3), "3 is no SparseAutoencoder"),
         (lambda sae: reconstruct(sae, positions="masked ones"), "positions is 'masked ones'"),
         (lambda sae: until_committed(reconstruct(sae), torch.zeros(2, 3)), "give whole numbers"),

@@ -426,6 +426,10 @@ def test_what_cannot_be_read_is_refused() -> None:
         ({"steps": 2}, r"steps is 2; give a list, such as steps=\[2\]"),
         ({"layers": 0}, r"layers is 0; give a list, such as layers=\[0\]"),
         ({"steps": [-5]}, "or from -4 to -1"),
+        (
+            {"positions": run.unmasked.numpy()},
+            r"positions is a ndarray bool \[4, 2, 17\]; it must be Sinks, a class such as 'masked', a list",
+        ),
     ):
         with pytest.raises(ValueError, match=sentence):
             logit_lens(model, run, **settings)
@@ -434,6 +438,10 @@ def test_what_cannot_be_read_is_refused() -> None:
         logit_lens(model, run, other)
     with pytest.raises(ValueError, match="level 'head'"):
         sink_writes(model, run, other)
+    with pytest.raises(ValueError, match=r"limit is 1\.5; it must be a whole number of at least 1"):
+        sink_writes(model, run, other, limit=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attends is 'half'; it must be a share of attention"):
+        sink_updates(model, run, other, attends="half")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="DenoisingRun"):
         logit_lens(model, run.canvases)
     assert isinstance(logit_lens(model, run, [0], steps=[0]), LogitLens)

@@ -141,6 +141,8 @@ def test_what_has_no_order_to_choose_is_refused() -> None:
         sink_mechanism(tiny("causal"), PROMPTS, RULE, gen_length=4)
     with pytest.raises(ValueError, match="one control at least"):
         sink_mechanism(tiny("llada"), PROMPTS, RULE, controls=(), **RUN)
+    with pytest.raises(ValueError, match=r"controls is 1\.5; give at least one control as a whole number"):
+        sink_mechanism(tiny("llada"), PROMPTS, RULE, controls=1.5, **RUN)
     with pytest.raises(ValueError, match="there is no sink"):
         sink_mechanism(tiny("llada"), PROMPTS, dl.AboveMean(1000.0), **RUN)
 

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import Hook, PointContext, Site, attention_blocks, attention_of, exclusive, output_weight
 from dlm_lens.attention.layers import output_projection
-from dlm_lens.probes.attribution.circuits import Circuit
+from dlm_lens.probes.attribution.circuits import CIRCUIT, Circuit
 from dlm_lens.probes.attribution.contract import Contract
 from dlm_lens.probes.attribution.edges import check_edges
 from dlm_lens.probes.attribution.passes import Passes
@@ -72,7 +72,7 @@ class Faithfulness:
         return estimate(sums, ratio_of, seed=self.seed)
 
 
-@checked_arguments(steps=None)
+@checked_arguments(steps=None, circuit=CIRCUIT)
 @torch.no_grad()
 @exclusive
 def faithfulness(

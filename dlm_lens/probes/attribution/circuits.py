@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.arguments import checked_arguments, instance, whole
 from dlm_lens.probes.attribution.edge_graph import EdgeGraph
 
 
@@ -83,6 +84,11 @@ class CircuitOverlap:
         )
 
 
+CIRCUIT = instance(Circuit, "a Circuit, such as EdgeScores.circuit(50)")
+"""What an argument that takes edges must be; the scores of `edge_attribution` are of all edges."""
+
+
+@checked_arguments(one=CIRCUIT, two=CIRCUIT, draws=whole(least=1))
 def circuit_overlap(one: Circuit, two: Circuit, *, draws: int = 1000, seed: int = 0) -> CircuitOverlap:
     """The overlap of two circuits of networks with equal graphs, and that of random edges.
 

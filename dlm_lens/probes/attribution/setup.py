@@ -280,7 +280,7 @@ def _wanted(stored: StoredRun, explain: Sequence[int] | None, who: str) -> Bool[
     predicted = torch.stack([stored.predicted(step).cpu() for step in range(run.steps)])
     if explain is None:
         return predicted & run.unmasked
-    places = chosen_indices("position", explain, run.tokens.shape[1], f"{who}: ")
+    places = chosen_indices("position", explain, run.tokens.shape[1], f"{who}: ", argument="explain")
     named_ = torch.zeros(run.tokens.shape[1], dtype=torch.bool)
     named_[list(places)] = True
     # A position that the result leaves open has no final token.

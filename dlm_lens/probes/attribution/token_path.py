@@ -168,8 +168,8 @@ def token_effects(
                 f"token_effects: no step after step {at} of the run's {run.steps} decides a token; give an earlier "
                 "step, or a run of more steps"
             )
-    after = chosen_indices("step", later, run.steps, "token_effects: ") if len(later) else ()
-    if not after or after[0] <= at:
+    after = chosen_indices("step", later, run.steps, "token_effects: ", argument="later")
+    if after[0] <= at:
         raise ValueError(f"token_effects: later is {list(after)}; give steps after step {at}")
     last = Setup.of(model, run, ALONE, target, after, None, "noising", "token_effects")
     first.source = last.source = "zero"  # no other run: start makes one pass

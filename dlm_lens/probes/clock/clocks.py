@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, is_real, one_of, whole
+from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, instance, is_real, one_of, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.placement import in_float64
@@ -270,6 +270,7 @@ def denoising_clock(
     return _with_reading(clock, joined(readings))
 
 
+@checked_arguments(clock=instance(DenoisingClock, "a DenoisingClock of denoising_clock"))
 @torch.no_grad()
 @exclusive
 def read_clock(

@@ -1,6 +1,6 @@
 """`shift_clock` moves states along a model's clock; `clock_steering` measures what that does to its predictions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import FINITE, checked_arguments, is_real, one_of, whole
+from dlm_lens.arguments import FINITE, checked_arguments, is_real, one_of, plain_number, whole
 from dlm_lens.attention import Hook, SinkLayout, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import SteerAlong, at_layers
 from dlm_lens.placement import in_float64
+from dlm_lens.printable import shown
 from dlm_lens.probes.clock.clocks import DenoisingClock
 from dlm_lens.probes.clock.states import EMBEDDING
 from dlm_lens.probes.residual_reader import ResidualReader, reading
@@ -253,9 +254,10 @@ def clock_steering(
     stored = StoredRun(model, run)
     if stored.autoregressive:
         raise ValueError("clock_steering: an AR run has no open positions in its passes; take a run of a DLM")
-    given = tuple(float(one) for one in by)
-    if not given:
-        raise ValueError("clock_steering: by is empty; give at least one shift, such as by=(-0.25, 0.25)")
+    listed = tuple(map(plain_number, by)) if isinstance(by, Iterable) else ()
+    if not listed or not all(map(is_real, listed)):
+        raise ValueError(f"clock_steering: by is {shown(by)}; give a list of shifts, such as by=(-0.25, 0.25)")
+    given = tuple(map(float, listed))
     where = _layer(clock, layer, "open")
     shifts = [_shift(clock, one, where, along, "open") for one in given]
     directions = _controls(clock, where, controls, dimensions, seed)

@@ -16,6 +16,7 @@ from dlm_lens.probes import (
     LogProbability,
     activation_patching,
     attribution_patching,
+    circuit_overlap,
     edge_attribution,
     faithfulness,
     missed_effects,
@@ -173,6 +174,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"direction": "up"}, "direction is 'up'"),
         ({"corrupted": "zero", "direction": "denoising"}, "no run that clean values"),
         ({"steps": [5]}, "step 5"),
+        ({"explain": 5}, r"activation_patching: explain is 5; give a list, such as explain=\[5\]"),
+        ({"explain": "answer"}, "explain is 'answer'; give a list of whole numbers"),
         ({"explain": [0]}, "no step has anything to explain; give explain="),
         ({"target": 3}, "target is 3"),
         ({"batch": 0}, "batch is 0"),
@@ -182,12 +185,13 @@ def test_what_does_not_fit_is_refused() -> None:
             activation_patching(model, run, **{"corrupted": OTHERS, **arguments})
 
 
-def test_no_corrupted_run_is_refused() -> None:
+def test_no_corrupted_run_and_no_circuit_are_refused() -> None:
     """Values of the run itself change nothing: every effect was 0."""
     model = tiny("llada")
     run = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
     estimate = attribution_patching(model, run, OTHERS)
-    circuit = edge_attribution(model, run, OTHERS, integration=1).circuit(5)
+    scores = edge_attribution(model, run, OTHERS, integration=1)
+    circuit = scores.circuit(5)
     calls: tuple[Callable[[], object], ...] = (
         lambda: activation_patching(model, run, None),
         lambda: attribution_patching(model, run, None),
@@ -197,6 +201,13 @@ def test_no_corrupted_run_is_refused() -> None:
     )
     for call in calls:
         with pytest.raises(ValueError, match="corrupted is None; give a prompt with as many tokens"):
+            call()
+    not_circuits: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("circuit", lambda: faithfulness(model, run, OTHERS, scores)),  # type: ignore[arg-type]
+        ("two", lambda: circuit_overlap(circuit, scores)),  # type: ignore[arg-type]
+    )
+    for name, call in not_circuits:
+        with pytest.raises(ValueError, match=f"{name} is .*; it must be a Circuit, such as EdgeScores"):
             call()
 
 

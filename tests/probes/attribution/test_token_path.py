@@ -147,8 +147,10 @@ def test_what_is_not_later_is_refused() -> None:
     run = dl.denoise(model, PROMPTS, **ONE_BY_ONE)
     with pytest.raises(ValueError, match=r"later is \[1\]; give steps after step 1"):
         token_effects(model, run, 1, [1])
-    with pytest.raises(ValueError, match=r"later is \[\]; give steps after step 1"):
+    with pytest.raises(ValueError, match="later is empty; give at least one index, or None for all"):
         token_effects(model, run, 1, [])
+    with pytest.raises(ValueError, match=r"later is 2; give a list, such as later=\[2\], or None for all"):
+        token_effects(model, run, 1, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no step after step 3 of the run's 4 decides a token"):
         token_effects(model, run, -1)
     path = token_effects(model, run, 1, [2], candidates=1)

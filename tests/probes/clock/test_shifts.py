@@ -149,7 +149,10 @@ def test_what_cannot_be_read_or_shifted_is_refused(fitted: tuple[Any, DenoisingC
         (lambda: shift_clock(clock, 0.3, layer=-1), "layer -1 cannot be shifted; the clock has 0, 1"),
         (lambda: shift_clock(clock, 0.3, layer=0, along="mean"), "along is 'mean'"),  # type: ignore[arg-type]
         (lambda: shift_clock(clock, 0.3, layer=0, positions="written"), "a hook acts on 'open' or 'prompt'"),
-        (lambda: clock_steering(model, run, clock, by=()), r"by is empty; give at least one shift, such as by=\("),
+        (lambda: clock_steering(model, run, clock, by=()), r"by is \(\); give a list of shifts, such as by=\("),
+        (lambda: clock_steering(model, run, clock, by=0.25), "by is 0.25; give a list of shifts"),
+        (lambda: clock_steering(model, run, clock, by="ab"), "by is 'ab'; give a list of shifts"),
+        (lambda: read_clock(model, run, 3), "clock is 3; it must be a DenoisingClock of denoising_clock"),
         (lambda: clock_steering(model, run, clock, controls=17), "this clock holds 16 directions"),
         (
             lambda: clock_steering(causal, dl.denoise(causal, MANY[:2], gen_length=3), clock),
