@@ -218,14 +218,15 @@ def ablated(name: str, kept: Tensor, passes: Passes, step: int) -> Tensor:
     seen = canvas_part(passes, step, kept.shape[1])
     canvas = passes.layout.canvas(kept.shape[1])
     run, found = passes.stored.run, kept.clone()
-    part = found[:, canvas].unflatten(0, (passes.halves, -1))
+    # A sum over positions can exceed what float16 holds, and bfloat16 rounds it.
+    part = found[:, canvas].unflatten(0, (passes.halves, -1)).to(torch.promote_types(kept.dtype, torch.float32))
     for open_ in (True, False):
         chosen = run.attention_mask & (run.masked[step] == open_)
         chosen = chosen[:, seen].to(kept.device)
-        weight = chosen.to(kept.dtype).reshape(1, *chosen.shape, *[1] * (kept.ndim - 2))
+        weight = chosen.to(part.dtype).reshape(1, *chosen.shape, *[1] * (kept.ndim - 2))
         mean = (part * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)
         part = torch.where(weight.bool(), mean, part)
-    found[:, canvas] = part.flatten(0, 1)
+    found[:, canvas] = part.flatten(0, 1).to(kept.dtype)
     return found
 
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.probes import attribution_patching, column_attribution, edge_attribution
+from dlm_lens.probes import (
+    LogProbability,
+    activation_patching,
+    attribution_patching,
+    column_attribution,
+    edge_attribution,
+)
+from dlm_lens.probes.attribution.setup import BothSides, Setup, ablated
 from dlm_lens.testing import tiny
 
 PROMPTS, OTHERS = [[1, 2, 3, 4, 5], [8, 9, 10]], [[1, 2, 30, 4, 5], [8, 19, 20]]
@@ -38,6 +45,28 @@ def test_passes_of_an_integral_are_added_up_in_float32() -> None:
     # The passes themselves are in bfloat16, whose rounding is 0.004; more of them are no worse.
     assert errors[5] < 0.02
     assert errors[200] < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_large_activations_are_means(dtype: torch.dtype) -> None:
+    """104 positions of 800 add up to more than float16 holds: the mean was infinite, and effects NaN."""
+    model = tiny("llada")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 3] = 800.0  # one channel, as the massive ones of large models
+    model = model.to(dtype)
+    run = dl.denoise(model, [[(7 * i * i + i) % 50 for i in range(100)], [3, 4]], steps=2, gen_length=4)
+    found = activation_patching(model, run, "mean", "resid", steps=[0], layers=[0])
+    assert bool(found.effects.isfinite().all())
+    setup = Setup.of(model, run, "mean", LogProbability(), [0], None, "noising", "test")
+    kept = 800 + torch.randn(2, 104, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    means = ablated("mean", kept, BothSides(setup).base, 0)
+    for row in range(2):
+        for opened in (True, False):
+            where = (run.masked[0, row] == opened) & run.attention_mask[row]
+            exact = kept[row, where].double().mean(0).to(dtype)
+            # One step of the dtype: the sum of float32 may round to the other side.
+            step = torch.finfo(dtype).eps
+            torch.testing.assert_close(means[row, where], exact.expand(int(where.sum()), -1), atol=0, rtol=step)
 
 
 def test_sums_over_queries_do_not_depend_on_how_many_are_formed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
