@@ -60,8 +60,7 @@ def load_sae(
     settings = read_object(path / "cfg.json", str(path / "cfg.json"))
     form: Any = saelens if weights.name == saelens.WEIGHTS else sparsify
     shapes = form.shapes_of(settings)
-    extra = ("scaling_factor",) if form is saelens else ()
-    _compare(weights, read_header(weights), shapes, extra)
+    _compare(weights, read_header(weights), shapes, form.optional_shapes_of(settings))
     if model is not None and shapes["b_dec"][0] != int(model.config.hidden_size):
         raise ValueError(
             f"{path} is an autoencoder of vectors of {shapes['b_dec'][0]} entries; the model's have "
@@ -118,15 +117,19 @@ def _weights(path: Path) -> Path:
 
 
 def _compare(
-    file: Path, found: Mapping[str, TensorHeader], shapes: Mapping[str, tuple[int, ...]], extra: tuple[str, ...]
+    file: Path,
+    found: Mapping[str, TensorHeader],
+    shapes: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise unless a file holds tensors of these names and shapes."""
+    """Raise unless a file holds tensors of these names and shapes, those of `optional` or not."""
     missing = [name for name in shapes if name not in found]
-    surplus = [printable_name(name) for name in found if name not in (*shapes, *extra)]
+    surplus = [printable_name(name) for name in found if name not in (*shapes, *optional)]
     if missing or surplus:
         what = f"lacks {missing[0]}" if missing else f"holds {surplus[0]}, which such an autoencoder does not have"
         raise ValueError(f"{file} {what}; cfg.json calls for {', '.join(shapes)}")
-    for name, shape in shapes.items():
+    there = {**shapes, **{name: shape for name, shape in optional.items() if name in found}}
+    for name, shape in there.items():
         if found[name].shape != shape:
             raise ValueError(
                 f"{file}: {name} has shape {list(found[name].shape)}; cfg.json calls for {list(shape)}"

@@ -55,6 +55,11 @@ def shapes_of(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: shapes.get(name, (count,)) for name in TENSORS[architecture_of(settings)]}
 
 
+def optional_shapes_of(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors that the file may hold besides."""
+    return {"scaling_factor": (size_in(settings, "d_sae"),)}
+
+
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SparseAutoencoder:
     """The autoencoder of a file.
 

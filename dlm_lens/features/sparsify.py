@@ -36,6 +36,11 @@ def shapes_of(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {"encoder.weight": (count, width), "encoder.bias": (count,), "W_dec": (count, width), "b_dec": (width,)}
 
 
+def optional_shapes_of(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors that the file may hold besides: none."""
+    return {}
+
+
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> SparseAutoencoder:
     """The autoencoder of a file; the layer is that of the directory's name, such as `layers.5`.
 

@@ -124,6 +124,19 @@ def test_the_scaling_factor_of_older_files_multiplies_features(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("factor", "why"),
+    [
+        (np.full(1, 2, np.float32), r"scaling_factor has shape \[1\]; cfg.json calls for \[20\]"),
+        (np.ones(7, np.float32), r"scaling_factor has shape \[7\]; cfg.json calls for \[20\]"),
+        (np.ones(COUNT, np.int64), "scaling_factor holds I64; weights are floating-point numbers"),
+    ],
+)
+def test_the_shape_of_a_scaling_factor_is_compared_too(tmp_path, factor, why):
+    with pytest.raises(ValueError, match=why):
+        load_sae(write_saelens(tmp_path, f"{BASE} scaling_factor", META, scaling_factor=factor))
+
+
+@pytest.mark.parametrize(
     ("names", "settings", "why"),
     [
         (
