@@ -92,15 +92,20 @@ class RowNoise:
     ) -> Iterator[tuple[slice, Float[Tensor, "part width"]]]:
         """The numbers of `size` evaluated positions after another; a generator gives the same in any parts."""
         here = evaluated.cpu()
-        rows, drawn = here.nonzero()[:, 0], eligible.cpu()[here]
+        rows = here.nonzero()[:, 0].where(eligible.cpu()[here], -1)
         for first in range(0, max(1, len(rows)), size):
             part = slice(first, first + size)
-            # -ln(-ln(1/e)) = 0: positions that are evaluated but cannot be written keep their plain argmax.
-            values = torch.full((len(rows[part]), width), torch.e**-1, dtype=torch.float64)
-            for row in rows[part].unique_consecutive().tolist():
-                own = drawn[part] & (rows[part] == row)
-                generator = self.generators[row]
-                values[own] = torch.rand(int(own.sum()), width, generator=generator, dtype=torch.float64)
+            values = torch.empty(len(rows[part]), width, dtype=torch.float64)
+            start = 0
+            stretches = rows[part].unique_consecutive(return_counts=True)
+            for row, count in zip(*(each.tolist() for each in stretches), strict=True):
+                stretch = values[start : start + count]
+                start += count
+                if row < 0:
+                    # -ln(-ln(1/e)) = 0: what is evaluated but cannot be written keeps its plain argmax.
+                    stretch.fill_(torch.e**-1)
+                else:
+                    stretch.uniform_(generator=self.generators[row])
             yield part, values
 
     def masked_columns(
