@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dlm_lens.adapters import family_of
+from dlm_lens.adapters.registry import excluded_id
 from dlm_lens.attention import checked, decoder_of
 from dlm_lens.attention.hook_context import NoRunError
 from dlm_lens.evaluation.encoding import Encoder
@@ -104,7 +105,7 @@ def check_items(model: Any, items: Sequence[Item], settings: LikelihoodSettings)
         ValueError: a continuation with the mask token, or of one token that Dream's masks spare.
     """
     causal = family_of(model.config.model_type).causal
-    mask = None if causal else getattr(model.config, "mask_token_id", None)
+    mask = None if causal else excluded_id(model.config)
     spared = _spares_last(model, settings)
     for item in items:
         problem = ""

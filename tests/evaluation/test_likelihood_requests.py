@@ -1,5 +1,6 @@
 """Likelihood requests: against float64 references, whatever the order and the batch."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -442,6 +443,14 @@ def test_a_request_without_a_likelihood_is_named_before_the_others_are_computed(
         lm.loglikelihood(requests)
     rolling = ask("loglikelihood_rolling", ("w5",))
     assert len(lm.loglikelihood_rolling(rolling)) == 1
+
+
+def test_the_mask_token_of_a_model_of_random_tokens_is_refused_too() -> None:
+    lm = HarnessLM(tiny("gidd"), likelihood={"samples": 2})
+    with pytest.raises(ValueError, match="the continuation 'w2 w3' holds the mask token 3"):
+        lm.loglikelihood(ask("loglikelihood", ("w1", " w2 w3"), same_document=True))
+    (found,) = lm.loglikelihood(ask("loglikelihood", ("w1", " w2 w4")))
+    assert math.isfinite(found[0])
 
 
 @pytest.mark.parametrize("recorded", [False, True])

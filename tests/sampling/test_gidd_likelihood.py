@@ -150,6 +150,9 @@ def test_what_is_not_defined_is_refused() -> None:
         dl.log_likelihood(tiny("gidd", **NOISES["masks"]), [[5]], [[6]], "chain_rule", cfg_scale=1.0)
     with pytest.raises(ValueError, match=r"hides tokens with \[MASK\]"):
         dl.log_likelihood(tiny("gidd"), [[5]], [[6]], "chain_rule")
+    # The network is never shown it, and it has no probability: its loss would be NaN.
+    with pytest.raises(ValueError, match="answer 0 holds the mask token 3"):
+        dl.log_likelihood(tiny("gidd"), [[5]], [[6, 3, 7]])
 
 
 def test_random_tokens_are_never_the_mask() -> None:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.adapters.registry import excluded_id
 from dlm_lens.printable import shown
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.prompts import as_list, check_id_range, check_text, is_id, read_prompts
@@ -120,7 +121,8 @@ def _check(model: Any, item: int, answer: Tensor) -> None:
         raise ValueError(f"answer {item} is empty; the likelihood of nothing is 1, give at least one token")
     columns = model.get_output_embeddings().weight.shape[0]
     outside = answer[(answer < 0) | (answer >= columns)]
-    mask = getattr(model.config, "mask_token_id", None)
+    # Also where no noise is masks: an id without probability has no finite loss.
+    mask = excluded_id(model.config)
     if mask is not None and bool((answer == mask).any()):
         raise ValueError(f"answer {item} holds the mask token {mask}; the answer is what the masks stand for")
     if len(outside):
