@@ -1,6 +1,8 @@
 """`dlm-lens eval`: tasks of lm-evaluation-harness, with interventions."""
 
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,17 +103,19 @@ def eval_command(
 
     if out is not None:
         settings["responses"] = out / "responses.jsonl"
-    result = evaluate(
-        model,
-        hooks=hooks or (),
-        limit=limit,
-        batch_size=batch_size,
-        seed=seed,
-        dtype=dtype,
-        device=device_or_gpu(device) or "cpu",
-        confirm_run_unsafe_code=confirm_run_unsafe_code,
-        **settings,
-    )
+    # Some tasks of the harness print, and standard output may be JSON.
+    with redirect_stdout(sys.stderr):
+        result = evaluate(
+            model,
+            hooks=hooks or (),
+            limit=limit,
+            batch_size=batch_size,
+            seed=seed,
+            dtype=dtype,
+            device=device_or_gpu(device) or "cpu",
+            confirm_run_unsafe_code=confirm_run_unsafe_code,
+            **settings,
+        )
     # Saved before anything is printed: the reader of the output may be gone.
     if out is not None:
         result.save(out)
@@ -136,7 +140,9 @@ def _check(model: str, dtype: str | None, device: str | None, hooks: str, batch_
 def _show(result: Any, as_json: bool) -> None:
     """Print the scores of an `Evaluation`."""
     if as_json:
-        show_json({"scores": [_score(one) for one in result.scores], "settings": dict(result.settings)})
+        from dlm_lens.evaluation.evaluation import json_of
+
+        show_json({"scores": json_of(result.scores), "settings": dict(result.settings)})
     else:
         echo(result.markdown())
 
@@ -159,11 +165,6 @@ def _settings(preset: str | None, given: dict[str, Any], pairs: Mapping[str, dic
     if "tasks" not in settings:
         raise ValueError("no task given; pass --tasks, such as --tasks toy_problems, or --preset")
     return settings | {name: _with(settings.get(name), own) for name, own in pairs.items() if own}
-
-
-def _score(score: Any) -> dict[str, Any]:
-    """A score as JSON, in which NaN is null."""
-    return {name: None if value != value else value for name, value in asdict(score).items()}
 
 
 def read_pairs(texts: Iterable[str]) -> dict[str, Any]:

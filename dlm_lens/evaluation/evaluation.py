@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_lens.arguments import is_real, is_whole
+import numpy as np
+
 from dlm_lens.attention import in_use
 from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import replacing, write_file
@@ -84,21 +85,20 @@ class Evaluation(ShowsItself):
         return DataFrame([[getattr(score, name) for name in names] for score in self.scores], columns=list(names))
 
     def save(self, directory: str | Path) -> None:
-        """Write results.json (scores and settings) and samples.jsonl (every document with its answers)."""
+        """Write results.json (scores and settings) and samples.jsonl (every document with its answers).
+
+        JSON has neither NaN, which is null, nor infinities, which are the texts "inf" and "-inf".
+        """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         kept = {name: self.results.get(name) for name in ("versions", "n-shot", "lm_eval_version", "date")}
-        # JSON has no NaN.
-        scores = [
-            asdict(one) | {"standard_error": None if isnan(one.standard_error) else one.standard_error}
-            for one in self.scores
-        ]
-        whole = {"scores": scores, "settings": dict(self.settings), "harness": kept}
-        write_file(directory / "results.json", json.dumps(whole, indent=2, default=repr) + "\n")
+        whole = {"scores": json_of(self.scores), "settings": dict(self.settings), "harness": kept}
+        write_file(directory / "results.json", json.dumps(whole, indent=2, default=repr, allow_nan=False) + "\n")
         with replacing(directory / "samples.jsonl") as file:
             for task, samples in self.results.get("samples", {}).items():
                 for sample in samples:
-                    file.write((json.dumps({"task": task, **sample}, default=repr) + "\n").encode())
+                    line = json.dumps(json_of({"task": task, **sample}), default=repr, allow_nan=False)
+                    file.write((line + "\n").encode())
 
     def markdown(self) -> str:
         """The table in Markdown."""
@@ -113,6 +113,19 @@ class Evaluation(ShowsItself):
 
 
 logger = logging.getLogger(__name__)
+
+def json_of(value: Any) -> Any:
+    """A value as JSON has it: NaN is None, infinities are "inf" and "-inf"; scores are mappings."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    if isinstance(value, Score):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {key: json_of(one) for key, one in value.items()}
+    return [json_of(one) for one in value] if isinstance(value, list | tuple) else value
+
 
 TASKS = Path(__file__).parent / "tasks"
 """The shipped tasks' YAML files and data; the harness's `include_path`."""

@@ -45,6 +45,21 @@ def test_it_prints_a_table_and_keeps_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_json_is_all_that_is_printed_also_where_texts_are_impossible(tmp_path: Path) -> None:
+    # Errors of perplexity are bootstrapped; no text is the greedy completion, so that word_perplexity is infinite.
+    asked = ["toy", "--tasks", "toy_last_word,toy_text", "--limit", "2", "--likelihood", "method=greedy_completion"]
+    found = json.loads(run(*asked, "--json", "--out", str(tmp_path)), parse_constant=pytest.fail)
+    values = {one["metric"]: one["value"] for one in found["scores"]}
+    assert values == {"perplexity": 1.0, "acc": 1.0, "word_perplexity": "inf"}
+    assert (
+        json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)["scores"] == found["scores"]
+    )
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [one["resps"] for one in samples] == [[[[0.0, True]]]] * 2 + [[["-inf"]]] * 2
+
+
+@pytest.mark.long
 def test_it_records_every_request(tmp_path: Path) -> None:
     asked = ["toy", "--tasks", "toy_lists", "--limit", "2", "--generation", "steps=4,block_length=32"]
     asked += [
