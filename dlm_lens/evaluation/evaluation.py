@@ -4,9 +4,10 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
@@ -14,14 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_lens.arguments import is_real, is_whole
 import numpy as np
 
+from dlm_lens.arguments import is_real, is_whole
 from dlm_lens.attention import in_use
 from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import replacing, write_file
 from dlm_lens.files.text_files import read_utf8
 from dlm_lens.hooks.expressions import parse_hooks
+from dlm_lens.placement import seeded
 from dlm_lens.printable import shown
 
 if TYPE_CHECKING:
@@ -30,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of a task (after one of its filters), its standard error, and the number of documents.
+    """One metric of a task (after one of its filters) or group, its standard error, and the number of documents.
 
     `standard_error` is the harness's: s / sqrt(n) for a mean, a bootstrap for others; see `ratio_error` for
-    perplexities. It is NaN where there is none.
+    perplexities. It is NaN where there is none. The `n` of a group counts the documents of its tasks.
     """
 
     task: str
@@ -112,8 +114,6 @@ class Evaluation(ShowsItself):
         )
 
 
-logger = logging.getLogger(__name__)
-
 def json_of(value: Any) -> Any:
     """A value as JSON has it: NaN is None, infinities are "inf" and "-inf"; scores are mappings."""
     if isinstance(value, np.generic):
@@ -127,11 +127,19 @@ def json_of(value: Any) -> Any:
     return [json_of(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+logger = logging.getLogger(__name__)
+
 TASKS = Path(__file__).parent / "tasks"
 """The shipped tasks' YAML files and data; the harness's `include_path`."""
 
 BOOTSTRAPS = 1000
 """Bootstrap resamples for standard errors without a formula."""
+
+TORCH_SEED = 1234
+"""The harness's seed of torch's random numbers."""
+
+DRAWS = 1000
+"""Bootstrap resamples of one generator of random numbers, as in the harness."""
 
 
 def shipped_tasks() -> list[str]:
@@ -171,16 +179,8 @@ def evaluate(
         ImportError: lm-evaluation-harness is not installed.
         ValueError: an unknown task, settings that cannot work, or code execution that is not allowed.
     """
-    if limit is not None:
-        if not is_real(limit) or limit <= 0 or (limit > 1 and not float(limit).is_integer()):
-            raise ValueError(
-                f"limit is {shown(limit)}; give a number of documents, a share below 1, or leave it out for all"
-            )
-        limit = limit if limit < 1 else int(limit)
-    if num_fewshot is not None and (not is_whole(num_fewshot) or num_fewshot < 0):
-        raise ValueError(f"num_fewshot is {shown(num_fewshot)}; give a whole number of at least 0")
-    if not isinstance(tasks, str | Sequence) or not all(isinstance(task, str) for task in tasks):
-        raise ValueError(f"tasks is {shown(tasks)}; give the name of a task, or a list of names")
+    _check_arguments(tasks, limit, num_fewshot, bootstrap_iters)
+    limit = limit if limit is None or limit < 1 else int(limit)
     if isinstance(settings.get("hooks"), str):
         settings["hooks"] = parse_hooks(settings["hooks"])  # an error in it is raised before anything is loaded
     from dlm_lens.evaluation.harness import HarnessLM
@@ -192,13 +192,13 @@ def evaluate(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     manager = find_tasks(names)
     check_code(manager, names, confirm_run_unsafe_code)
-    with _one_process(), _quiet(), _quiet_git():
+    with _own_random_numbers(), _own_bootstrap(), _quiet(), _quiet_git():
         loaded = manager.load(names)
         lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
         with _forgetting(lm):
             prepare(lm, loaded["tasks"])
             _warn_fixed_fewshot(loaded["tasks"], num_fewshot)
-            with in_use(lm.model), lm.held():
+            with in_use(lm.model), lm.held(), seeded(TORCH_SEED):
                 results = simple_evaluate(
                     model=lm,
                     tasks=_top(loaded),
@@ -208,9 +208,31 @@ def evaluate(
                     apply_chat_template=chat,
                     fewshot_as_multiturn=multiturn,
                     bootstrap_iters=bootstrap_iters,
+                    torch_random_seed=None,  # it would seed every GPU
                     confirm_run_unsafe_code=confirm_run_unsafe_code,
                 )
-    return Evaluation(tuple(read_scores(results or {})), results or {})
+    return Evaluation(tuple(read_scores(results or {}, errors=bootstrap_iters > 0)), results or {})
+
+
+def _check_arguments(tasks: Any, limit: Any, num_fewshot: Any, bootstrap_iters: Any) -> None:
+    """Raise for arguments of `evaluate` that cannot be.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    if limit is not None and (not is_real(limit) or limit <= 0 or (limit > 1 and not float(limit).is_integer())):
+        raise ValueError(
+            f"limit is {shown(limit)}; give a number of documents, a share below 1, or leave it out for all"
+        )
+    if num_fewshot is not None and (not is_whole(num_fewshot) or num_fewshot < 0):
+        raise ValueError(f"num_fewshot is {shown(num_fewshot)}; give a whole number of at least 0")
+    if not is_whole(bootstrap_iters) or bootstrap_iters < 0 or bootstrap_iters == 1:
+        raise ValueError(
+            f"bootstrap_iters is {shown(bootstrap_iters)}; give a whole number of at least 2, or 0 for no standard "
+            "errors"
+        )
+    if not isinstance(tasks, str | Sequence) or not all(isinstance(task, str) for task in tasks):
+        raise ValueError(f"tasks is {shown(tasks)}; give the name of a task, or a list of names")
 
 
 def prepare(lm: Any, tasks: Mapping[str, Any]) -> None:
@@ -245,18 +267,26 @@ def _top(loaded: Mapping[str, Any]) -> list[Any]:
     return [*groups, *(task for name, task in loaded["tasks"].items() if name not in grouped)]
 
 
-def read_scores(results: Mapping[str, Any]) -> Iterator[Score]:
-    """The numbers of the harness's results: one per task, metric and filter."""
+def read_scores(results: Mapping[str, Any], *, errors: bool = True) -> Iterator[Score]:
+    """The numbers of the harness's results: one per task or group, metric and filter.
+
+    Args:
+        results: of `lm_eval.simple_evaluate`.
+        errors: whether standard errors are requested; else they are NaN.
+    """
     for task, metrics in results.get("results", {}).items():
-        counts = results["n-samples"].get(task, {})
+        count = results["n-samples"].get(task, {}).get("effective")
         for name, value in metrics.items():
             metric, _, kept = name.partition(",")
             if not kept or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             error = metrics.get(f"{metric}_stderr,{kept}")
             if not isinstance(error, int | float):
-                error = ratio_error(metric, float(value), results.get("samples", {}).get(task, ()))
-            yield Score(task, metric, kept, float(value), float(error), int(counts.get("effective", 0)))
+                samples = results.get("samples", {}).get(task, ())
+                error = ratio_error(metric, float(value), samples) if errors else math.nan
+            # A group has its count with each metric: of the documents of its tasks that have the metric.
+            n = metrics.get("sample_count", {}).get(name, 0) if count is None else count
+            yield Score(task, metric, kept, float(value), float(error), int(n))
 
 
 def ratio_error(metric: str, value: float, samples: Sequence[Mapping[str, Any]]) -> float:
@@ -334,18 +364,48 @@ def _forgetting(lm: Any) -> Iterator[None]:
         raise
 
 
+def bootstrap_error(statistic: Callable[[Sequence[Any]], float], cases: Sequence[Any], iters: int) -> float:
+    """The standard deviation of a statistic over bootstrap draws: as many cases, drawn with replacement.
+
+    The harness's `bootstrap_stderr`, with its random numbers (a generator for every 1,000 draws). That prints to
+    standard output, forks, which torch's threads do not survive, and leaves out the draws after the last 1,000.
+
+    Args:
+        statistic: of the cases of a draw.
+        cases: one for each document.
+        iters: number of draws, at least 2.
+    """
+    drawn: list[float] = []
+    for chunk, start in enumerate(range(0, iters, DRAWS)):
+        generator = random.Random(chunk)
+        some = range(min(DRAWS, iters - start))
+        drawn += [float(statistic(generator.choices(cases, k=len(cases)))) for _ in some]
+    with np.errstate(invalid="ignore"):
+        return float(np.std(drawn, ddof=1))
+
+
 @contextmanager
-def _one_process() -> Iterator[None]:
-    """Make the harness bootstrap in this process: by default it forks, which torch's threads do not survive."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
+def _own_random_numbers() -> Iterator[None]:
+    """Give back Python's and numpy's random numbers as they were: the harness seeds and draws them."""
+    python, arrays = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+@contextmanager
+def _own_bootstrap() -> Iterator[None]:
+    """Let the harness take `bootstrap_error` for the standard errors that have no formula."""
+    from lm_eval.api import metrics
+
+    before = metrics.bootstrap_stderr
+    metrics.bootstrap_stderr = bootstrap_error
+    try:
+        yield
+    finally:
+        metrics.bootstrap_stderr = before
 
 
 @contextmanager

@@ -11,10 +11,12 @@ from typing import Any
 import lm_eval
 import numpy as np
 import pytest
+import torch
+from lm_eval.api import metrics as harness_metrics
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM, evaluate, evaluation, shipped_tasks
-from dlm_lens.evaluation.evaluation import TASKS, find_tasks, ratio_error
+from dlm_lens.evaluation.evaluation import TASKS, bootstrap_error, find_tasks, ratio_error, read_scores
 from dlm_lens.evaluation.tasks import toy as shipped
 from experiments.toy.language import extract_answer, is_correct, stream
 from tests.evaluation.conftest import ask, changed_task
@@ -125,6 +127,60 @@ def test_the_ratio_error_is_the_bootstrap_of_the_documents() -> None:
     assert math.isnan(ratio_error("acc", 0.5, samples))
 
 
+@pytest.mark.parametrize("iters", [2, 700, 2500])
+def test_bootstrap_errors_are_the_harness_s_and_of_all_draws(iters: int) -> None:
+    cases = np.random.default_rng(0).normal(-2.0, 0.7, 40).tolist()
+    error = bootstrap_error(harness_metrics.perplexity, cases, iters)
+    drawn = []
+    for chunk in range(math.ceil(iters / 1000)):
+        generator = random.Random(chunk)
+        some = range(min(1000, iters - 1000 * chunk))
+        drawn += [math.exp(-np.mean(generator.choices(cases, k=40))) for _ in some]
+    assert error == pytest.approx(np.std(drawn, ddof=1))
+    if iters <= 1000:  # the harness takes whole thousands of more
+        of_harness = harness_metrics._bootstrap_internal_no_mp(harness_metrics.perplexity, cases, iters)
+        assert error == pytest.approx(harness_metrics.sample_stddev(of_harness))
+
+
+@pytest.mark.long
+def test_an_evaluation_prints_nothing_and_leaves_the_caller_s_random_numbers(
+    toy: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    seeds = random.seed, np.random.seed, torch.manual_seed
+    for seed in seeds:
+        seed(5)
+    wanted = drawn()
+    for seed in seeds:
+        seed(5)
+    result = evaluate(toy, "toy_last_word", limit=3, likelihood={"samples": 2}, bootstrap_iters=1500)
+    assert drawn() == wanted
+    assert capsys.readouterr().out == ""
+    losses = [sample["perplexity"] for sample in result.results["samples"]["toy_last_word"]]
+    perplexity = next(one for one in result.scores if one.metric == "perplexity")
+    wanted_error = bootstrap_error(harness_metrics.perplexity, losses, 1500)
+    assert perplexity.standard_error == pytest.approx(wanted_error)
+
+
+def test_a_group_has_the_documents_of_its_tasks() -> None:
+    results = {
+        "results": {
+            "one": {"alias": "one", "sample_len": 3, "acc,none": 1.0, "acc_stderr,none": 0.0},
+            "two": {"alias": "two", "sample_len": 5, "acc,none": 0.2, "acc_stderr,none": 0.2, "f1,none": 0.5},
+            "both": {
+                "alias": "both", "sample_len": 8, "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,none": 0.5,
+                "f1_stderr,none": "N/A", "sample_count": {"acc,none": 8, "f1,none": 5},
+            },
+        },
+        "n-samples": {"one": {"original": 9, "effective": 3}, "two": {"original": 5, "effective": 5}},
+    }  # fmt: skip
+    counts = {(one.task, one.metric): one.n for one in read_scores(results)}
+    wanted = {("one", "acc"): 3, ("two", "acc"): 5, ("two", "f1"): 5, ("both", "acc"): 8, ("both", "f1"): 5}
+    assert counts == wanted
+
+
 @pytest.mark.long
 def test_what_a_task_fixes_is_told(toy: Any, caplog: pytest.LogCaptureFixture) -> None:
     evaluate(toy, "toy_lists", limit=1, num_fewshot=2, generation={"steps": 1, "block_length": 32})
@@ -220,6 +276,9 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> 
     for limit in (0, -2, 2.7, float("inf"), float("nan"), "3", True, [2]):
         with pytest.raises(ValueError, match=re.escape(f"limit is {limit!r}; give a number of documents")):
             evaluate(toy, "toy_lists", limit=limit)
+    for iters in (1, -1, 2.5, True, None):
+        with pytest.raises(ValueError, match=re.escape(f"bootstrap_iters is {iters!r}; give a whole number of at")):
+            evaluate(toy, "toy_lists", bootstrap_iters=iters)
     for shots in (-1, 1.5, "2", True):
         with pytest.raises(ValueError, match=re.escape(f"num_fewshot is {shots!r}; give a whole number")):
             evaluate(toy, "toy_lists", num_fewshot=shots)
@@ -234,8 +293,9 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> 
 
 @pytest.mark.long
 def test_an_error_that_is_not_known_is_null(toy: Any, tmp_path: Path) -> None:
-    result = evaluate(toy, "toy_last_word", limit=2, likelihood={"samples": 2}, bootstrap_iters=0)
-    assert any(math.isnan(one.standard_error) for one in result.scores)
+    tasks = ["toy_last_word", "toy_text"]
+    result = evaluate(toy, tasks, limit=2, likelihood={"samples": 2}, bootstrap_iters=0)
+    assert all(math.isnan(one.standard_error) for one in result.scores)
     result.save(tmp_path)
     kept = json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert None in [one["standard_error"] for one in kept["scores"]]
