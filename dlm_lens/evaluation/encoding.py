@@ -1,5 +1,7 @@
 """Token ids of the harness's contexts, continuations and chats."""
 
+import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +12,23 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_LENGTH = 2048
 """Positions of a canvas where the config gives none."""
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A digest of what a tokenizer does with text: its vocabulary and special tokens.
+
+    Of a tokenizer of the tokenizers library also its merges, normalisation and other rules; its padding and its
+    truncation change with every call, and do not count. Neither does a chat template, which makes the text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = {} if backend is None else json.loads(backend.to_str())
+    about = {
+        "class": type(tokenizer).__name__,
+        "rules": {name: value for name, value in rules.items() if name not in ("padding", "truncation")},
+        "vocabulary": {} if rules else tokenizer.get_vocab(),
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
 
 class Encoder:

@@ -15,7 +15,7 @@ from dlm_lens.adapters.model_names import name_of
 from dlm_lens.arguments import SEED, check_values, flag, whole
 from dlm_lens.attention import checked, is_hook, refuse_row_lists
 from dlm_lens.attention.hook_identity import identity_of
-from dlm_lens.evaluation.encoding import Encoder
+from dlm_lens.evaluation.encoding import Encoder, tokenizer_digest
 from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
 from dlm_lens.evaluation.likelihood_requests import (
     Around,
@@ -47,6 +47,7 @@ from dlm_lens.evaluation.settings import (
 from dlm_lens.files.locks import held
 from dlm_lens.hooks.expressions import parse_hooks
 from dlm_lens.placement import input_device
+from dlm_lens.recording.model_identity import request_of_model
 
 try:
     from lm_eval.api.model import LM
@@ -226,11 +227,21 @@ class HarnessLM(SharedLM):
                 "around": None if self.around is None else self._identity("around", self.around),
                 "likelihood": changed(self.likelihood),
                 "generation": changed(self.generation),
+                "tokenizer": tokenizer_digest(self.tokenizer),
                 "seed": self.seed,
                 "add_bos": self.encoder.add_bos,
                 "max_length": self.encoder.max_length,
+                **self._sampler_defaults,
             }
         }
+
+    @property
+    def _sampler_defaults(self) -> dict[str, str]:
+        """The model's sampler, and its settings of generations that are given nowhere else."""
+        given = {**self.generation.sampler(), "gen_length": self.generation.gen_length}
+        found = request_of_model(self.model, given)["defaults"]
+        # A name each: a refusal of stored answers shows one of them. Products in float32 are in the fingerprint.
+        return {f"sampler_defaults.{name}": text for name, text in found.items() if name != "float32 products"}
 
     def _identity(self, name: str, value: Any) -> str:
         """What tells the value of the argument `name` apart from others, where answers are stored.

@@ -84,6 +84,24 @@ def test_answers_of_another_evaluation_are_not_mixed_in(llada: Any, tmp_path: Pa
     HarnessLM(llada, responses=path, batch_size=7)
 
 
+def test_answers_of_other_defaults_and_of_another_tokenizer_are_not_mixed_in(tmp_path: Path) -> None:
+    """The weights and the config are the same: generation_config.json and tokenizer.json have changed."""
+    path, fixed = tmp_path / "responses.jsonl", tmp_path / "fixed.jsonl"
+    model = tiny("llada", sampler_defaults={"steps": 16, "gen_length": 16})
+    HarnessLM(model, responses=path)
+    HarnessLM(model, responses=fixed, generation={"remasking": "random"})
+    model.sampler_defaults = {**model.sampler_defaults, "remasking": "random"}
+    with pytest.raises(ValueError, match=r"holds answers with sampler_defaults\.remasking=.*low_confidence"):
+        HarnessLM(model, responses=path)
+    # What the evaluation sets itself is no default.
+    HarnessLM(model, responses=fixed, generation={"remasking": "random"})
+    model.tokenizer(["w1 w2", "w1"], padding=True, truncation=True, max_length=2)  # changes the tokenizer's state
+    HarnessLM(model, responses=fixed, generation={"remasking": "random"})
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["w9"]})
+    with pytest.raises(ValueError, match="holds answers with tokenizer="):
+        HarnessLM(model, responses=fixed, generation={"remasking": "random"})
+
+
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text('{"mine": 1}\n')
