@@ -24,7 +24,7 @@ from dlm_lens.files.atomic_writes import replacing, write_file
 from dlm_lens.files.text_files import read_utf8
 from dlm_lens.hooks.expressions import parse_hooks
 from dlm_lens.placement import seeded
-from dlm_lens.printable import shown
+from dlm_lens.printable import one_line, shown
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -193,7 +193,7 @@ def evaluate(
     manager = find_tasks(names)
     check_code(manager, names, confirm_run_unsafe_code)
     with _own_random_numbers(), _own_bootstrap(), _quiet(), _quiet_git():
-        loaded = manager.load(names)
+        loaded = load_tasks(manager, names)
         lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
         with _forgetting(lm):
             prepare(lm, loaded["tasks"])
@@ -322,6 +322,30 @@ def find_tasks(names: Sequence[str]) -> Any:
             near = ", ".join(get_close_matches(name, manager.all_tasks, 3)) or ", ".join(shipped_tasks())
             raise ValueError(f"no task is named {name!r}; perhaps {near}")
     return manager
+
+
+def load_tasks(manager: Any, names: Sequence[str]) -> Any:
+    """The tasks with these names and their data, as `manager.load` returns them.
+
+    Raises:
+        ValueError: a task file or data that cannot be read; the harness raises what its parsers raise.
+    """
+    try:
+        return manager.load(list(names))
+    except (OSError, ImportError):
+        raise  # of the hub, and of packages that a task needs: sentences of their own
+    except Exception as error:
+        if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
+            raise
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        empty, kind = isinstance(first, StopIteration), type(first).__name__
+        why = "its data hold no document" if empty else f"{kind}: {one_line(first)}"
+        raise ValueError(
+            f"{', '.join(names)} cannot be loaded ({why}); correct the task's file or its data, which is "
+            "UTF-8 with every field that the task's templates name"
+        ) from error
 
 
 def _is_task_file(name: str) -> bool:

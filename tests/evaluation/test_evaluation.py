@@ -16,7 +16,7 @@ from lm_eval.api import metrics as harness_metrics
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM, evaluate, evaluation, shipped_tasks
-from dlm_lens.evaluation.evaluation import TASKS, bootstrap_error, find_tasks, ratio_error, read_scores
+from dlm_lens.evaluation.evaluation import TASKS, bootstrap_error, find_tasks, load_tasks, ratio_error, read_scores
 from dlm_lens.evaluation.tasks import toy as shipped
 from experiments.toy.language import extract_answer, is_correct, stream
 from tests.evaluation.conftest import ask, changed_task
@@ -77,6 +77,43 @@ def test_a_task_file_of_another_encoding_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_bytes("task: größe".encode("latin-1"))
     with pytest.raises(ValueError, match=r"own\.yaml is not UTF-8 \(byte 8\), the encoding of task files"):
         find_tasks([str(tmp_path / "own.yaml")])
+
+
+OWN_TASK = """task: own
+dataset_path: json
+dataset_kwargs: {{data_files: {data}, cache_dir: {cache}}}
+test_split: train
+output_type: generate_until
+doc_to_text: "{{{{q}}}}"
+doc_to_target: "{{{{a}}}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "its data hold no document"),
+        (b'{"q": "tom", "a": "x"}\n{"q":\n', "ArrowInvalid: JSON parse error"),
+        ('{"q": "größe", "a": "x"}\n'.encode("latin-1"), "UnicodeDecodeError: 'utf-8'"),
+        (b'{"q": "tom"}\n', "UndefinedError: 'a' is undefined"),
+    ],
+)
+def test_data_that_cannot_be_read_are_named_with_their_task(data: bytes, says: str, tmp_path: Path) -> None:
+    task, file = tmp_path / "own.yaml", tmp_path / "data.jsonl"
+    task.write_text(OWN_TASK.format(data=file, cache=tmp_path / "cache"))
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"own\.yaml cannot be loaded \({says}.*\); correct the task's file"):
+        load_tasks(find_tasks([str(task)]), [str(task)])
+    file.write_text('{"q": "größe 日本", "a": "x"}\n', encoding="utf-8")
+    (found,) = load_tasks(find_tasks([str(task)]), [str(task)])["tasks"].values()
+    assert [found.doc_to_text(doc) for doc in found.eval_docs] == ["größe 日本"]
+
+
+def test_a_broken_task_file_is_named(tmp_path: Path) -> None:
+    task = tmp_path / "own.yaml"
+    task.write_text("task: [x\n")
+    with pytest.raises(ValueError, match=r"own\.yaml cannot be loaded \(ParserError: .*line 1.*\); correct"):
+        load_tasks(find_tasks([str(task)]), [str(task)])
 
 
 @pytest.mark.long
