@@ -20,6 +20,7 @@ import numpy as np
 from dlm_lens.arguments import is_real, is_whole
 from dlm_lens.attention import in_use
 from dlm_lens.display import ShowsItself
+from dlm_lens.evaluation.settings import GenerationSettings, LikelihoodSettings, read_settings
 from dlm_lens.files.atomic_writes import replacing, write_file
 from dlm_lens.files.text_files import read_utf8
 from dlm_lens.hooks.expressions import parse_hooks
@@ -192,9 +193,15 @@ def evaluate(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     manager = find_tasks(names)
     check_code(manager, names, confirm_run_unsafe_code)
+    if isinstance(model, str):  # a model is loaded after the tasks, whose data may be missing
+        settings["likelihood"] = read_settings(LikelihoodSettings, settings.get("likelihood"))
+        settings["generation"] = read_settings(GenerationSettings, settings.get("generation"))
+    elif not isinstance(model, HarnessLM):
+        model = HarnessLM(model, **settings)
     with _own_random_numbers(), _own_bootstrap(), _quiet(), _quiet_git():
-        loaded = load_tasks(manager, names)
-        lm = model if isinstance(model, HarnessLM) else HarnessLM(model, **settings)
+        with _forgetting(model):
+            loaded = load_tasks(manager, names)
+        lm = HarnessLM(model, **settings) if isinstance(model, str) else model
         with _forgetting(lm):
             prepare(lm, loaded["tasks"])
             _warn_fixed_fewshot(loaded["tasks"], num_fewshot)
@@ -384,7 +391,8 @@ def _forgetting(lm: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        lm.forget()
+        if not isinstance(lm, str):  # the name of a model that is not loaded
+            lm.forget()
         raise
 
 

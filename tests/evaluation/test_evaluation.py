@@ -328,6 +328,23 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> 
         evaluate(HarnessLM(toy), "toy_lists", seed=3)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_settings_are_checked_before_the_data_of_the_tasks_are_fetched(
+    toy: Any, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(*_: Any) -> None:
+        raise ConnectionError("the data were fetched")
+
+    monkeypatch.setattr(evaluation, "load_tasks", fetched)
+    model = "toy" if named else toy
+    for given in ({"likelihood": {"samplez": 1}}, {"generation": {"gen_length": 0}}):
+        with pytest.raises(ValueError, match=r"samplez|gen_length is 0"):
+            evaluate(model, "toy_lists", **given)
+    with pytest.raises(ConnectionError):
+        evaluate(model, "toy_lists", responses=tmp_path / "new" / "answers.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.long
 def test_an_error_that_is_not_known_is_null(toy: Any, tmp_path: Path) -> None:
     tasks = ["toy_last_word", "toy_text"]
