@@ -9,6 +9,7 @@ from .presets import find_preset as find_preset
 from .presets import list_presets as list_presets
 from .reference_logits import ReferenceLogits as ReferenceLogits
 from .request_recordings import RecordSettings as RecordSettings
+from .score_differences import score_differences as score_differences
 from .settings import GenerationSettings as GenerationSettings
 from .settings import LikelihoodSettings as LikelihoodSettings
 
@@ -25,5 +26,6 @@ __all__ = [
     "evaluate",
     "find_preset",
     "list_presets",
+    "score_differences",
     "shipped_tasks",
 ]

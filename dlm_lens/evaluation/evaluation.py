@@ -139,6 +139,9 @@ BOOTSTRAPS = 1000
 TORCH_SEED = 1234
 """The harness's seed of torch's random numbers."""
 
+RATIOS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+"""Metrics of a whole corpus: of documents they have a log-likelihood and a size."""
+
 DRAWS = 1000
 """Bootstrap resamples of one generator of random numbers, as in the harness."""
 
@@ -304,7 +307,7 @@ def ratio_error(metric: str, value: float, samples: Sequence[Mapping[str, Any]])
     byte that / ln 2.
     """
     pairs = [sample[metric] for sample in samples if isinstance(sample.get(metric), tuple | list)]
-    if metric not in ("word_perplexity", "byte_perplexity", "bits_per_byte") or len(pairs) < 2:
+    if metric not in RATIOS or len(pairs) < 2:
         return math.nan
     total = sum(size for _, size in pairs)
     rate = sum(value for value, _ in pairs) / total
