@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 
+import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.harness import SharedLM
 from dlm_lens.recording import TopKeys
@@ -121,3 +123,26 @@ class TestTwo:
         assert [path.name for path in (tmp_path / "recordings/other").iterdir()] == ["00005-0"]
         lines = (tmp_path / "recordings/requests.1.jsonl").read_text().splitlines()[1:]
         assert [json.loads(line)["answer"]["also"] for line in lines] == [[]] * 5
+
+
+@pytest.mark.long
+def test_an_ar_model_has_the_numbers_of_the_harness_s_own_model() -> None:
+    """But for whole texts: there `hf` scores the beginning-of-text token too, unless its tokenizer adds none."""
+    model = dl.load("toy-ar")
+    ours, theirs = (
+        HarnessLM(model),
+        HFLM(pretrained=model, tokenizer=model.tokenizer, max_length=model.config.max_position_embeddings),
+    )
+    # An AR model's inputs lack the last token of a window, which a canvas holds.
+    positions = model.config.max_position_embeddings - 1
+    bare = HFLM(pretrained=model, tokenizer=model.tokenizer, max_length=positions, add_bos_token=False)
+    prompt = "tom has 5 apples . tom buys 4 more . how many apples ? :"
+    pairs = ask("loglikelihood", (prompt, " 5 + 4 = 9 ."), (f"{prompt} 5 + ", "4 = 9"), ("", "tom has 5"))
+    found, wanted = ours.loglikelihood(pairs), theirs.loglikelihood(pairs)
+    assert [one[0] for one in found] == pytest.approx([one[0] for one in wanted], abs=1e-4)  # batches round apart
+    assert [one[1] for one in found] == [bool(one[1]) for one in wanted]
+    whole = ask("loglikelihood_rolling", (prompt,), (" ".join([prompt] * 9),))  # the second has several windows
+    assert ours.loglikelihood_rolling(whole) == pytest.approx(bare.loglikelihood_rolling(whole), rel=1e-5)
+    assert theirs.loglikelihood_rolling(whole)[0] < ours.loglikelihood_rolling(whole)[0] - 1
+    generated = ask("generate_until", (prompt, {"until": ["."], "max_gen_toks": 8, "do_sample": False}))
+    assert ours.generate_until(generated) == theirs.generate_until(generated)
