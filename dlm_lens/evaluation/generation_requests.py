@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dlm_lens.attention import checked
+from dlm_lens.attention import attached_hooks, checked
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.likelihood_requests import Around, together
 from dlm_lens.evaluation.settings import GenerationSettings, request_seed
@@ -120,7 +120,7 @@ class Generator:
 
     def run(self, jobs: Sequence[Job]) -> Iterator[list[Text]]:
         """The results in the order in which they finish."""
-        stateful = not all(hook.stateless for hook in self.hooks)
+        stateful = not all(hook.stateless for hook in (*self.hooks, *attached_hooks(self.model)))
 
         def kind(job: Job) -> tuple[Any, ...]:
             return job.gen_length, repr(job.settings), 0 if self.padded else len(job.prompt)

@@ -12,7 +12,7 @@ import torch
 
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.registry import excluded_id
-from dlm_lens.attention import checked, decoder_of
+from dlm_lens.attention import attached_hooks, checked, decoder_of
 from dlm_lens.attention.hook_context import NoRunError
 from dlm_lens.evaluation.encoding import Encoder
 from dlm_lens.evaluation.settings import LikelihoodSettings, request_seed
@@ -24,7 +24,7 @@ from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.estimates import check_method, likelihood_method, likelihood_methods
-from dlm_lens.sampling.likelihood.scoring import Scorer
+from dlm_lens.sampling.likelihood.scoring import Scorer, may_be_padded
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +38,9 @@ Around = Callable[[Any], AbstractContextManager[Any]]
 def together(model: Any, hooks: Sequence[Any], around: Around | None) -> bool:
     """Whether requests of unequal length may share a forward pass without changing each other's result.
 
-    Where blocks are counted from the text, a canvas ends with the longest row's last block, so that positions that
-    a hook counts from the end are none of a shorter row's.
+    Hooks of `attach_hooks` count as those of the evaluation.
     """
-    sampler = algorithm_of(model.config).sampler
-    if around is not None or (hooks and sampler.from_text):
-        return False
-    return all(hook.padding_safe for hook in hooks)
+    return around is None and may_be_padded(model, (*hooks, *attached_hooks(model)))
 
 
 def of_every_token(model: Any, settings: LikelihoodSettings) -> LikelihoodSettings:
@@ -184,7 +180,7 @@ class Likelihoods:
     def _chunks(self, items: Sequence[Item]) -> Iterator[list[Item]]:
         padded = together(self.model, self.hooks, self.around)
         causal = family_of(self.model.config.model_type).causal
-        if causal and not self.hooks and self.around is None:
+        if causal and padded and not self.hooks:
             # Items of one context share its pass, so that they are in one chunk.
             ordered = sorted(items, key=lambda item: (-len(item.context), item.context, item.place))
         else:

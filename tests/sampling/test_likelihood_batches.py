@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import dlm_lens
+from dlm_lens.hooks import attach_hooks, mask_positions
 from dlm_lens.sampling.likelihood import scoring
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.estimates import likelihood_methods
 from dlm_lens.testing import tiny
 
 ITEMS = ([[4, 9], [7, 1, 30, 2, 22], [50], [8, 8, 8]], [[11, 3, 40], [5, 6], [12, 33, 9, 21], [1, 2]])
@@ -141,3 +143,27 @@ def test_answers_of_like_length_are_completed_together(monkeypatch: pytest.Monke
     prompts, answers = [[5] * 19, [5] * 10, [6] * 19, [6] * 10], [[7], [7] * 10] * 2
     dlm_lens.log_likelihood(model, prompts, answers, "greedy_completion")
     assert seen["canvases"] == [2] * 11
+
+
+@pytest.mark.parametrize("place", [0, -2])
+@pytest.mark.parametrize("method", ["mc", "chain_rule", "greedy_completion"])
+@pytest.mark.parametrize("family", ["llada", "dream", "causal", "sdar", "bd3lm", "duo"])
+def test_a_hook_that_counts_positions_acts_on_each_text_as_if_it_were_alone(
+    family: str, method: str, place: int
+) -> None:
+    """Of a padded batch, position 0 is padding in the shorter texts."""
+    model = tiny(family)
+    if method not in likelihood_methods(model):
+        pytest.skip(f"{family} has no {method}")
+    given: dict[str, Any] = {"samples": 8} if method == "mc" else {}
+    prompts, answers = [[4, 9, 33, 1, 2, 60], [7, 1, 30, 2], [50]], [[11, 3, 40], [5, 6, 9], [12, 33]]
+    plain = dlm_lens.log_likelihood(model, prompts, answers, method, **given)
+    with attach_hooks(model, mask_positions(place)):
+        together = dlm_lens.log_likelihood(model, prompts, answers, method, **given)
+        for item, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            alone = dlm_lens.log_likelihood(model, [prompt], [answer], method, **given)
+            assert float(together.value[item]) == pytest.approx(float(alone.value), rel=1e-5)  # float32 logits
+            if method == "greedy_completion":
+                assert together.completions[item].tolist() == alone.completions[0].tolist()
+    if method != "greedy_completion":
+        assert float((together.value - plain.value).abs().min()) > 1e-3  # the hook does something

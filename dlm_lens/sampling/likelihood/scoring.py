@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.dit import takes_noise_level
-from dlm_lens.attention import BlockLayout, attends_observed_first, padding_before
+from dlm_lens.attention import BlockLayout, Hook, attached_hooks, attends_observed_first, padding_before
 from dlm_lens.placement import canvas_device, execution_device
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.block_network import BlockLogits, FirstBlockLogits
 from dlm_lens.sampling.clean_context_network import CleanContextLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
@@ -113,12 +114,14 @@ class Scorer:
             yield from self._evaluate(batch)
 
     def batches(self, queries: Iterable[AnyQuery]) -> Iterator[list[AnyQuery]]:
-        """Cut the stream of queries into lists that fit into one forward."""
+        """Cut the stream of queries into lists that fit into one forward, as `may_be_padded` allows."""
         batch: list[AnyQuery] = []
         width = scored = 0
+        padded = may_be_padded(self.model, attached_hooks(self.model))
         for query in queries:
             wider, more = max(width, len(query.masked)), scored + int(query.scored.sum())
-            if batch and not self._fits(len(batch) + 1, wider, more, len(query.masked)):
+            together = padded or len(query.masked) == width
+            if batch and not (together and self._fits(len(batch) + 1, wider, more, len(query.masked))):
                 yield batch
                 batch, wider, more = [], len(query.masked), int(query.scored.sum())
             batch.append(query)
@@ -205,6 +208,18 @@ class Scorer:
             found[here] = self.loss(logits.float(), *given).double().cpu()
         queries = [query for row in rows for query in row.queries]
         yield from zip(queries, found.split([int(query.scored.sum()) for query in queries]), strict=True)
+
+
+def may_be_padded(model: Any, hooks: Iterable[Hook]) -> bool:
+    """Whether texts of unequal length may share a pass under these hooks without changing each other's values.
+
+    Where blocks are counted from the text, a canvas ends with the longest row's last block, so that positions that
+    a hook counts from the end are none of a shorter row's.
+    """
+    hooks = tuple(hooks)
+    if hooks and algorithm_of(model.config).sampler.from_text:
+        return False
+    return all(hook.padding_safe for hook in hooks)
 
 
 def logits_in_pieces(
