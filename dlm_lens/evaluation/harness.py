@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from dlm_lens.adapters import load
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.arguments import SEED, check_values, flag, whole
-from dlm_lens.attention import checked, is_hook, refuse_row_lists
+from dlm_lens.attention import attached_hooks, checked, is_hook, refuse_row_lists
 from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.evaluation.encoding import Encoder, tokenizer_digest
 from dlm_lens.evaluation.generation_requests import Generator, Job, JobMaker, Text
@@ -223,7 +223,7 @@ class HarnessLM(SharedLM):
             "dlm_lens": {
                 "model": name_of(self.model),
                 "fingerprint": fingerprint(self.model),
-                "hooks": [self._identity("hooks", hook) for hook in self.hooks],
+                "hooks": [self._identity("hooks", hook) for hook in (*self.hooks, *attached_hooks(self.model))],
                 "around": None if self.around is None else self._identity("around", self.around),
                 "likelihood": changed(self.likelihood),
                 "generation": changed(self.generation),
@@ -350,8 +350,14 @@ class HarnessLM(SharedLM):
         """Lock the directories of answers and recordings against other evaluations; nested locks have no effect.
 
         Raises:
-            ValueError: another process or thread evaluates there.
+            ValueError: another process or thread evaluates there; or hooks of `attach_hooks`, which stored answers
+                would not name.
         """
+        if self._stores and (attached := attached_hooks(self.model)):
+            raise ValueError(
+                f"{', '.join(map(repr, attached))} of attach_hooks, and answers are stored: they would not name "
+                "it, and would be given to the model without it; give hooks=[...] instead"
+            )
         shared, path = self.world_size > 1, self.responses.path
         with ExitStack() as stack:
             if self.recordings is not None:

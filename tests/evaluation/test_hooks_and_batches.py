@@ -1,5 +1,6 @@
 """An answer under hooks does not depend on the requests beside it, also where steps depend on the tokens."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
 from dlm_lens.evaluation.generation_requests import Generator, Job, cut, end_ids
-from dlm_lens.hooks import ablate, at_steps, mask_positions, mask_random, mask_top_sinks
+from dlm_lens.hooks import ablate, at_steps, attach_hooks, mask_positions, mask_random, mask_top_sinks
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask
 
@@ -71,3 +72,36 @@ def test_a_likelihood_with_positions_from_the_end_is_that_of_its_request_alone(f
     ]
     for together, alone in zip(*both, strict=True):
         assert together[0] == pytest.approx(alone[0], abs=1e-4)  # sums of float32 logits in other shapes
+
+
+@pytest.mark.parametrize("family", ["llada", "causal", "sdar"])
+@pytest.mark.parametrize("hook", [mask_positions(0), mask_positions(1), mask_top_sinks(2)])
+def test_hooks_of_attach_hooks_act_as_those_of_the_evaluation(family: str, hook: Any) -> None:
+    model = tiny(family, sampler_defaults={"gen_length": 8})
+    words = [" ".join(f"w{i}" for i in prompt) for prompt in ([3, 41, 7, 7, 19, 28], [12, 8, 44], [5])]
+    given = {} if family == "causal" else {"likelihood": {"samples": 4}}
+    scored = ask("loglikelihood", *[(text, " w20 w21") for text in words])
+    written = ask("generate_until", *[(text, {"until": ["w9"]}) for text in words])
+    own = HarnessLM(model, hooks=[hook], **given)
+    wanted, text = [one[0] for one in own.loglikelihood(scored)], own.generate_until(written)
+    with attach_hooks(model, hook):
+        lm = HarnessLM(model, **given)
+        assert lm.get_model_info()["dlm_lens"]["hooks"] == [repr(hook)]
+        assert [one[0] for one in lm.loglikelihood(scored)] == pytest.approx(wanted, abs=1e-5)  # rounding
+        if family == "llada":  # the others decode with a cache, under which not every hook acts
+            assert lm.generate_until(written) == text
+
+
+@pytest.mark.parametrize("name", ["responses", "record_to"])
+def test_answers_under_attached_hooks_are_not_stored(name: str, tmp_path: Path) -> None:
+    model = tiny("llada", sampler_defaults={"gen_length": 8})
+    lm = HarnessLM(model, likelihood={"samples": 2}, **{name: tmp_path / "own"})
+    requests = ask("loglikelihood", ("w1", " w2 w3"))
+    with (
+        attach_hooks(model, mask_positions(0)),
+        pytest.raises(ValueError, match=r"mask_positions\(0\) of attach_h"),
+    ):
+        lm.loglikelihood(requests)
+    with attach_hooks(model, mask_positions(0)):
+        hooked = HarnessLM(model, likelihood={"samples": 2}).loglikelihood(requests)
+    assert lm.loglikelihood(requests) != hooked
