@@ -95,6 +95,7 @@ class Evaluation(ShowsItself):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         kept = {name: self.results.get(name) for name in ("versions", "n-shot", "lm_eval_version", "date")}
+        kept["arguments"] = self.results.get("config", {}).get("arguments")
         whole = {"scores": json_of(self.scores), "settings": dict(self.settings), "harness": kept}
         write_file(directory / "results.json", json.dumps(whole, indent=2, default=repr, allow_nan=False) + "\n")
         with replacing(directory / "samples.jsonl") as file:
@@ -221,6 +222,9 @@ def evaluate(
                     torch_random_seed=None,  # it would seed every GPU
                     confirm_run_unsafe_code=confirm_run_unsafe_code,
                 )
+    arguments = {"limit": limit, "num_fewshot": num_fewshot, "chat": chat, "multiturn": multiturn}
+    if results:  # of one of several processes; the harness's config lacks some of them
+        results["config"]["arguments"] = arguments
     return Evaluation(tuple(read_scores(results or {}, errors=bootstrap_iters > 0)), results or {})
 
 

@@ -351,6 +351,8 @@ def test_an_error_that_is_not_known_is_null(toy: Any, tmp_path: Path) -> None:
     result = evaluate(toy, tasks, limit=2, likelihood={"samples": 2}, bootstrap_iters=0)
     assert all(math.isnan(one.standard_error) for one in result.scores)
     result.save(tmp_path)
+    wanted = {"limit": 2, "num_fewshot": None, "chat": False, "multiturn": True}
+    assert json.loads((tmp_path / "results.json").read_text())["harness"]["arguments"] == wanted
     kept = json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert None in [one["standard_error"] for one in kept["scores"]]
 
