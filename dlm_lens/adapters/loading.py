@@ -116,7 +116,7 @@ def load(
         read_as, renames = (model_class, {}) if text is None else text_class(weights, model_class, config, headers)
         check_shapes(weights, what, headers, owner, read_as, config, values, renames, packed=own is not None)
         if lora is not None:
-            lora.check_names(names := expected_parameters(read_as, config, what, owner, renames), owner)
+            lora.check(names := expected_parameters(read_as, config, what, owner, renames), owner)
         model = load_weights(
             read_as,
             weights,

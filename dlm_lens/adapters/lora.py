@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers.core_model_loading import WeightConverter
 from dlm_lens.adapters.hub import needed_file, optional_file
 from dlm_lens.adapters.parameter_names import ExpectedParameters, splitting_of
 from dlm_lens.adapters.registry import Family
-from dlm_lens.adapters.weight_headers import read_header
+from dlm_lens.adapters.weight_headers import FLOATING, TensorHeader, read_header
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.printable import printable_name, shown
 
@@ -95,11 +96,12 @@ class LoraConfig:
         for name, each in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
             # Of regular expressions, which a stranger wrote, only names are read.
             if not isinstance(each, dict) or not all(
-                _positive(value) and _NAME.match(key) for key, value in each.items()
+                _positive(value) and _NAME.match(key) and (isinstance(value, int) or each is alphas)
+                for key, value in each.items()
             ):
                 raise ValueError(
-                    f"{what} says {name} = {shown(each)}; it maps names of modules to positive numbers, others are "
-                    "not read: merge it with PEFT"
+                    f"{what} says {name} = {shown(each)}; it maps names of modules to positive numbers (ranks are "
+                    "whole), others are not read: merge it with PEFT"
                 )
         own = bool(values.get("use_rslora")), bool(values.get("fan_in_fan_out"))
         return cls(rank, float(alpha), *own, ranks, alphas)
@@ -127,6 +129,7 @@ class LoraAdapter:
         file: of the tensors.
         factors: module -> the names of its factors A and B.
         whole: names of tensors that replace weights (`modules_to_save`).
+        headers: name -> dtype and shape of every tensor.
     """
 
     source: str
@@ -134,6 +137,7 @@ class LoraAdapter:
     file: str
     factors: Mapping[str, tuple[str, str]]
     whole: tuple[str, ...]
+    headers: Mapping[str, TensorHeader]
 
     @classmethod
     def read(cls, source: Any, *, quantised: bool = False) -> "LoraAdapter":
@@ -156,13 +160,16 @@ class LoraAdapter:
             )
         values, file = _files(name)
         config = LoraConfig.of(values, f"the {CONFIG} of {name}")
-        factors, whole = _grouped(list(read_header(Path(file))), name)
+        headers = read_header(Path(file))
+        factors, whole = _grouped(list(headers), name)
         if not factors and not whole:
             raise ValueError(f"{name} holds no factors of LoRA: {WEIGHTS} has no tensor lora_A")
-        return cls(name, config, file, factors, whole)
+        return cls(name, config, file, factors, whole, headers)
 
-    def check_names(self, expected: ExpectedParameters, family: Family) -> None:
-        """Raise unless the model has every weight that the adapter changes.
+    def check(self, expected: ExpectedParameters, family: Family) -> None:
+        """Raise unless the model has every weight that the adapter changes, of the same shape.
+
+        By the headers alone: two small factors of a wrong shape may have a product that no memory holds.
 
         Args:
             expected: the parameters of the model, by the names of its files.
@@ -171,8 +178,44 @@ class LoraAdapter:
         Raises:
             ValueError: naming a weight.
         """
-        for name in (*(f"{module}.weight" for module in self.factors), *self.whole):
-            _parameters_of(name, expected, family, self.source)
+        for name, header in self.headers.items():
+            if header.dtype not in FLOATING:
+                raise ValueError(
+                    f"{printable_name(name)} in {self.source} has the dtype {header.dtype}; an adapter's tensors "
+                    "are floating-point numbers: fetch it again"
+                )
+        shapes = {name: self.headers[name].shape for name in self.whole}
+        shapes |= {f"{module}.weight": self._product_shape(module) for module in self.factors}
+        for name, shape in shapes.items():
+            names, _ = _parameters_of(name, expected, family, self.source)
+            first = expected.shapes[names[0]]
+            # A fused projection is held in one tensor, one part after another.
+            wanted = (sum(expected.shapes[one][0] for one in names), *first[1:]) if len(names) > 1 else first
+            if shape != wanted:
+                raise ValueError(
+                    f"{self.source} changes {', '.join(names)} by a tensor of {list(shape)}, and the model's has "
+                    f"{list(wanted)}; is it an adapter of another model?"
+                )
+
+    def _product_shape(self, module: str) -> tuple[int, ...]:
+        """The shape of what a module's factors add to its weight.
+
+        Raises:
+            ValueError: no factors [r, in] and [out, r], or of another rank than the config says.
+        """
+        a, b = (self.headers[name].shape for name in self.factors[module])
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+            raise ValueError(
+                f"the factors of {printable_name(module)} in {self.source} have the shapes {list(a)} and "
+                f"{list(b)}; they are [r, in] and [out, r]"
+            )
+        self._scale(module)
+        return (a[1], b[0]) if self.config.transposed else (b[0], a[1])
+
+    def _scale(self, module: str) -> float:
+        """What the product of a module's factors is multiplied by."""
+        rank = self.headers[self.factors[module][0]].shape[0]
+        return self.config.scale(module, rank, f"the {CONFIG} of {self.source}")
 
     @torch.no_grad()
     def merge_into(self, model: nn.Module, expected: ExpectedParameters, family: Family) -> None:
@@ -185,21 +228,21 @@ class LoraAdapter:
         Args:
             model: loaded.
             expected: its parameters, by the names of its files.
-            family: of the model.
+            family: of the model, which `check` has passed.
 
         Raises:
-            ValueError: the adapter does not fit the model.
+            ValueError: a weight that is tied or offloaded, or a product that is not finite.
         """
         weights = dict(model.named_parameters(remove_duplicate=False))
         with safe_open(self.file, framework="pt") as held:
             for module, pair in sorted(self.factors.items()):
                 a, b = (held.get_tensor(name).float() for name in pair)
-                if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+                product = self._scale(module) * (b @ a)
+                if not bool(product.isfinite().all()):
                     raise ValueError(
-                        f"the factors of {printable_name(module)} in {self.source} have the shapes {list(a.shape)} "
-                        f"and {list(b.shape)}; they are [r, in] and [out, r]"
+                        f"what {self.source} adds to {printable_name(module)} holds NaN or infinity: the adapter "
+                        "is damaged, or its lora_alpha is; fetch it again"
                     )
-                product = self.config.scale(module, a.shape[0], f"the {CONFIG} of {self.source}") * (b @ a)
                 names, converter = _parameters_of(f"{module}.weight", expected, family, self.source)
                 parts = _split(product.T if self.config.transposed else product, converter, names, model)
                 _add(weights, dict(zip(names, parts, strict=True)), self.source)
@@ -281,7 +324,7 @@ def _split(value: Tensor, converter: WeightConverter | None, names: list[str], m
 def _add(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> None:
     """Add products to parameters."""
     for name, part in parts.items():
-        _check(weights, name, part, source)
+        _check(weights, name, source)
         wide = torch.promote_types(weights[name].dtype, torch.float32)
         weights[name].copy_(weights[name].to(wide) + part.to(weights[name].device, wide))
 
@@ -289,12 +332,12 @@ def _add(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], sourc
 def _replace(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> None:
     """Put tensors in place of parameters."""
     for name, part in parts.items():
-        _check(weights, name, part, source)
+        _check(weights, name, source)
         weights[name].copy_(part)
 
 
-def _check(weights: Mapping[str, nn.Parameter], name: str, part: Tensor, source: str) -> None:
-    """Refuse a parameter that has another name too, is offloaded, or of another shape.
+def _check(weights: Mapping[str, nn.Parameter], name: str, source: str) -> None:
+    """Refuse a parameter that has another name too, or is offloaded.
 
     Raises:
         ValueError: naming it.
@@ -304,11 +347,6 @@ def _check(weights: Mapping[str, nn.Parameter], name: str, part: Tensor, source:
         raise ValueError(f"{source} changes {name}, which is {tied} too in this model; merge it with PEFT")
     if weight.is_meta:
         raise ValueError(f"{name} is offloaded, so that {source} cannot be merged into it; load without offloading")
-    if weight.shape != part.shape:
-        raise ValueError(
-            f"{source} changes {name} by a tensor of {list(part.shape)}, and the model's has {list(weight.shape)}; "
-            "is it an adapter of another model?"
-        )
 
 
 def _of_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -321,4 +359,5 @@ def _of_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    """Whether a value is a number above 0 that a float can be; an int may be larger than all of these."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

@@ -166,7 +166,9 @@ AXIS_FIELDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 """Ends of parameter names -> the fields of Llama's config that each axis is the product of."""
 
-_FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+"""Dtypes of weights, by safetensors' names; torch computes with no smaller ones."""
+
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -286,7 +288,7 @@ def _take_experts(
 def _check_dtypes(source: str, what: str, names: Iterable[str], headers: Mapping[str, TensorHeader]) -> None:
     """Refuse weights that are no floating-point numbers, where no quantisation explains them."""
     for name in names:
-        if (dtype := headers[name].dtype) not in _FLOATING:
+        if (dtype := headers[name].dtype) not in FLOATING:
             raise ValueError(
                 f"{printable_name(name)} in {source} has the dtype {dtype}, and {what} has no "
                 "quantization_config that says how to read it: take the file that came with the weights"

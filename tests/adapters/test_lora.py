@@ -212,6 +212,13 @@ def test_a_command_line_takes_an_adapter(tmp_path: Path) -> None:
         ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern = .* positive numbers"),
         ({"alpha_pattern": [1]}, "alpha_pattern = "),
         ({"target_parameters": ["x"]}, "it changes parameters that are no module's weight"),
+        ({"lora_alpha": 10**400}, "r = 3 and lora_alpha = 10000.*; both are positive numbers"),
+        ({"rank_pattern": {"q_proj": 3.5}}, r"rank_pattern = .* \(ranks are whole\)"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern = .* positive numbers"),
+        (
+            {"lora_alpha": 1e300},
+            r"adds to model.layers.0.self_attn.q_proj holds NaN or infinity: the adapter is dam",
+        ),
     ],
 )
 def test_configs_that_say_another_arithmetic_are_refused(config: Any, message: str, tmp_path: Path) -> None:
@@ -247,6 +254,29 @@ def test_files_that_are_no_adapter_of_the_model_are_refused(names: list[str], me
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=message):
         dl.load(tmp_path / "model", adapter=adapter)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        # Their product would have 160 GB, of a file of 1.6 MB.
+        (torch.ones(1, 200_000), torch.ones(200_000, 1), r"q_proj.weight by a tensor of \[200000, 200000\]"),
+        (torch.ones(1, 32), torch.ones(31, 1), r"by a tensor of \[31, 32\], and the model's has \[32, 32\]"),
+        (torch.ones(1, 32), torch.ones(32, 2), r"have the shapes \[1, 32\] and \[32, 2\]; they are \[r, in\]"),
+        (torch.ones(()), torch.ones(32, 1), r"have the shapes \[\] and \[32, 1\]; they are \[r, in\]"),
+        (torch.ones(1, 32, dtype=torch.complex64), torch.ones(32, 1), "lora_A.weight in .* has the dtype C64; an"),
+        (torch.ones(1, 32), torch.ones(32, 1, dtype=torch.int64), "lora_B.weight in .* has the dtype I64; an"),
+    ],
+)  # fmt: skip
+def test_factors_that_do_not_fit_are_refused_before_weights_are_read(
+    a: Tensor, b: Tensor, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("dream").save_pretrained(tmp_path / "model")
+    adapter = write_adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": (a, b)}, r=1)
+    monkeypatch.setattr(loading, "load_weights", None)
+    with pytest.raises(ValueError, match=message) as error:
+        dl.load(tmp_path / "model", adapter=adapter)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("adapter", [-1, True, "", " ", ["x"]])
