@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from dlm_lens.files.sealed_json import Document
 
@@ -10,6 +10,9 @@ FORMAT = 2
 """Version of the file format; since 2 every file has a checksum."""
 
 Count = Annotated[int, Field(ge=0, le=2**48)]
+Sinks = Annotated[int, Field(ge=0, le=2**16)]
+"""Learned sink tokens, for each of which every canvas gets a key; published models have at most a few."""
+
 Window = Annotated[int, Field(ge=1, le=2**48)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Span = Annotated[list[Count], Field(min_length=2, max_length=2)]
@@ -60,6 +63,13 @@ class BatchDescription(Document):
     prompts: Count
     size: Count
     rows: Span
+
+    @model_validator(mode="after")
+    def _among_the_prompts(self) -> "BatchDescription":
+        first, end = self.rows
+        if not first < end <= self.prompts:
+            raise ValueError(f"the rows {first} to {end - 1} are none of {self.prompts} prompts")
+        return self
 
 
 class Header(Document):
@@ -129,7 +139,7 @@ class RunFacts(Document):
     layers: list[Count]
     steps: list[Count]
     heads: list[Count] | None
-    sinks: Count
+    sinks: Sinks
     causal: bool
     unpadded: bool
     windows: list[Window | None] = Field(default_factory=list)

@@ -28,6 +28,10 @@ OPTIONAL_RUN_TENSORS = ("revised",)
 """Tensors that are stored only where they are not all False."""
 
 
+MOST_PARTS = 2**20
+"""Missing batches that are named; a header can announce more than memory has room for."""
+
+
 class ShardArrays(Mapping[str, Tensor]):
     """Arrays that are read from their shards on first use, and then kept.
 
@@ -67,8 +71,12 @@ class ShardArrays(Mapping[str, Tensor]):
         running = None if self.running is None else self.running[chosen]
         return ShardArrays([self.files[step] for step in chosen], self.specs, self.sizes, running)
 
-    def check(self, sizes: Mapping[str, int]) -> None:
+    def check(self, sizes: Mapping[str, int], sinks: int = 0) -> None:
         """Raise unless every shard holds these arrays, with consistent shapes and dtypes.
+
+        Args:
+            sizes: length of the axes that all arrays share; keys and queries may be fewer.
+            sinks: the number of learned sink tokens, which are keys at every step.
 
         Raises:
             ValueError: naming the file.
@@ -91,6 +99,7 @@ class ShardArrays(Mapping[str, Tensor]):
                         size <= sizes.get(dim, size) if dim in PADDED else size == sizes.get(dim, size)
                         for dim, size in lengths.items()
                     )
+                    fits &= lengths.get("key", sinks + 1) > sinks
                     labels = all(
                         lengths.get(dim) == len(names) for dim, names in spec.labels.items() if dim in lengths
                     )
@@ -159,7 +168,8 @@ def missing_parts(path: Path, parts: Sequence[Path]) -> list[str]:
     """The batches that are missing because a process was killed before it began them, by rows that no batch has.
 
     Raises:
-        ValueError: batches of different recordings, or a directory with another batch's name.
+        ValueError: batches of different recordings, a directory with another batch's name, or more than
+            `MOST_PARTS` missing batches.
     """
     if list(parts) == [path]:
         return []  # a batch on its own
@@ -176,11 +186,17 @@ def missing_parts(path: Path, parts: Sequence[Path]) -> list[str]:
             )
     prompts, size = first["prompts"], max(1, first["size"])
     # Batches may be smaller than `size`: where prompts of unequal length are kept apart.
-    names, done = [], 0
+    gaps, done = [], 0
     for begin, end in [*sorted(tuple(batch["rows"]) for batch in batches), (prompts, prompts)]:
-        names += [part_name(range(start, min(start + size, begin))) for start in range(done, begin, size)]
+        gaps.append(range(done, begin, size))
         done = max(done, end)
-    return names
+    count = sum(map(len, gaps))
+    if count > MOST_PARTS:
+        raise DamagedFileError(
+            f"{parts[0] / HEADER} is of {prompts} prompts in batches of {size}, of which {count} are missing "
+            f"({MOST_PARTS} is the most); delete {path} and record again"
+        )
+    return [part_name(range(start, min(start + size, gap.stop))) for gap in gaps for start in gap]
 
 
 def _batch_of(part: Path) -> Any:
@@ -219,7 +235,7 @@ def load_part(path: Path, tokenizer: Any = None, *, verify: bool = True) -> Reco
         positions = run.tokens.shape[1]
         arrays.running = run.running
         arrays.sizes |= {"key": positions + facts.sinks, "query": positions}
-        arrays.check(_sizes(facts, positions))
+        arrays.check(_sizes(facts, positions), facts.sinks)
         return RecordingFields(
             run=run,
             arrays=arrays,

@@ -1,0 +1,81 @@
+"""Recordings with right checksums and contents that a stranger chose: refused in little memory, or harmless."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlm_lens.files.sealed_json import CHECKSUM, sealed
+from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, record
+from dlm_lens.recording.directories import HEADER
+from dlm_lens.recording.shards import MANIFEST, RUN
+from dlm_lens.testing import tiny
+
+PART = "rows-00000-00001"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kept") / "recording"
+    record(tiny("llada"), ["w1 w2", "w3 w4 w5"], [ReceivedAttention()], to=path, steps=2, gen_length=4, seed=0)
+    return path
+
+
+def unsealed(text: str) -> dict[str, Any]:
+    return {name: value for name, value in json.loads(text).items() if name != CHECKSUM}
+
+
+def forged(kept: Path, path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
+    """A copy with changed header.json and run.json, and the checksums and digests that belong to them."""
+    shutil.copytree(kept, path)
+    part = path / PART
+    header, run = (unsealed((part / name).read_text()) for name in (HEADER, RUN))
+    change(header, run)
+    (part / HEADER).write_text(json.dumps(sealed(header)))
+    lines = [
+        unsealed(line) | {"of": sealed(header)[CHECKSUM]} for line in (part / MANIFEST).read_text().splitlines()
+    ]
+    (part / MANIFEST).write_text("".join(json.dumps(sealed(line)) + "\n" for line in lines))
+    run["files"] |= {name: hashlib.sha256((part / name).read_bytes()).hexdigest() for name in (HEADER, MANIFEST)}
+    (part / RUN).write_text(json.dumps(sealed(run)))
+    return path
+
+
+def test_a_forged_recording_that_says_the_truth_loads(kept: Path, tmp_path: Path) -> None:
+    found = Recording.load(forged(kept, tmp_path / "it", lambda header, run: None))
+    assert found.received.nan_to_num(nan=-7).equal(Recording.load(kept).received.nan_to_num(nan=-7))
+
+
+@pytest.mark.parametrize(
+    ("sinks", "sentence"),
+    [
+        # Each is a key of every step, row, layer and head.
+        (60_000, "holds received as F32 .* which does not fit the other files"),
+        (2**40, r"run.json is damaged \(sinks: "),
+    ],
+)
+def test_sink_tokens_that_no_array_has_are_refused(sinks: int, sentence: str, kept: Path, tmp_path: Path) -> None:
+    path = forged(kept, tmp_path / "it", lambda header, run: run.update(sinks=sinks))
+    with pytest.raises(ValueError, match=sentence) as error:
+        Recording.load(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("open_it", [Recording.load, RecordingSet])
+def test_a_header_that_announces_billions_of_batches_is_refused(
+    open_it: Callable[[Path], Any], kept: Path, tmp_path: Path
+) -> None:
+    path = forged(kept, tmp_path / "it", lambda header, run: header["batch"].update(prompts=2**40, size=1))
+    with pytest.raises(ValueError, match=rf"of {2**40} prompts in batches of 1, of which {2**40 - 2} are missing"):
+        open_it(path)
+
+
+@pytest.mark.parametrize("rows", [[0, 0], [2, 1], [0, 3]])
+def test_a_header_of_rows_that_are_none_is_refused(rows: list[int], kept: Path, tmp_path: Path) -> None:
+    path = forged(kept, tmp_path / "it", lambda header, run: header["batch"].update(rows=rows))
+    with pytest.raises(ValueError, match=rf"the rows {rows[0]} to {rows[1] - 1} are none of 2 prompts"):
+        Recording.load(path)
