@@ -19,7 +19,7 @@ from dlm_lens.arguments import DIRECTORY, check_index, meant
 from dlm_lens.attention import beside_sinks
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.placement import plain_defaults
-from dlm_lens.printable import shown
+from dlm_lens.printable import printable_name, shown
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.query_classes import QueryClass, checked_class, stored_name
 from dlm_lens.recording.recording_fields import RecordingFields
@@ -61,7 +61,9 @@ class Recording(ShowsItself, RecordingFields):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "query")
         under = f"; under {', '.join(self.hooks)}" if self.hooks else ""
-        return f"Recording({', '.join(self.specs)}; {sizes}; model: {self.model}{under})"
+        text = f"Recording({', '.join(self.specs)}; {sizes}; model: {self.model}{under})"
+        # Of names in files, on which a terminal may act; the code of a character has at most 10.
+        return printable_name(text, 10 * len(text))
 
     def _preview(self) -> Preview:
         lines = []

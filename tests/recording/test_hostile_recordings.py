@@ -16,6 +16,8 @@ from dlm_lens.recording.shards import MANIFEST, RUN
 from dlm_lens.testing import tiny
 
 PART = "rows-00000-00001"
+COMMANDS = "\x1b[31m\u202e\r\n\x07"
+"""What a terminal acts on: colours, a mark that turns the direction of writing, ends of lines, a bell."""
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +81,14 @@ def test_a_header_of_rows_that_are_none_is_refused(rows: list[int], kept: Path, 
     path = forged(kept, tmp_path / "it", lambda header, run: header["batch"].update(rows=rows))
     with pytest.raises(ValueError, match=rf"the rows {rows[0]} to {rows[1] - 1} are none of 2 prompts"):
         Recording.load(path)
+
+
+def test_names_in_a_recording_are_no_commands_of_a_terminal(kept: Path, tmp_path: Path) -> None:
+    def change(header: dict[str, Any], run: dict[str, Any]) -> None:
+        run["model"], run["hooks"] = f"a{COMMANDS}", [f"b{COMMANDS}"]
+        run["specs"][0]["unit"] = run["settings"]["remasking"] = COMMANDS
+
+    found = Recording.load(forged(kept, tmp_path / "it", change))
+    shown = [repr(found), repr(found.run), found._repr_html_(), repr(RecordingSet(tmp_path / "it"))]
+    assert r"model: a\x1b[31m\u202e\r\n\x07; under b\x1b[31m" in shown[0]
+    assert not [text for text in shown if not set("\x1b\u202e\r\x07").isdisjoint(text)]
