@@ -105,7 +105,8 @@ def load(
     model_class = owner.layouts[values["model_type"]][1]
     given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
     values |= known_values(owner, str(path_or_hub_name), values, given | {"sampler": sampler})
-    config, tokenizer = _config_and_tokenizer(owner, values, source, what, options)
+    fetch = not Path(path_or_hub_name).expanduser().exists()
+    config, tokenizer = _config_and_tokenizer(owner, values, source, what, options, fetch=fetch)
     quantised = {} if quantization_config is None else {"quantization_config": quantization_config}
     own = values.get("quantization_config")
     width = check_quantisation(str(source), owner, own, quantization_config, device_map)
@@ -159,22 +160,27 @@ def _resolve(name: str | Path, options: dict[str, Any]) -> str:
 
 
 def _config_and_tokenizer(
-    family: Family, values: dict[str, Any], source: str, what: str, options: dict[str, Any]
+    family: Family, values: dict[str, Any], source: str, what: str, options: dict[str, Any], *, fetch: bool
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """The config of these values with its special ids, and the tokenizer."""
+    """The config of these values with its special ids, and the tokenizer; `fetch` as in `_tokenizer`."""
     config = built_config(family.layouts[values["model_type"]][0], values, what)
-    tokenizer = _tokenizer(source, options, config, family)
+    tokenizer = _tokenizer(source, options, config, family, fetch=fetch)
     prepare_config(config, family, tokenizer)
     return config, tokenizer
 
 
-def _tokenizer(source: str, options: dict[str, Any], config: Any, family: Family) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights, or the family's where its checkpoints come without one."""
+def _tokenizer(
+    source: str, options: dict[str, Any], config: Any, family: Family, *, fetch: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights, or the family's where its checkpoints come without one.
+
+    That one is taken from the cache alone unless `fetch`: of a local checkpoint nothing else needs a network.
+    """
     place = str(Path(source).parent) if Path(source).is_file() else source
     tokenizer = load_tokenizer(place, options, config, family.tokenizer_classes)
     if tokenizer is None and config.vocab_size in family.tokenizers:
         name, model_type = family.tokenizers[config.vocab_size]
-        tokenizer = load_tokenizer(name, {}, CONFIG_MAPPING[model_type]())
+        tokenizer = load_tokenizer(name, {}, CONFIG_MAPPING[model_type](), fetch=fetch)
     return tokenizer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from dlm_lens.adapters.hub import optional_file
+from dlm_lens.adapters.hub import local_file, optional_file
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.printable import one_line, printable_name, shown
 
@@ -45,7 +45,12 @@ logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(
-    source: str, options: dict[str, Any], config: Any = None, classes: Mapping[str, str] = MappingProxyType({})
+    source: str,
+    options: dict[str, Any],
+    config: Any = None,
+    classes: Mapping[str, str] = MappingProxyType({}),
+    *,
+    fetch: bool = True,
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a checkpoint, or None where the files hold none; never with the checkpoint's own code.
 
@@ -58,16 +63,22 @@ def load_tokenizer(
         config: of the model, by which transformers chooses a class where the settings name none.
         classes: class that only the checkpoint's Python defines -> class of transformers for its vocabulary files,
             where there is no tokenizer.json.
+        fetch: ask the hub for files that are not in the cache.
 
     Raises:
         ValueError: files that are damaged or too large, or a tokenizer that only its own Python code makes.
     """
-    held = {name: optional_file(source, name, options) for name in (*DATA, SETTINGS)}
+    find = optional_file if fetch else local_file
+    found = {name: find(source, name, options) for name in (*DATA, SETTINGS)}
+    held = {name: None if path is None else str(path) for name, path in found.items()}
     if not any(held[name] for name in (WHOLE, SETTINGS, "tokenizer.model", "vocab.json")):
         if not Path(source).is_dir():
-            logger.warning(
-                "%s has no tokenizer in the cache or on the hub: ids work, text needs model.tokenizer", source
+            place = (
+                "in the cache or on the hub"
+                if fetch
+                else "in the cache, and for a local checkpoint nothing is fetched; put its files beside the weights"
             )
+            logger.warning("%s has no tokenizer %s: ids work, text needs model.tokenizer", source, place)
         return None
     settings = _settings(source, held[SETTINGS])
     if held[WHOLE] is None and (named := settings.get("tokenizer_class", "")) in classes:
