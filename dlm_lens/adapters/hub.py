@@ -19,7 +19,7 @@ from transformers.utils import cached_file
 from dlm_lens.adapters.model_names import LONGEST_PART, embedded_models
 from dlm_lens.arguments import near_name
 from dlm_lens.files.json_objects import read_object
-from dlm_lens.printable import one_line, printable_name
+from dlm_lens.printable import one_line, printable_name, shown
 
 
 def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:
@@ -31,7 +31,7 @@ def needed_file(repository: str, name: str, options: dict[str, Any]) -> str:
     try:
         _check_connection(repository, name, options)
         return str(cached_file(repository, name, **options))
-    except OSError as error:
+    except (OSError, HFValidationError) as error:
         raise FileNotFoundError(
             f"{repository}/{name} is no file here, and on the hub {_why(error, repository, name, options)}"
         ) from error
@@ -121,12 +121,12 @@ def config_values(source: str, options: dict[str, Any]) -> dict[str, Any]:
         values, _ = PreTrainedConfig.get_config_dict(source, **options)
     except RecursionError as error:
         raise ValueError(f"{what} is nested too deeply; fetch it again") from error
-    except OSError as error:
+    except (OSError, HFValidationError) as error:
         if isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError):
             raise ValueError(f"the config.json of {source} is no JSON file; fetch it again") from error
         hint = near_name(source, embedded_models(), {})
         raise FileNotFoundError(
-            f"{source!r} is neither an embedded model ({', '.join(embedded_models())}) nor a directory{hint}, "
+            f"{shown(source)} is neither an embedded model ({', '.join(embedded_models())}) nor a directory{hint}, "
             f"and as a hub name {_why(error, source, 'config.json', options)}"
         ) from error
     # Read again, with bounds and without the other config files that `configuration_files` may name.
@@ -167,7 +167,7 @@ def _why(error: BaseException, repository: str, name: str, options: dict[str, An
             RepositoryNotFoundError,
             f"{requested} does not exist or is private: check the name, or run `hf auth login`",
         ),
-        (HFValidationError, f"{repository!r} is not of the form 'organisation/name': check the spelling"),
+        (HFValidationError, f"{shown(repository)} is not of the form 'organisation/name': check the spelling"),
         ((LocalEntryNotFoundError, OfflineModeIsEnabled), _unreachable(requested, repository, name)),
     )
     for kinds, reason in reasons:

@@ -24,6 +24,7 @@ from dlm_lens.adapters.weight_headers import check_shapes, read_headers
 from dlm_lens.adapters.weight_loading import check_weights, fetched_files, load_weights
 from dlm_lens.adapters.weights_only import config_of_weights, single_weight_file
 from dlm_lens.arguments import checked_arguments, flag, instance, whole
+from dlm_lens.files.paths import user_path
 from dlm_lens.printable import shown
 
 _LOADING = threading.RLock()
@@ -105,7 +106,7 @@ def load(
     model_class = owner.layouts[values["model_type"]][1]
     given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
     values |= known_values(owner, str(path_or_hub_name), values, given | {"sampler": sampler})
-    fetch = not Path(path_or_hub_name).expanduser().exists()
+    fetch = not user_path(path_or_hub_name).exists()
     config, tokenizer = _config_and_tokenizer(owner, values, source, what, options, fetch=fetch)
     quantised = {} if quantization_config is None else {"quantization_config": quantization_config}
     own = values.get("quantization_config")
@@ -153,7 +154,7 @@ def _resolve(name: str | Path, options: dict[str, Any]) -> str:
         return embedded_path(name)
     if str(name) == smollm2.NAME:
         return str(smollm2.smollm2_directory())
-    path = Path(name).expanduser()
+    path = user_path(name)
     if not path.exists() and path.suffix == ".safetensors" and len(path.parts) > 2:
         return needed_file("/".join(path.parts[:2]), "/".join(path.parts[2:]), options)
     return str(path) if str(name).startswith("~") else str(name)

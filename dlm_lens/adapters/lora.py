@@ -18,6 +18,7 @@ from dlm_lens.adapters.parameter_names import ExpectedParameters, splitting_of
 from dlm_lens.adapters.registry import Family
 from dlm_lens.adapters.weight_headers import FLOATING, TensorHeader, read_header
 from dlm_lens.files.json_objects import read_object
+from dlm_lens.files.paths import user_path
 from dlm_lens.printable import printable_name, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -153,7 +154,7 @@ class LoraAdapter:
         """
         if not isinstance(source, str | Path) or not str(source).strip():
             raise ValueError(f"adapter is {shown(source)}; give the directory or the hub name of a LoRA adapter")
-        name = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
+        name = str(user_path(source)) if str(source).startswith("~") else str(source)
         if quantised:
             raise ValueError(
                 f"the weights are quantised, and {name} is added to whole ones; merge it before quantising"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_lens.arguments import near_name
+from dlm_lens.files.paths import user_path
 from dlm_lens.printable import shown
 
 LONGEST_PART = 255
@@ -77,8 +78,8 @@ def check_model_name(name: Any) -> str | Path:
     """Return the name of an embedded model, a path that can hold a checkpoint, or a possible hub name.
 
     Raises:
-        FileNotFoundError: a path that does not exist, a directory without a config and without weights, or a name
-            without an owner that is close to an embedded model's.
+        FileNotFoundError: a path that does not exist, a directory without a config and without weights, the home of
+            a user who does not exist, or a name without an owner that is close to an embedded model's.
         ValueError: neither text nor a path, or too long for one.
     """
     if not isinstance(name, str | Path) or not str(name):
@@ -94,7 +95,7 @@ def check_model_name(name: Any) -> str | Path:
             f"{shown(str(name))} is longer than a path or a hub name can be ({len(str(name))} characters); give a "
             "checkpoint's directory or a hub name"
         )
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         raise FileNotFoundError(f"{path} holds no config.json; give the directory that does, or a hub name")
     if "/" not in str(name) and not path.exists() and (hint := near_name(str(name), embedded, {})):

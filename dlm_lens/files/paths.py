@@ -5,6 +5,21 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 
+def user_path(path: str | Path) -> Path:
+    """A path in which "~" at its beginning is the user's home directory, and "~name" that of another user.
+
+    Raises:
+        FileNotFoundError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise FileNotFoundError(
+            f"{path} begins with the home directory of a user who does not exist; give the full path, or one that "
+            "begins with ./"
+        ) from None
+
+
 def check_directory(path: Path) -> None:
     """Raise unless files can be written below a path: it is a directory, or does not exist yet and can be made.
 

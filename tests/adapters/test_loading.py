@@ -184,6 +184,31 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         dlm_lens.load(copy_golden(tmp_path / "bert", model_type="bert"))
 
 
+@pytest.mark.parametrize("name", ["a/b/c", "C:\\models\\mine", "a b/c", "/dev/null", "a\0b", "x" * 97 + "/y"])
+@pytest.mark.parametrize("offline", [True, False])
+def test_names_that_no_hub_has_are_told_with_and_without_a_network(
+    offline: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    with pytest.raises(
+        FileNotFoundError, match="is not of the form 'organisation/name': check the spelling"
+    ) as told:
+        dlm_lens.load(name)
+    assert "is neither an embedded model" in str(told.value)
+    assert str(told.value).isprintable()
+    if name != "/dev/null":
+        with pytest.raises(FileNotFoundError, match="is not of the form 'organisation/name': check the spelling"):
+            dlm_lens.load("toy", adapter=name, check=False)
+
+
+def test_the_home_of_nobody_is_told() -> None:
+    sentence = r"^~nobody-here/m begins with the home directory of a user who does not exist; give the full path"
+    with pytest.raises(FileNotFoundError, match=sentence):
+        dlm_lens.load("~nobody-here/m")
+    with pytest.raises(FileNotFoundError, match=sentence):
+        dlm_lens.load("toy", adapter="~nobody-here/m", check=False)
+
+
 def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_golden(tmp_path / "mine")
     monkeypatch.setenv("HOME", str(tmp_path))
