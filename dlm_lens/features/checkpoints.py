@@ -10,11 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dlm_lens.adapters.weight_headers import TensorHeader, read_header
+from dlm_lens.adapters.weight_headers import FLOATING, TensorHeader, read_header
 from dlm_lens.features import saelens, sparsify
 from dlm_lens.features.sparse_autoencoder import FeatureSite, SparseAutoencoder
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.json_objects import read_object
+from dlm_lens.files.paths import check_directory
 from dlm_lens.files.tensor_files import write_tensors
 from dlm_lens.placement import input_device
 from dlm_lens.printable import printable_name
@@ -82,13 +83,17 @@ def load_sae(
 def save_sae(sae: SparseAutoencoder, path: str | Path) -> Path:
     """Write a directory in the form of SAELens 6, which `load_sae` and SAELens read.
 
+    A process that is killed leaves a directory that `load_sae` refuses, never new weights with an older cfg.json.
+
     Raises:
         ValueError: what SAELens does not have: "groupmax", and `rescaled` of others than "topk".
         OSError: the disk is full, or takes no files.
     """
     path = Path(path)
     settings, weights = saelens.settings_of(sae), saelens.weights_of(sae)
+    check_directory(path)
     path.mkdir(parents=True, exist_ok=True)
+    (path / "cfg.json").unlink(missing_ok=True)
     write_tensors(path / saelens.WEIGHTS, weights)
     write_file(path / "cfg.json", json.dumps(settings, indent=1))
     return path
@@ -105,7 +110,8 @@ def _weights(path: Path) -> Path:
     inner = [name for name in there if (path / name / "cfg.json").is_file()]
     if inner:
         raise FileNotFoundError(
-            f"{path} holds {len(inner)} autoencoders; give the directory of one, such as {path / inner[0]}"
+            f"{path} holds {len(inner)} autoencoders; give the directory of one, such as "
+            f"{printable_name(str(path / inner[0]), 500)}"
         )
     pickles = [name for name in there if name.endswith(PICKLES)]
     if pickles:
@@ -134,8 +140,8 @@ def _compare(
             raise ValueError(
                 f"{file}: {name} has shape {list(found[name].shape)}; cfg.json calls for {list(shape)}"
             )
-        if not found[name].dtype.startswith(("F", "BF")):
-            raise ValueError(f"{file}: {name} holds {found[name].dtype}; weights are floating-point numbers")
+        if found[name].dtype not in FLOATING:
+            raise ValueError(f"{file}: {name} holds {found[name].dtype}; weights are of {', '.join(FLOATING)}")
 
 
 def _read(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -17,6 +17,9 @@ WEIGHTS = "sae_weights.safetensors"
 OF_MODULE = "dlm_lens_of_module"
 """The entry of `metadata` for `SparseAutoencoder.of_module`, which the name of a hook point does not say."""
 
+SCALE = "scaling_factor"
+"""A tensor of older files, one number per feature, which was trained after the rest."""
+
 BASE = ("W_enc", "W_dec", "b_dec")
 TENSORS = {
     "topk": (*BASE, "b_enc"),
@@ -37,7 +40,7 @@ def architecture_of(settings: Mapping[str, Any]) -> str:
     if function == "topk" and settings.get("architecture", "standard") == "standard":
         return "topk"
     name = settings.get("architecture", "standard")
-    if name not in TENSORS:
+    if not isinstance(name, str) or name not in TENSORS:
         raise ValueError(f"cfg.json: architecture is {shown(name)}; read are {', '.join(TENSORS)}")
     if name != "topk" and function != "relu":
         raise ValueError(f"cfg.json: activation_fn is {shown(function)}; read are relu and topk")
@@ -69,13 +72,12 @@ def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SparseAu
     architecture = architecture_of(settings)
     site, layer = place_of(settings)
     decoder = tensors["W_dec"]
-    if "scaling_factor" in tensors:
-        # Trained after the rest, it multiplies features before the decoder.
-        decoder = decoder * tensors["scaling_factor"][:, None]
+    if SCALE in tensors:
+        decoder = decoder * tensors[SCALE][:, None]  # features are multiplied before the decoder
     own: dict[str, Any] = {"activation": {"standard": "relu"}.get(architecture, architecture)}
     if architecture == "topk":
-        own["k"] = settings.get("k", dict(settings.get("activation_fn_kwargs") or {}).get("k"))
-        own["rescaled"] = bool(settings.get("rescale_acts_by_decoder_norm", False))
+        own["k"] = settings.get("k", _object(settings, "activation_fn_kwargs").get("k"))
+        own["rescaled"] = _flag(settings, "rescale_acts_by_decoder_norm", usual=False)
     own["threshold"] = tensors.get("threshold")
     own["gate_bias"], own["gate_scale"] = tensors.get("b_gate"), tensors.get("r_mag")
     if settings.get("reshape_activations", "none") not in ("none", None):
@@ -85,7 +87,7 @@ def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SparseAu
         tensors["b_mag" if architecture == "gated" else "b_enc"],
         decoder,
         tensors["b_dec"],
-        subtracts_bias=bool(settings.get("apply_b_dec_to_input", True)),
+        subtracts_bias=_flag(settings, "apply_b_dec_to_input", usual=True),
         normalisation=_normalisation(settings.get("normalize_activations")),
         site=site,
         layer=layer,
@@ -163,6 +165,22 @@ def _metadata(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**settings, **inner} if isinstance(inner, dict) else settings
 
 
+def _object(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A setting that holds others; none where it is missing."""
+    value = settings.get(name) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"cfg.json: {name} is {shown(value)}; it must be an object of settings")
+    return value
+
+
+def _flag(settings: Mapping[str, Any], name: str, *, usual: bool) -> bool:
+    """A setting that is true or false."""
+    value = settings.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"cfg.json: {name} is {shown(value)}; it must be true or false")
+    return usual if value is None else value
+
+
 def size_in(settings: Mapping[str, Any], name: str) -> int:
     """A size of `cfg.json`.
 
@@ -171,12 +189,13 @@ def size_in(settings: Mapping[str, Any], name: str) -> int:
     """
     value = settings.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**31:
-        raise ValueError(f"cfg.json: {name} is {shown(value)}; it must be a whole number of at least 1")
+        raise ValueError(f"cfg.json: {name} is {shown(value)}; it must be a whole number from 1 to {2**31}")
     return value
 
 
 def _normalisation(value: Any) -> Any:
-    value = {None: "none", False: "none", True: "expected_average_only_in"}.get(value, value)
+    if value is None or isinstance(value, bool):
+        value = "expected_average_only_in" if value else "none"
     if value == "expected_average_only_in":
         raise ValueError(
             "cfg.json: normalize_activations is 'expected_average_only_in', whose factor is not in the files; fold "

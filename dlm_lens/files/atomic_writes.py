@@ -152,7 +152,8 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is not None and TEMPORARY.fullmatch(Path(os.fsdecode(error.filename)).name):
-            error.filename, error.filename2 = str(path), None
+            error.filename = str(path)
+            del error.filename2  # None would be written as a second name
         raise
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from dlm_lens.printable import printable_name
+
 
 def user_path(path: str | Path) -> Path:
     """A path in which "~" at its beginning is the user's home directory, and "~name" that of another user.
@@ -15,8 +17,22 @@ def user_path(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise FileNotFoundError(
-            f"{path} begins with the home directory of a user who does not exist; give the full path, or one that "
-            "begins with ./"
+            f"{path} begins with the home directory of a user who does not exist; give the full path"
+        ) from None
+
+
+def check_utf8(path: str | Path) -> None:
+    """Raise unless a path is UTF-8: the safetensors library opens no other.
+
+    Raises:
+        ValueError: it has bytes that are no character.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{printable_name(str(path), 500)} is no name in UTF-8, and the safetensors library opens no other; "
+            "rename it, or give another directory"
         ) from None
 
 
@@ -27,12 +43,23 @@ def check_directory(path: Path) -> None:
 
     Raises:
         FileExistsError: it is a file, or lies below one.
+        FileNotFoundError: it begins with "~", which would be made here as a directory of that name.
         OSError: nothing can be written where it would be.
+        ValueError: it is no name in UTF-8, so that the tensors that are written there could not be read.
     """
+    check_utf8(path)
+    _check_home(path)
     for part in (path, *path.parents):
         _check_no_file(part)
     if not path.is_dir() or not any(path.iterdir()):
         _check_writable(next(part for part in (path, *path.absolute().parents) if part.is_dir()))
+
+
+def _check_home(path: Path) -> None:
+    """Raise where a path is below a home directory that the shell has not put in: after --out= it does not."""
+    home = path.parts[0] if path.parts else ""
+    if home.startswith("~") and (home == "~" or len(path.parts) > 1) and not Path(home).exists():
+        raise FileNotFoundError(f"{path} begins with {home}, which is no directory here; give {user_path(path)}")
 
 
 def _check_no_file(part: Path) -> None:
@@ -60,10 +87,11 @@ def check_file(path: Path, suffixes: Sequence[str] = ()) -> None:
     Raises:
         IsADirectoryError: it is a directory.
         FileExistsError: it lies below a file.
-        FileNotFoundError: its directory does not exist.
+        FileNotFoundError: its directory does not exist, or is given as "~".
         OSError: nothing can be written in its directory.
         ValueError: a suffix that is not among `suffixes`.
     """
+    _check_home(path)
     if path.is_dir():
         name = f"file{suffixes[0]}" if suffixes else "file"
         raise IsADirectoryError(f"{path} is a directory; give the name of a file, such as {path / name}")

@@ -12,6 +12,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from dlm_lens.files.atomic_writes import replacing
+from dlm_lens.files.paths import check_utf8
 from dlm_lens.files.sealed_json import CHECKSUM, DamagedFileError, file_bytes
 
 METADATA = "__metadata__"
@@ -87,7 +88,9 @@ def metadata_of(path: Path, remedy: str, what: str = "safetensors file") -> dict
 
     Raises:
         DamagedFileError: it is no such file.
+        ValueError: its path is not UTF-8.
     """
+    check_utf8(path)
     try:
         with safe_open(path, framework="pt") as file:
             return dict(file.metadata() or {})

@@ -1,6 +1,7 @@
 """`load_sae` and `save_sae`: files written with the foreign names, and what is refused before weights are read."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dlm_lens.adapters import load
-from dlm_lens.features import load_sae, save_sae
+from dlm_lens.features import checkpoints, load_sae, save_sae
 from dlm_lens.testing import tiny
 from tests.features.foreign import COUNT, WIDTH, K, draw, kept, vectors, write_saelens, write_sparsify
 
@@ -154,11 +155,55 @@ def test_the_shape_of_a_scaling_factor_is_compared_too(tmp_path, factor, why):
         (BASE, {"hook_name": "blocks.2.attn.hook_z"}, "hook_name is 'blocks.2.attn.hook_z'; read are"),
         (BASE, {"hook_name": "blocks.0.hook_resid_pre"}, "from the second layer on"),
         (BASE, {"reshape_activations": "hook_z"}, "reshape_activations is set"),
+        (BASE, {"architecture": ["topk"]}, r"architecture is \['topk'\]; read are topk, standard"),
+        (BASE, {"normalize_activations": ["none"]}, r"normalize_activations is \['none'\]; read are none"),
+        (BASE, {"architecture": "topk", "activation_fn_kwargs": [K]}, "it must be an object of settings"),
+        (BASE, {"apply_b_dec_to_input": "false"}, "apply_b_dec_to_input is 'false'; it must be true or false"),
+        (BASE, {"d_in": 10**12}, f"d_in is {10**12}; it must be a whole number from 1 to {2**31}"),
     ],
 )
 def test_what_is_refused_is_named(tmp_path, names, settings, why):
     with pytest.raises(ValueError, match=why):
         load_sae(write_saelens(tmp_path, names, settings))
+
+
+@pytest.mark.parametrize("shape", [(COUNT + 1,), (COUNT, 3), (1_000_000, 1), ()])
+def test_a_scaling_factor_of_another_shape_is_refused(tmp_path, shape):
+    factor = np.ones(shape, np.float32)
+    path = write_saelens(tmp_path, f"{BASE} scaling_factor", {"architecture": "standard"}, scaling_factor=factor)
+    with pytest.raises(ValueError, match=rf"scaling_factor has shape \[.*; cfg.json calls for \[{COUNT}\]$"):
+        load_sae(path)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F8_E8M0", 8), ("I32", 32)])
+def test_weights_of_dtypes_that_torch_does_not_compute_in_are_refused(tmp_path, dtype, bits):
+    path = write_saelens(tmp_path, BASE, {"architecture": "standard"})
+    header, values = {}, b""
+    for name in BASE.split():
+        shape = list(draw()[name].shape)
+        size = int(np.prod(shape)) * (bits if name == "b_enc" else 32) // 8
+        own = dtype if name == "b_enc" else "F32"
+        header[name] = {"dtype": own, "shape": shape, "data_offsets": [len(values), len(values) + size]}
+        values += bytes(size)
+    text = json.dumps(header).encode()
+    (path / "sae_weights.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + values)
+    with pytest.raises(ValueError, match=f"b_enc holds {dtype}; weights are of F64, F32, F16, BF16"):
+        load_sae(path)
+
+
+def test_a_directory_that_is_written_in_part_is_refused(tmp_path, monkeypatch):
+    """Never new weights with the settings of the ones before, whose shapes are the same."""
+    sae = load_sae(write_saelens(tmp_path / "first", BASE, {"architecture": "topk", "k": K, **META}))
+    path = save_sae(sae, tmp_path / "second")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_sae(replace(sae, encoder_weight=-sae.encoder_weight, k=K + 1), path)
+    with pytest.raises(FileNotFoundError, match=r"holds sae_weights.safetensors but no cfg.json"):
+        load_sae(path)
 
 
 @pytest.mark.parametrize("name", ["transcode", "skip_connection"])
