@@ -21,6 +21,7 @@ from dlm_lens.adapters.parameter_names import (
     renamed_tensor,
 )
 from dlm_lens.adapters.registry import Family
+from dlm_lens.files.paths import check_utf8
 from dlm_lens.printable import printable_name, shown
 
 LONGEST_HEADER = 100_000_000
@@ -56,8 +57,10 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
     """Name -> dtype, shape and size of every tensor of a safetensors file.
 
     Raises:
-        ValueError: no safetensors file, one cut short, or a header that contradicts itself.
+        ValueError: no safetensors file, one cut short, a header that contradicts itself, or a path that is not
+            UTF-8.
     """
+    check_utf8(file)
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dlm_lens.files.locks import held, other_files
-from dlm_lens.files.paths import check_directory
+from dlm_lens.files.paths import check_directory, check_utf8
 from dlm_lens.files.sealed_json import DamagedFileError
 from dlm_lens.placement import plain_defaults
 from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, blank_ended_, from_plain, with_zeros_
@@ -130,6 +130,7 @@ class ShardArrays(Mapping[str, Tensor]):
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
+    check_utf8(file)
     try:
         with safe_open(file, framework="pt") as shard:
             yield shard

@@ -58,6 +58,7 @@ def test_an_error_names_the_file_and_not_its_temporary_one(tmp_path: Path) -> No
     with pytest.raises(IsADirectoryError) as told:
         write_file(tmp_path / "b", "new")
     assert told.value.filename == str(tmp_path / "b")
+    assert str(told.value) == f"[Errno {errno.EISDIR}] Is a directory: '{tmp_path / 'b'}'"
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no directory that nobody can write")
