@@ -103,7 +103,7 @@ def _validated(kind: Any, values: Mapping[str, Any], prefix: str) -> Any:
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, ValueError):
             raise ValueError(str(cause)) from None
-        raise ValueError(f"the setting {where} is {first['input']!r}: {first['msg'].lower()}") from None
+        raise ValueError(f"the setting {where} is {shown(first['input'])}: {first['msg'].lower()}") from None
 
 
 def _check_names(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
@@ -146,8 +146,26 @@ def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merged(_read(beside if beside.is_file() else base, chain), values)
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """PyYAML's safe loader, which does not take the last of two values of a name in silence."""
+MOST_VALUES = 10_000
+"""Values of a file; settings have a hundred. Aliases (&a, [*a, *a], ...) let a hundred bytes stand for billions."""
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with bounds, which does not take the last of two values of a name in silence."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """The whole text as nodes.
+
+        Raises:
+            ConstructorError: more than `MOST_VALUES` values, counted wherever they are referred to.
+        """
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _values_of(node, {}) > MOST_VALUES:
+            what = (
+                f"more than {MOST_VALUES} values, counted wherever an alias stands for them; leave the aliases out"
+            )
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """The mapping as it is written, before others are merged into it.
@@ -164,8 +182,18 @@ class _UniqueKeys(yaml.SafeLoader):
         return node
 
 
+def _values_of(node: yaml.Node, known: dict[int, int]) -> int:
+    """The number of values below a node; too many for one that holds itself. `known` has those of other nodes."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES + 1  # until it is counted
+        inner: Any = node.value if isinstance(node, yaml.CollectionNode) else ()
+        below = (one for pair in inner for one in pair) if isinstance(node, yaml.MappingNode) else inner
+        known[id(node)] = 1 + sum(_values_of(one, known) for one in below)
+    return known[id(node)]
+
+
 def _loaded(text: str) -> Any:
-    return yaml.load(text, Loader=_UniqueKeys)
+    return yaml.load(text, Loader=_BoundedLoader)
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -413,35 +413,6 @@ def test_docs_of_the_settings_name_every_field() -> None:
             assert f"{field.name}:" in str(kind.__doc__), f"{kind.__name__}.{field.name}"
 
 
-def test_bases_that_go_in_a_circle_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text("base: own.yaml\n")
-    with pytest.raises(ValueError, match=r"base: goes in a circle, \S*own.yaml -> \S*own.yaml; a base must not"):
-        read_settings(tmp_path / "own.yaml")
-    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
-    (tmp_path / "b.yaml").write_text("base: ./c.yaml\n")
-    (tmp_path / "c.yaml").write_text(f"base: {tmp_path}/b.yaml\n")
-    with pytest.raises(ValueError, match=r"a circle, \S*b.yaml -> \S*c.yaml -> \S*b.yaml; "):
-        read_settings(tmp_path / "a.yaml")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"base: [qwen2.5-0.5b-sink]", r"base is \['qwen2.5-0.5b-sink'\] in .*; it must be the name"),
-        (b"[" * 100_000, "is nested too deeply to hold settings"),
-        (b"model: \xff\xfe", "is no YAML"),
-    ],
-)
-def test_hostile_files_are_one_sentence(data: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "hostile.yaml").write_bytes(data)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_settings(tmp_path / "hostile.yaml")
-    assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"the override .* is no YAML"):
-        read_settings("qwen2.5-0.5b-sink", [f"model={'[' * 50_000}"])
-
-
 def test_a_reporter_that_cannot_begin_is_named() -> None:
     class Reporter:
         def setup(self, where: str) -> None:
