@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from weakref import WeakSet
+from xml.etree import ElementTree
 
 import pytest
 from tqdm import tqdm
@@ -115,6 +116,17 @@ def test_figures_take_nothing_for_markup(hostile):
         assert with_dollar
         assert not any(a.get_parse_math() or a.get_usetex() for a in with_dollar)
     assert note(figures[0].axes[0], "$x$") is None
+
+
+def test_captions_are_well_formed_in_svg(hostile):
+    _, rec, _ = hostile
+    figure = dl.viz.incoming_attention(rec, layer=0, head=0, title="\x1b[31m\0\x07\u202eX-->\n<x>")
+    file = io.BytesIO()
+    figure.savefig(file, format="svg")
+    assert ElementTree.fromstring(file.getvalue()).tag.endswith("svg")
+    captions = [artist.get_text() for artist in figure.findobj(lambda one: hasattr(one, "get_parse_math"))]
+    assert any(r"\u001b[31m\u0000\u0007\u202eX-->" in text for text in captions)
+    assert all(map(inert, captions))
 
 
 def test_pages_take_nothing_for_markup(hostile, tmp_path):

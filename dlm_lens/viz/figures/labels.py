@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import MaxNLocator
 
-from dlm_lens.printable import counted, escaped
+from dlm_lens.printable import counted, escaped, printable
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import MORE, TokenTexts
 from dlm_lens.sinks import Level, Scale
@@ -119,10 +119,13 @@ def note(axes: Axes, text: str, height: float = 0.5) -> None:
 
 
 def caption(parts: Sequence[str], width: float) -> str:
-    """A caption of 8 points in lines of `width` inches, which breaks between its parts where they fit."""
+    """A caption of 8 points in lines of `width` inches, which breaks between its parts where they fit.
+
+    Control characters, such as the name of a model may hold, are written as their codes: an SVG file has none.
+    """
     room = max(40, int(width * 14))
     lines: list[str] = []
-    for part in parts:
+    for part in map(printable, parts):
         if lines and len(lines[-1]) + len(part) + 3 <= room:
             lines[-1] += f" · {part}"
         else:
