@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
+from dlm_lens.adapters.hub import check_name
 from dlm_lens.files.atomic_writes import remove_stale, sync_directory, write_file
 from dlm_lens.files.sealed_json import CHECKSUM, Document, file_bytes, fitted, parsed, sealed, unsealed
 from dlm_lens.files.tensor_files import check_digest, file_digest
@@ -95,9 +96,11 @@ def check_files(path: str | Path, record: Mapping[str, Any]) -> None:
     """Compare every file of a checkpoint with its digest.
 
     Raises:
-        ValueError: naming a file that is missing or differs.
+        ValueError: naming a file that is missing or differs, or whose name leads out of the checkpoint.
     """
     base = Path(path)
+    for name in record["files"]:
+        check_name(str(path), name)
     with ThreadPoolExecutor(THREADS) as pool:
         for _ in pool.map(
             lambda one: check_digest(base / one[0], one[1], _remedy(path)), dict(record["files"]).items()

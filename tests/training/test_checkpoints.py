@@ -1,5 +1,6 @@
 """Checkpoints under force: whole or not there, one trainer per directory, damage told."""
 
+import json
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 
 import dlm_lens
 from dlm_lens.files.locks import DirectoryHeldError
+from dlm_lens.files.sealed_json import sealed
 from dlm_lens.training import checkpoints as module
 from dlm_lens.training.checkpoints import BEFORE, PARTIAL, check_files, checkpoints, read_run, tidy
 from tests.files.damage import damage
@@ -127,6 +129,20 @@ def test_a_damaged_checkpoint_is_told_or_whole(cases: int, trained: Path, tmp_pa
         assert right, how
         shutil.rmtree(path.parent)
     assert told >= 0.9 * cases
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../other/model.safetensors", "", "a:b"])
+def test_digests_are_compared_inside_a_checkpoint_alone(name: str, trained: Path, tmp_path: Path) -> None:
+    """A run.json with the right checksum and the name of an endless file would be read for ever."""
+    path = tmp_path / "checkpoint-4"
+    shutil.copytree(trained / "checkpoint-4", path)
+    record = read_run(path)
+    record["files"][name] = "0" * 64
+    (path / "run.json").write_text(json.dumps(sealed(record)))
+    with pytest.raises(
+        ValueError, match=r"checkpoint-4 names the file '.*', which is no path inside the checkpoint"
+    ):
+        job(tmp_path / "other", save_steps=4)._resumed(path)
 
 
 def test_stale_files_go_when_training_begins(trained: Path, tmp_path: Path) -> None:
