@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,9 +238,10 @@ def check_shapes(
     expected = expected_parameters(model_class, config, what, family, renames)
     stored = {renamed_tensor(name, expected, count): name for name in headers}
     whole = fused_shapes(expected.shapes, stored, family)
-    experts = _take_experts(stored, whole, expected)
+    joined = _take_joined(stored, whole, expected)
+    _check_experts(source, joined, headers)
     problems = {
-        "missing_keys": [*_missing(whole, stored, expected), *_missing_experts(*experts)],
+        "missing_keys": [*_missing(whole, stored, expected), *_missing_experts(joined)],
         "unexpected_keys": [printable_name(name) for name in sorted(stored) if _surplus(name, whole, expected)],
         "mismatched_keys": [
             f"{name} ({list(headers[stored[name]].shape)} in the file, {list(shape)} in the model)"
@@ -263,29 +265,57 @@ def check_shapes(
                 f"{', '.join(names[:5])}{more}; {MISFITS[kind]}"
             )
     floating = sorted(whole.keys() - expected.whole_numbers)
-    _check_dtypes(source, what, [stored[name] for name in floating if name in stored], headers)
+    of_files = [stored[name] for name in floating if name in stored]
+    _check_dtypes(source, what, [*of_files, *(name for name in joined.names if name in joined.floating)], headers)
 
 
-def _take_experts(
-    stored: dict[str, str], whole: dict[str, tuple[int, ...]], expected: ExpectedParameters
-) -> tuple[dict[tuple[str, str], set[int]], dict[tuple[str, str], int]]:
-    """Take out of both what transformers joins or splits, and number the experts that the files hold one by one.
+@dataclass(frozen=True)
+class _Joined:
+    """The tensors of the files that transformers joins or splits.
 
-    Its loading report tells of their misfits. Of each matrix of a layer's experts: which the files hold, and how
-    many the network has; an expert that passes its input on (LongCat-Flash) may lack some matrices.
+    Args:
+        names: of them.
+        floating: those that become parameters of floating-point numbers.
+        experts: of each matrix of a layer's experts (its name before and after the number): expert -> name.
+        counts: likewise, how many experts the network has.
     """
-    experts: dict[tuple[str, str], set[int]] = {}
-    counts: dict[tuple[str, str], int] = {}
+
+    names: list[str]
+    floating: set[str]
+    experts: dict[tuple[str, str], dict[int, str]]
+    counts: dict[tuple[str, str], int]
+
+
+def _take_joined(
+    stored: dict[str, str], whole: dict[str, tuple[int, ...]], expected: ExpectedParameters
+) -> _Joined:
+    """Take out of both what transformers joins or splits, whose sizes its loading report tells of."""
+    joined = _Joined([], set(), {}, {})
     for name, source_name in list(stored.items()):
         if made := converted_tensor(source_name, expected):
             del stored[name]
+            joined.names.append(source_name)
+            if not expected.whole_numbers.issuperset(made):
+                joined.floating.add(source_name)
             for parameter in made:
                 whole.pop(parameter, None)
             if found := _EXPERT.search(source_name):
                 key = (source_name[: found.start()], source_name[found.end() :])
-                experts.setdefault(key, set()).add(int(found.group(1)))
-                counts[key] = expected.shapes.get(made[0], (MOST_TENSORS,))[0]
-    return experts, counts
+                joined.experts.setdefault(key, {})[int(found.group(1))] = source_name
+                joined.counts[key] = expected.shapes.get(made[0], (MOST_TENSORS,))[0]
+    return joined
+
+
+def _check_experts(source: str, joined: _Joined, headers: Mapping[str, TensorHeader]) -> None:
+    """Refuse experts of one layer whose matrices have several shapes, which transformers cannot join."""
+    for held in joined.experts.values():
+        shapes = {name: headers[name].shape for name in held.values()}
+        usual, _ = Counter(shapes.values()).most_common(1)[0]
+        if other := next((name for name, shape in sorted(shapes.items()) if shape != usual), None):
+            raise ValueError(
+                f"{printable_name(other)} in {source} has the shape {list(shapes[other])}, and that matrix of the "
+                f"other experts {list(usual)}: the files are damaged, fetch them again"
+            )
 
 
 def _check_dtypes(source: str, what: str, names: Iterable[str], headers: Mapping[str, TensorHeader]) -> None:
@@ -305,23 +335,19 @@ def _missing(whole: Mapping[str, Any], stored: Mapping[str, str], expected: Expe
     return [name for name in sorted(whole) if name not in held and tied.get(name) not in held]
 
 
-def _missing_experts(
-    experts: Mapping[tuple[str, str], set[int]], counts: Mapping[tuple[str, str], int]
-) -> list[str]:
+def _missing_experts(joined: _Joined) -> list[str]:
     """Experts of which the files hold some matrices and not others.
 
-    Args:
-        experts: what a name has before and after the expert -> the experts that the files hold.
-        counts: likewise, how many the network has.
+    An expert that passes its input on (LongCat-Flash) may lack some: the network has fewer of these matrices.
     """
     of_layer: dict[str, set[int]] = {}
-    for (layer, _), held in experts.items():
-        of_layer[layer] = of_layer.get(layer, set()) | held
+    for (layer, _), held in joined.experts.items():
+        of_layer[layer] = of_layer.get(layer, set()) | held.keys()
     return [
         printable_name(f"{layer}.experts.{one}.{rest}")
-        for (layer, rest), held in sorted(experts.items())
-        for one in sorted(of_layer[layer] - held)
-        if one < counts[layer, rest]
+        for (layer, rest), held in sorted(joined.experts.items())
+        for one in sorted(of_layer[layer] - held.keys())
+        if one < joined.counts[layer, rest]
     ]
 
 

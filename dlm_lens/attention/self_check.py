@@ -65,7 +65,7 @@ def check_hook_points(
             with _idle_inputs(model, modules), _kept_activations(modules), _second_row_edited(modules[0]):
                 edited = _logits(model)
             _compare(model, edited[:1], idle[:1], "materialised patterns")
-        _check_activations(modules, kept)
+        _check_activations(model, modules, kept)
         if not all(each.unrotated_at_origin() for each in kept):
             for attention in modules:
                 for name in ("hook_q", "hook_k"):
@@ -303,12 +303,17 @@ def _agree(model: Any, got: Tensor, expected: Tensor) -> bool:
 
 def _compare(model: Any, got: Tensor, expected: Tensor, what: str) -> None:
     if not _agree(model, got, expected):
-        remedy = "the checkpoint is damaged; fetch it again"
-        _refuse_weights(model, lambda weight: not bool(weight.isfinite().all()), "holds NaN or infinity", remedy)
+        _refuse_infinite_weights(model)
         raise ValueError(
             f"the logits of {type(model).__name__} differ by {float((got - expected).abs().max()):.3g} with {what} "
             f"(largest logit {float(expected.abs().max()):.3g}): its attention cannot be hooked exactly"
         )
+
+
+def _refuse_infinite_weights(model: nn.Module) -> None:
+    """As `_refuse_weights`, of weights with numbers that are not finite."""
+    remedy = "the checkpoint is damaged; fetch it again"
+    _refuse_weights(model, lambda weight: not bool(weight.isfinite().all()), "holds NaN or infinity", remedy)
 
 
 def _refuse_weights(model: nn.Module, damaged: Callable[[Tensor], bool], what: str, remedy: str) -> None:
@@ -325,7 +330,7 @@ def _refuse_weights(model: nn.Module, damaged: Callable[[Tensor], bool], what: s
         raise ValueError(f"{printable_name(found[0])} of {type(model).__name__} {what}{others}: {remedy}")
 
 
-def _check_activations(modules: list[Any], kept: list[_Activations]) -> None:
+def _check_activations(model: nn.Module, modules: list[Any], kept: list[_Activations]) -> None:
     """Raise unless every hook point fired once, and rows of the patterns sum to at most 1."""
     for attention, each in zip(modules, kept, strict=True):
         kind, values = type(attention).__name__, each.values
@@ -338,6 +343,8 @@ def _check_activations(modules: list[Any], kept: list[_Activations]) -> None:
             raise ValueError(f"{kind} projects its queries {len(values['q'])} times in a forward pass")
         sums = values["pattern"][0].float().sum(-1)
         if not bool(((sums >= -1e-3) & (sums <= 1 + 2e-2)).all()):
+            if not bool(sums.isfinite().all()):
+                _refuse_infinite_weights(model)
             raise ValueError(
                 f"rows of the pattern of {kind} sum to {float(sums.min()):.3g} to {float(sums.max()):.3g}, and not "
                 "to at most 1: its attention cannot be hooked"
