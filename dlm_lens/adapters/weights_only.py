@@ -41,12 +41,18 @@ def config_of_weights(weights: Path, size: str | None) -> dict[str, Any]:
     The JSON file is the one of the same name, or config.json; it holds the fields of the authors' own config.
 
     Raises:
-        ValueError: no family knows the tensors, or neither `size` nor a JSON file gives the model's dimensions.
+        ValueError: no family knows the tensors, or a config.json beside them tells it; or neither `size` nor a JSON
+            file gives the model's dimensions.
     """
     shapes = _shapes(weights)
     formats = [family.weights_only for family in families() if family.weights_only is not None]
     layout = next((each for each in formats if each.recognise(shapes)), None)
     if layout is None:
+        beside = weights.parent / "config.json"
+        if beside.is_file() and "model_type" in read_object(beside, str(beside)):
+            raise ValueError(
+                f"{weights} is a file of a checkpoint with a config.json; give its directory, {weights.parent}"
+            )
         names = ", ".join(each.model_type for each in formats)
         first = printable_name(next(iter(shapes), "none"))
         raise ValueError(

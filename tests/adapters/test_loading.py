@@ -132,6 +132,18 @@ def test_a_model_type_that_is_no_name_is_told(model_type: Any, tmp_path: Path) -
         dlm_lens.load(copy_golden(tmp_path, model_type=model_type))
 
 
+def test_a_file_of_a_whole_checkpoint_asks_for_its_directory(tmp_path: Path) -> None:
+    """Not for the config.json that lies beside it."""
+    path = copy_golden(tmp_path / "whole") / "model.safetensors"
+    with pytest.raises(
+        ValueError, match=rf"^{path} is a file of a checkpoint with a config.json; give its directory, "
+    ):
+        dlm_lens.load(path)
+    (path.parent / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"put the config.json that came with the weights beside them"):
+        dlm_lens.load(path)
+
+
 def test_weights_of_a_family_that_needs_a_config_ask_for_it(tmp_path: Path) -> None:
     tiny("causal").save_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
