@@ -1,6 +1,5 @@
 """From a dataset to the batches of a step: `build_source`, `BatchStream`."""
 
-import glob
 import hashlib
 import logging
 import os
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dlm_lens.printable import shown
-from dlm_lens.training.dataset_files import READERS, read_rows
+from dlm_lens.training.dataset_files import READERS, files_of, read_rows
 from dlm_lens.training.objective import Objective, check_embedded, check_no_mask
 from dlm_lens.training.settings import IDS, DataSettings
 from dlm_lens.training.sources import (
@@ -107,8 +106,7 @@ def data_record(dataset: Any, settings: DataSettings) -> dict[str, Any]:
         return {"rows": rows, "sha256": digest.hexdigest()[:16]}
     path = os.path.expanduser(settings.path)
     if Path(path).suffix in READERS:
-        found = sorted(glob.glob(path, recursive=True))
-        return {"bytes": {name: Path(name).stat().st_size for name in found}}
+        return {"bytes": {name: Path(name).stat().st_size for name in files_of(path)}}
     return {}
 
 

@@ -33,10 +33,12 @@ def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
             return datasets.load_dataset(
                 settings.path, settings.name, split=split or settings.split, streaming=settings.streaming
             )
-    except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
+    except (OSError, RuntimeError, datasets.exceptions.DatasetNotFoundError) as error:
+        # A RuntimeError is that of a dataset with a script, which is not run.
+        why = " ".join(str(error).split())
         raise FileNotFoundError(
-            f"the dataset {settings.path} cannot be read from the hub ({' '.join(str(error).split())}); check its "
-            "name and the connection, or give a local file"
+            f"the dataset {settings.path} cannot be read from a directory or the hub ({why}); check its name and "
+            "the connection, or give a local file"
         ) from error
 
 
@@ -48,14 +50,16 @@ def _local_files(settings: DataSettings, split: str) -> Any:
     suffix = Path(path).suffix
     if suffix not in READERS:
         raise ValueError(f"data.path {settings.path} has an unknown ending; use one of {', '.join(READERS)}")
-    files = glob.glob(path, recursive=True) if "*" in path else [path]
-    if not any(Path(file).is_file() for file in files):
+    files = files_of(path)
+    if not files:
         raise FileNotFoundError(f"data.path {settings.path} is not a file, or matches none")
     if not any(Path(file).stat().st_size for file in files):
         raise ValueError(f"data.path {settings.path} is empty; give at least one document")
+    # The datasets library takes [1] in the name of a file for a pattern too, which it then does not find.
+    data_files = path if "*" in path else glob.escape(path)
     with reading(settings):
         found: Any = datasets.load_dataset(
-            READERS[suffix], data_files=path, split=split, streaming=settings.streaming
+            READERS[suffix], data_files=data_files, split=split, streaming=settings.streaming
         )
         if suffix != LINES:
             return found
@@ -64,6 +68,12 @@ def _local_files(settings: DataSettings, split: str) -> Any:
     if first is None:
         raise ValueError(f"data.path {settings.path} holds blank lines alone; give at least one line of text")
     return found
+
+
+def files_of(path: str) -> list[str]:
+    """The files of a path or, with a "*", of a pattern, in alphabetical order."""
+    found = glob.glob(path, recursive=True) if "*" in path else [path]
+    return sorted(file for file in found if Path(file).is_file())
 
 
 def _has_text(line: str) -> bool:

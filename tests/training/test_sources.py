@@ -214,6 +214,29 @@ def test_files_are_read_as_datasets(tmp_path) -> None:
         read_dataset(DataSettings(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("name", ["text[1].jsonl", "text [a-z].jsonl", "[!].txt"])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_brackets_in_the_name_of_a_file_are_no_pattern(name: str, streaming: bool, tmp_path) -> None:
+    text = "w1 w2\nw3\n" if name.endswith(".txt") else '{"text": "w1 w2"}\n{"text": "w3"}\n'
+    (tmp_path / name).write_text(text)
+    (tmp_path / f"other_{name}").write_text(text)
+    settings = DataSettings(path=str(tmp_path / name), streaming=streaming)
+    found = read_dataset(settings)
+    assert [row["text"] for row in found] == ["w1 w2", "w3"]
+    known = data_record(found, settings)
+    assert known.get("bytes", {settings.path: len(text)}) == {settings.path: len(text)}
+    assert known
+
+
+def test_a_script_beside_a_dataset_is_not_run_and_told(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "texts.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"the dataset texts cannot be read from a .* found texts\.py\)"):
+        read_dataset(DataSettings(path="texts"))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*args, **kwargs):
         raise ConnectionError("Couldn't reach 'some/text'\non the Hub")
