@@ -32,6 +32,9 @@ COORDINATES = ("mrope_section", "mrope_interleaved")
 INHERITED = ("dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 """Fields that count for the text network too where its own part of the config does not have them."""
 
+MOST_NETWORKS = 100
+"""Networks of a checkpoint among which the text's is chosen, by the names of all tensors for each."""
+
 TIED = "tie_word_embeddings"
 
 _OF_THE_CLASS = (
@@ -110,7 +113,7 @@ def text_class(
         A subclass that `from_pretrained` can be called on, and pattern -> replacement, its `key_mapping`.
 
     Raises:
-        ValueError: no tensor is the text network's embedding, or its network cannot be built.
+        ValueError: no tensor, or too many, can be the text network's embedding, or its network cannot be built.
     """
     try:
         with torch.device("meta"):
@@ -125,6 +128,11 @@ def text_class(
         raise ValueError(
             f"none of the tensors in {source} is called {inner}, so that there is no text network among them: "
             "fetch the files again, or check that config.json is of the same model"
+        )
+    if len(prefixes) > MOST_NETWORKS:
+        raise ValueError(
+            f"{len(prefixes)} of the tensors in {source} are called {inner}; a checkpoint has at most "
+            f"{MOST_NETWORKS} networks with an embedding: fetch the files again"
         )
 
     def fitting(prefix: str) -> int:

@@ -29,6 +29,9 @@ LONGEST_HEADER = 100_000_000
 """Bytes, the safetensors library's own bound."""
 
 MOST_TENSORS = 1_000_000
+LONGEST_TENSOR_NAME = 1000
+"""Characters; a number in a longer name may have more digits than Python reads."""
+
 MOST_AXIS_FIELDS = 16
 
 BITS = {
@@ -100,6 +103,8 @@ def read_header(file: Path) -> dict[str, TensorHeader]:
 def _entry(file: Path, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
     """The header of one tensor, and the offsets at which its numbers begin and end."""
     what = printable_name(name)
+    if len(name) > LONGEST_TENSOR_NAME:
+        raise _unreadable(file, f"a name of {len(name)} characters, {LONGEST_TENSOR_NAME} is the most: {what}")
     if not isinstance(entry, Mapping):
         raise _unreadable(file, f"{what} is described by {shown(entry)}")
     dtype: Any = entry.get("dtype")

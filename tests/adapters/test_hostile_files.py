@@ -292,6 +292,7 @@ def tensor(begin: int, end: int, shape: Any, dtype: Any = "F32") -> dict[str, An
         ({"a": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64, 9]}}, r"a has the offsets \[0, 64, 9\]"),
         ({"a": [1]}, r"a is described by \[1\]"),
         ({"a\x1b[2J": 3}, r"a\\x1b\[2J is described by 3"),
+        ({f"layers.{'9' * 5000}.a": tensor(0, 64, [16])}, r"a name of 5009 characters, 1000 is the most: layers.9"),
         ({"a": tensor(0, 32, [8])}, r"32 bytes follow its last tensor"),
         ({"a": tensor(0, 2**60, [2**58])}, r"is cut short, \d+ of \d+ bytes"),
         (b'{"a": 1, "a": 2}', r"its header holds a twice"),

@@ -157,6 +157,18 @@ def test_a_text_network_that_does_not_fit_is_refused(
         dl.load(tmp_path)
 
 
+def test_thousands_of_embeddings_among_which_to_find_the_texts_are_refused(tmp_path: Path) -> None:
+    """Every name is compared with every other network's: of 100,000, which take 7 MB, that is an hour."""
+    small_model("gemma3", AutoModelForMultimodalLM).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    others = {f"part{number}.embed_tokens.weight": torch.zeros(0) for number in range(101)}
+    save_file(load_file(file) | others, file)
+    with pytest.raises(
+        ValueError, match=r"^102 of the tensors in .* are called embed_tokens.weight; a checkpoint has"
+    ):
+        dl.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
