@@ -99,7 +99,8 @@ class ShardArrays(Mapping[str, Tensor]):
                         size <= sizes.get(dim, size) if dim in PADDED else size == sizes.get(dim, size)
                         for dim, size in lengths.items()
                     )
-                    fits &= lengths.get("key", sinks + 1) > sinks
+                    # Where a padded axis is empty, another may have any length in a file of no size.
+                    fits &= lengths.get("key", sinks + 1) > sinks and lengths.get("query", 1) > 0
                     labels = all(
                         lengths.get(dim) == len(names) for dim, names in spec.labels.items() if dim in lengths
                     )

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from dlm_lens.files.sealed_json import CHECKSUM, sealed
+from dlm_lens.files.tensor_files import write_tensors
 from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, record
 from dlm_lens.recording.directories import HEADER
 from dlm_lens.recording.shards import MANIFEST, RUN
@@ -31,8 +35,10 @@ def unsealed(text: str) -> dict[str, Any]:
     return {name: value for name, value in json.loads(text).items() if name != CHECKSUM}
 
 
-def forged(kept: Path, path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Path:
-    """A copy with changed header.json and run.json, and the checksums and digests that belong to them."""
+def forged(
+    kept: Path, path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None], array: Tensor | None = None
+) -> Path:
+    """A copy with changed header.json, run.json and array, and the checksums and digests that belong to them."""
     shutil.copytree(kept, path)
     part = path / PART
     header, run = (unsealed((part / name).read_text()) for name in (HEADER, RUN))
@@ -41,6 +47,10 @@ def forged(kept: Path, path: Path, change: Callable[[dict[str, Any], dict[str, A
     lines = [
         unsealed(line) | {"of": sealed(header)[CHECKSUM]} for line in (part / MANIFEST).read_text().splitlines()
     ]
+    for line in lines if array is not None else ():
+        shard = part / line["file"]
+        written = write_tensors(shard, load_file(shard) | {"array.received": array})
+        line |= {"bytes": written.size, "digest": written.digest}
     (part / MANIFEST).write_text("".join(json.dumps(sealed(line)) + "\n" for line in lines))
     run["files"] |= {name: hashlib.sha256((part / name).read_bytes()).hexdigest() for name in (HEADER, MANIFEST)}
     (part / RUN).write_text(json.dumps(sealed(run)))
@@ -65,6 +75,17 @@ def test_sink_tokens_that_no_array_has_are_refused(sinks: int, sentence: str, ke
     with pytest.raises(ValueError, match=sentence) as error:
         Recording.load(path)
     assert "\n" not in str(error.value)
+
+
+def test_an_axis_that_is_long_because_another_is_empty_is_refused(kept: Path, tmp_path: Path) -> None:
+    """Padded to the canvas, an array of no entries would have 2^40 times as many as there are positions."""
+
+    def change(header: dict[str, Any], run: dict[str, Any]) -> None:
+        run["specs"][0]["dims"] = ["step", "batch", "layer", "head", "query"]
+
+    path = forged(kept, tmp_path / "it", change, torch.zeros(2, 2, 2**40, 0))
+    with pytest.raises(ValueError, match=r"holds received as F32 \[2, 2, 1099511627776, 0\], which does not fit"):
+        Recording.load(path)
 
 
 @pytest.mark.parametrize("open_it", [Recording.load, RecordingSet])
