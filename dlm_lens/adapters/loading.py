@@ -106,8 +106,7 @@ def load(
     model_class = owner.layouts[values["model_type"]][1]
     given = {"mask_token_id": mask_token_id, "eos_token_id": eos_token_id, "eot_token_id": eot_token_id}
     values |= known_values(owner, str(path_or_hub_name), values, given | {"sampler": sampler})
-    fetch = not user_path(path_or_hub_name).exists()
-    config, tokenizer = _config_and_tokenizer(owner, values, source, what, options, fetch=fetch)
+    config, tokenizer = _config_and_tokenizer(owner, values, source, what, options, path_or_hub_name)
     quantised = {} if quantization_config is None else {"quantization_config": quantization_config}
     own = values.get("quantization_config")
     width = check_quantisation(str(source), owner, own, quantization_config, device_map)
@@ -161,11 +160,11 @@ def _resolve(name: str | Path, options: dict[str, Any]) -> str:
 
 
 def _config_and_tokenizer(
-    family: Family, values: dict[str, Any], source: str, what: str, options: dict[str, Any], *, fetch: bool
+    family: Family, values: dict[str, Any], source: str, what: str, options: dict[str, Any], given: str | Path
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """The config of these values with its special ids, and the tokenizer; `fetch` as in `_tokenizer`."""
+    """The config of these values with its special ids, and the tokenizer; `given` is what `load` was given."""
     config = built_config(family.layouts[values["model_type"]][0], values, what)
-    tokenizer = _tokenizer(source, options, config, family, fetch=fetch)
+    tokenizer = _tokenizer(source, options, config, family, fetch=not user_path(given).exists())
     prepare_config(config, family, tokenizer)
     return config, tokenizer
 

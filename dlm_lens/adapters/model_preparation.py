@@ -60,7 +60,7 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     """
     sampler = family.sampler_of(config)
     if own := getattr(config, "sampler_defaults", None):
-        # By name: the samplers are in a later room, whose registry is asked and not imported here.
+        # By name, because samplers are in a later room: a wrong setting is refused when the model is loaded.
         import_module("dlm_lens.sampling.algorithm_registry").check_defaults(sampler, own)
     if family.causal:
         return

@@ -140,6 +140,11 @@ class Explorer(anywidget.AnyWidget):
 
     @selection.setter
     def selection(self, selection: Selection | tuple[int, int, int, int | SinkToken | None]) -> None:
+        """Select.
+
+        Raises:
+            ValueError: no selection, or a step, layer, head or position that is not there.
+        """
         if not isinstance(selection, Selection) and (not isinstance(selection, Sequence) or len(selection) != 4):
             raise ValueError(
                 f"selection is {shown(selection)}; give a Selection, or step, layer, head and position (or None)"
