@@ -171,6 +171,15 @@ def test_a_share_of_several_cases_at_a_bound_has_the_interval_of_its_effective_c
     assert (halves.low, halves.high) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(("correlation", "missed"), [(0.01, 0.014), (0.05, 0.086), (0.2, 0.36)])
+def test_a_share_of_correlated_cases_is_missed_as_the_page_says(correlation: float, missed: float) -> None:
+    """Of a beta-binomial, exactly: the share just above the interval of 0 cases is the one missed most."""
+    high = estimate([[0, 64]] * 8, mean_of, bounds=SHARE_BOUNDS).high
+    spread = (1 - correlation) / correlation
+    none = stats.betabinom.pmf(0, 64, high * spread, (1 - high) * spread)
+    assert none**8 == pytest.approx(missed, rel=0.02)
+
+
 @pytest.mark.parametrize("prompts", [3, 8])
 def test_the_interval_of_a_rare_case_covers_its_share(prompts: int) -> None:
     """Without an interval at 0 the coverage is at most the probability of a case: 0.26 and 0.55."""
