@@ -58,12 +58,17 @@ class Estimate:
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
 
 
-def _resamples(prompts: int, resamples: int, seed: int) -> NDArray[np.int64]:
-    """How often each prompt is drawn, with replacement: [resample, prompt]."""
-    draws: NDArray[np.int64] = np.random.default_rng(seed).multinomial(
-        prompts, np.full(prompts, 1 / prompts), size=resamples
-    )
-    return draws
+DRAWN = 2**22
+"""Numbers of draws in memory at a time, 64 MiB with their copy in float64."""
+
+
+def _in_resamples(sums: Floats, resamples: int, seed: int) -> Floats:
+    """Sums [prompt, summand] over the prompts of every resample, drawn with replacement: [resample, summand]."""
+    generator, prompts = np.random.default_rng(seed), len(sums)
+    size = max(1, DRAWN // prompts)
+    parts = (min(size, resamples - first) for first in range(0, resamples, size))
+    share = np.full(prompts, 1 / prompts)
+    return np.concatenate([generator.multinomial(prompts, share, size=part) @ sums for part in parts])
 
 
 def student_quantile(degrees: float) -> float:
@@ -173,7 +178,7 @@ def estimate(
     sums = np.asarray(sums, dtype=np.float64)
     sums = sums[(sums != 0).any(-1)]
     prompts = len(sums)
-    drawn = _resamples(prompts, resamples, seed) @ sums if prompts > 1 else sums
+    drawn = _in_resamples(sums, resamples, seed) if prompts > 1 else sums
     found = estimate_in_draws(statistic, sums.sum(0), drawn, prompts)
     least = min((int((sums[:, place] > 0).sum()) for place in COUNTS_OF_MEANS.get(statistic, ())), default=prompts)
     if least < 2:
@@ -321,8 +326,9 @@ def ratio_by_prompt(
     numerator, denominator = (summed(each, numbers, prompts) for each in (numerator, denominator))
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.asarray(numerator.sum(0) / denominator.sum(0))
-        draws = _resamples(prompts, resamples, seed)
-        flat = (draws @ numerator.reshape(prompts, -1)) / (draws @ denominator.reshape(prompts, -1))
+        sums = np.concatenate([each.reshape(prompts, -1) for each in (numerator, denominator)], 1)
+        tops, bottoms = np.split(_in_resamples(sums, resamples, seed), 2, 1)
+        flat = tops / bottoms
     low, high = np.full((2, flat.shape[1]), np.nan)
     columns = zip(ratio.ravel().tolist(), flat.T, denominator.reshape(prompts, -1).T, strict=True)
     for entry, (value, drawn, below) in enumerate(columns):

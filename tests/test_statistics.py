@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dlm_lens import statistics
 from dlm_lens.experiments.intervals import mean_over_prompts, ratio_over_prompts
 from dlm_lens.statistics import (
     CORRELATION_BOUNDS,
@@ -244,3 +245,12 @@ def test_entries_without_a_prompt_are_refused(prompt: Any, prompts: Any, sentenc
     with pytest.raises(ValueError, match=sentence):
         estimate_mean([1, 2], prompt, prompts)
     assert estimate_mean([1, 2], [0.0, 1.0], 2).value == 1.5
+
+
+def test_draws_in_parts_are_the_draws_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(2).random(30)
+    at_once = estimate_mean(values, np.arange(30), 30)
+    monkeypatch.setattr(statistics, "DRAWN", 100)  # three draws at a time
+    in_parts = estimate_mean(values, np.arange(30), 30)
+    assert (in_parts.low, in_parts.high) == pytest.approx((at_once.low, at_once.high), rel=1e-12)
+    assert in_parts.low < in_parts.value < in_parts.high

@@ -204,8 +204,11 @@ def _recorded(names: str, to: Path | None, layers: str | None, storage: str) -> 
 
 
 def _with(settings: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a preset, some of them replaced."""
-    return {**(vars(settings) if settings is not None else {}), **given}
+    """The settings of a preset, some of them replaced; of `options` those that are given."""
+    own = vars(settings) if settings is not None else {}
+    options = given.get("options")
+    merged = {"options": {**own.get("options", {}), **options}} if isinstance(options, dict) else {}
+    return {**own, **given, **merged}
 
 
 def _print_presets(as_json: bool) -> None:

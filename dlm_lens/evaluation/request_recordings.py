@@ -90,6 +90,7 @@ class RequestBatch:
         if request.task_name is None or request.doc_id is None:
             return f"requests/{self.keys[place][:16]}"
         task = str(request.task_name).replace("/", "__")
+        task = task if task.strip(".") else f"_{task}"  # ".." is the directory above
         return f"{task}/{request.doc_id:05d}-{request.idx}" + (f"-r{copy}" if copy else "")
 
     def document(self, place: int) -> int:

@@ -11,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from dlm_lens.cli import app as cli
-from dlm_lens.cli.evaluate import read_pairs
+from dlm_lens.cli.evaluate import _settings, read_pairs
+from dlm_lens.evaluation import find_preset, list_presets
 from dlm_lens.recording import RecordingSet
 
 
@@ -135,6 +136,15 @@ def test_presets_are_listed_with_what_they_assume() -> None:
     assert "one-token/table2/piqa\n  piqa: acc, a likelihood" in printed
     assert "method=chain_rule, cfg_scale=0.6" in printed
     assert "assumed: one step per token" in printed
+
+
+def test_an_option_of_a_method_replaces_that_of_the_preset_alone() -> None:
+    (name,) = [preset.name for preset in list_presets() if "dream" in preset.name and preset.task == "piqa"]
+    plain = find_preset(name).settings()["likelihood"]
+    found = _settings(name, {}, {"likelihood": read_pairs(['options={"eps": 0.01}', "samples=8"])})["likelihood"]
+    assert plain.options["eps"] != 0.01
+    assert len(plain.options) > 1
+    assert found == {**vars(plain), "samples": 8, "options": {**plain.options, "eps": 0.01}}
 
 
 def test_it_needs_a_task() -> None:

@@ -1,6 +1,7 @@
 """Recording during an evaluation: every request as `dlm_lens.record` records it, and none asked again."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dlm_lens as dl
 from dlm_lens.attention import MIN_VIEWERS
 from dlm_lens.evaluation import HarnessLM, RecordSettings, evaluate
+from dlm_lens.evaluation.request_recordings import RequestBatch
 from dlm_lens.evaluation.settings import request_seed
 from dlm_lens.hooks import attach_hooks, mask_positions, mask_top_sinks
 from dlm_lens.recording import ReceivedAttention, RecordingSet, TopKeys
@@ -359,3 +361,12 @@ def test_a_request_of_which_no_draw_masks_anything_has_an_answer_and_no_recordin
         again = HarnessLM(model, likelihood=settings, record=WITHOUT_MASKS, record_to=tmp_path)
         assert [value for value, _ in again.loglikelihood(requests)] == found
     assert none == []
+
+
+@pytest.mark.parametrize(
+    ("task", "directory"),
+    [("..", "_../00002-1"), (".", "_./00002-1"), ("a/..", "a__../00002-1"), ("v1.5", "v1.5/00002-1")],
+)
+def test_no_task_has_a_directory_above_the_others(task: str, directory: str) -> None:
+    request = SimpleNamespace(task_name=task, doc_id=2, idx=1)
+    assert RequestBatch([request], ["key"]).directory(0) == directory

@@ -110,3 +110,8 @@ def test_options_without_an_effect_are_refused(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
     rendered = CliRunner().invoke(app, ["experiment", "fig5-depth", "--render", "--dtype", "bfloat16"])
     assert str(rendered.exception).endswith("stored in --out; leave out --dtype")
+
+
+def test_a_model_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="models has 'toy' twice; give each model once"):
+        find_experiment("fig7-paths").config(small=True, models=["toy", "toy-ar", "toy"])
