@@ -32,7 +32,8 @@ STYLE = (
     ".dlm-lens td,.dlm-lens th{text-align:left;padding:.1em .8em .1em 0;vertical-align:top;background:none}"
     ".dlm-lens .num{text-align:right}.dlm-lens .cells{font-family:ui-monospace,monospace;word-break:break-word}"
     ".dlm-lens .new{color:#0a8754;font-weight:600}.dlm-lens .revised{color:#b07d00;font-weight:600}"
-    ".dlm-lens .open,.dlm-lens .end,.dlm-lens .label,.dlm-lens .note{opacity:.6}.dlm-lens .label{white-space:nowrap}"
+    ".dlm-lens .open,.dlm-lens .end,.dlm-lens .label,.dlm-lens .note{opacity:.6}"
+    ".dlm-lens .label{white-space:nowrap}"
     ".dlm-lens svg{display:block;margin:.4em 0;max-width:100%}"
 )
 
