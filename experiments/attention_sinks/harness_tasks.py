@@ -1,11 +1,16 @@
 """Table 1 on generative tasks of lm-evaluation-harness, such as GSM8K and HumanEval."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dlm_lens.experiments.results import Item, Settings
+from dlm_lens.recording import ReceivedAttention, RecordingSet
+from dlm_lens.sinks import Received, received_of
 
 logger = logging.getLogger(__name__)
 
@@ -21,18 +26,50 @@ def correct_documents(model: Any, mask: Any, item: Item, settings: Settings) -> 
         ValueError: an unknown task, a task that executes code without permission, fewer documents than `prompts`,
             or a task without a metric per document.
     """
+    stop = min(item["start"] + settings["batch"], settings["prompts"])
+    hooks = () if mask is None else (mask,)
+    preset = preset_of_run(item["model"], settings)
+    samples = _answered(model, preset, range(item["start"], stop), settings, hooks=hooks, seed=item["seed"])
+    return read_correct(samples, preset.metric if preset else "")
+
+
+def received_in_documents(model: Any, name: str, settings: Settings) -> Iterator[Received]:
+    """Received attention in unmasked runs of the first `calibration` documents, one after the other.
+
+    Raises:
+        ImportError: lm-evaluation-harness is not installed.
+        ValueError: as `correct_documents`.
+    """
+    preset = preset_of_run(name, settings)
+    documents = range(min(settings["calibration"], settings["prompts"]))
+    with TemporaryDirectory() as folder:
+        _answered(model, preset, documents, settings, record=ReceivedAttention(), record_to=folder)
+        (task,) = filter(Path.is_dir, Path(folder).iterdir())
+        yield from map(received_of, RecordingSet(task))
+
+
+def preset_of_run(model: str, settings: Settings) -> Any:
+    """The preset of Table 1 for a model of a run; None if there is none, or the run wants none."""
+    if not settings.get("presets", True):
+        return None
+    preset = preset_of(model, settings["task"])
+    if preset is None:
+        logger.warning(
+            "%s has no preset of Table 1 for %s (presets go by the hub name): no chat template, the task's own "
+            "worked examples, and the sampler of the settings", model, settings["task"],
+        )  # fmt: skip
+    return preset
+
+
+def _answered(
+    model: Any, preset: Any, documents: range, settings: Settings, **options: Any
+) -> list[dict[str, Any]]:
+    """The harness's samples of some documents; `options` are those of `HarnessLM`."""
     from lm_eval.evaluator import simple_evaluate
 
     from dlm_lens.evaluation.evaluation import check_code, find_tasks
     from dlm_lens.evaluation.harness import HarnessLM
 
-    wanted = settings.get("presets", True)
-    preset = preset_of(item["model"], settings["task"]) if wanted else None
-    if wanted and preset is None:
-        logger.warning(
-            "%s has no preset of Table 1 for %s (presets go by the hub name): no chat template, the task's own "
-            "worked examples, and the sampler of the settings", item["model"], settings["task"],
-        )  # fmt: skip
     task = preset.task if preset else settings["task"]
     manager = find_tasks([task])
     check_code(manager, [task], settings["confirm_run_unsafe_code"])
@@ -42,18 +79,17 @@ def correct_documents(model: Any, mask: Any, item: Item, settings: Settings) -> 
         raise ValueError(f"prompts is {settings['prompts']}; {task} has 1 to {count}")
     generation = {**(asdict(preset.generation) if preset else {}), **settings["sampler"]}
     lm = HarnessLM(
-        model, hooks=() if mask is None else (mask,), generation=generation or None, seed=item["seed"],
-        add_bos=bool(preset and preset.add_bos), max_length=preset.max_length if preset else None,
+        model, generation=generation or None, add_bos=bool(preset and preset.add_bos),
+        max_length=preset.max_length if preset else None, **options,
     )  # fmt: skip
-    stop = min(item["start"] + settings["batch"], settings["prompts"])
     results = simple_evaluate(
-        model=lm, tasks=[task], task_manager=manager, samples={task: list(range(item["start"], stop))},
+        model=lm, tasks=[task], task_manager=manager, samples={task: list(documents)},
         num_fewshot=preset.num_fewshot if preset else None, apply_chat_template=bool(preset and preset.chat),
         fewshot_as_multiturn=not preset or preset.multiturn, bootstrap_iters=0,
         confirm_run_unsafe_code=settings["confirm_run_unsafe_code"],
     )  # fmt: skip
     samples: list[dict[str, Any]] = (results or {})["samples"][task]
-    return read_correct(samples, preset.metric if preset else "")
+    return samples
 
 
 @cache

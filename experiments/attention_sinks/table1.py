@@ -1,7 +1,7 @@
 """Table 1: exact match with the strongest sinks hidden, for every reading of "top 1, 5 and 10"."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from dlm_lens.experiments.attention_sinks import twin_networks
 from dlm_lens.experiments.attention_sinks.masking_conditions import (
@@ -36,6 +36,9 @@ from dlm_lens.experiments.attention_sinks.twin_networks import model_of, network
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table, run_script
 from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Item, Results, Settings
+
+if TYPE_CHECKING:
+    from dlm_lens.sinks import Received
 
 
 def items(settings: Settings) -> Iterator[Item]:
@@ -86,7 +89,8 @@ def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
         return mask_positions(*range(item["columns"]), stage=item["stage"])
     if item["choose"] == "eps":
         eps = bench.once(
-            ("eps", item["columns"]), lambda: eps_for(model_of(item, settings, bench), item["columns"], settings)
+            ("eps", item["columns"]),
+            lambda: eps_for(model_of(item, settings, bench), item["model"], item["columns"], settings),
         )
         return mask_sinks(AboveMean(eps), **rest)
     mask = mask_sinks(TopK(item["columns"]), **rest)
@@ -96,28 +100,39 @@ def mask_of(item: Item, settings: Settings, bench: Any) -> Any:
     return mask
 
 
-def eps_for(model: Any, columns: float, settings: Settings) -> float:
-    """The eps of Eq. 3 with `columns` sinks per map on average, in unmasked runs of the first prompts.
-
-    For a task of the harness the prompts are those of the shipped toy_arithmetic.
-    """
+def eps_for(model: Any, name: str, columns: float, settings: Settings) -> float:
+    """The eps of Eq. 3 with `columns` sinks per map on average, in unmasked runs of the task's first prompts."""
     import dlm_lens as dl
+
+    if holds_problems(settings["task"]):
+        prompts = chat(model, problems(settings["task"])[: settings["calibration"]], settings)
+        return eps_of([dl.received_of(dl.record(model, prompts, **settings["sampler"]))], columns)
+    from dlm_lens.experiments.attention_sinks.harness_tasks import received_in_documents
+
+    return eps_of(received_in_documents(model, name, settings), columns)
+
+
+MANY = 2**26
+"""Scores of a run of which only those above the mean of the others are kept: a run of LLaDA-8B has 3e8."""
+
+
+def eps_of(runs: Iterable["Received"], columns: float) -> float:
+    """The eps of Eq. 3 above which `columns` keys per map lie, on average over the maps of these runs."""
+    import torch
+
     from dlm_lens.sinks import AboveMean
 
-    prompts = chat(model, _calibration(settings), settings)
-    received = dl.received_of(dl.record(model, prompts, **settings["sampler"]))
-    scores = received.values.float()
-    defined = ~scores.isnan()
-    excess = (scores - AboveMean(0.0).thresholds(scores))[defined]
-    maps = int(defined.any(-1).sum())
-    rank = min(len(excess) - 1, max(0, round(columns * maps)))
+    excesses, maps = [], 0
+    for received in runs:
+        scores = received.values.float()
+        defined = ~scores.isnan()
+        excess = (scores - AboveMean(0.0).thresholds(scores))[defined]
+        excesses.append(excess[excess > 0] if len(excess) > MANY else excess)
+        maps += int(defined.any(-1).sum())
+    every = torch.cat(excesses).sort(descending=True).values
+    rank = min(len(every) - 1, max(0, round(columns * maps)))
     # The first `rank` of the sorted excesses lie strictly above eps.
-    return round(float(excess.sort(descending=True).values[rank]), 4)
-
-
-def _calibration(settings: Settings) -> Sequence[Any]:
-    task = settings["task"] if holds_problems(settings["task"]) else "toy_arithmetic"
-    return problems(task)[: settings["calibration"]]
+    return round(float(every[rank]), 4)
 
 
 def _answered(model: Any, mask: Any, item: Item, settings: Settings) -> list[bool]:

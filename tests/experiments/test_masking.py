@@ -425,12 +425,29 @@ def test_more_prompts_than_a_task_of_the_harness_has_are_refused_at_the_first_it
 
 
 @pytest.mark.long
+def test_eps_is_measured_on_the_documents_of_the_harness_s_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlm_lens.experiments.attention_sinks import harness_tasks
+
+    settings = {**find_experiment("table1-masking").small, "prompts": 3, "calibration": 2, "presets": False}
+    model = dl.load("toy")
+    monkeypatch.setattr(table1, "holds_problems", lambda task: False)
+    found = list(harness_tasks.received_in_documents(model, "toy", settings))
+    assert len(found) == 2
+    for columns in (1, 5):
+        eps = table1.eps_for(model, "toy", columns, settings)
+        sinks = [dl.find_sinks(one, dl.AboveMean(eps)) for one in found]
+        above = sum(int(one.is_sink.sum()) for one in sinks)
+        maps = sum(int((~one.scores.isnan()).any(-1).sum()) for one in sinks)
+        assert above / maps == pytest.approx(columns, abs=0.01)  # eps has four digits
+
+
+@pytest.mark.long
 def test_the_harness_s_path_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {**find_experiment("table1-masking").small, "prompts": 3, "batch": 3, "presets": False}
     item = {"model": "toy", "columns": 1, **BASE, "seed": 0, "start": 0}
     bench = Bench()
     ours = table1.run(item, settings, bench)
-    monkeypatch.setattr(table1, "SHIPPED", {})
+    monkeypatch.setattr(table1, "holds_problems", lambda task: False)
     theirs = table1.run(item, settings, bench)
     assert theirs["correct"] == ours["correct"]
     assert theirs["hidden"] == ours["hidden"] == 1
