@@ -78,31 +78,12 @@ def student_quantile(degrees: float) -> float:
     return float(stats.t.ppf(0.975, degrees))
 
 
-def wilson_bounds(successes: float, n: float, z: float = Z) -> Bounds:
+def wilson_bounds(successes: int, n: int, z: float = Z) -> Bounds:
     """Wilson's score interval of a share p, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n); n > 0."""
     p, scale = successes / n, 1 + z**2 / n
     centre = (p + z**2 / (2 * n)) / scale
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / scale
     return 0.0 if not successes else centre - half, 1.0 if successes == n else centre + half
-
-
-def effective_cases(cases: Floats) -> float:
-    """How many independent cases a share has that is 0 in all prompts, or 1 in all.
-
-        n = N (t(N - 1) / t(P - 1))^2
-
-    of N cases in P > 1 prompts, with the two-sided 95% quantiles of Student's t: the number of Korn and Graubard
-    (1998, "Confidence Intervals for Proportions with Small Expected Number of Positive Counts Estimated from
-    Survey Data") for a design effect of 1, which surveys take where cases that are all alike do not show it (Dean
-    and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered Surveys"). It is
-    8 for 8 prompts of one case, 222 for 8 of 40 and 2.9 for 2 of 60. The more the cases of a prompt depend on each
-    other, the fewer they would be.
-
-    Args:
-        cases: of each prompt.
-    """
-    total = float(cases.sum())
-    return total * (student_quantile(total - 1) / student_quantile(len(cases) - 1)) ** 2
 
 
 def expanded(value: float, drawn: Any, prompts: int) -> Bounds:
@@ -137,7 +118,7 @@ ROUNDING = 1e-6
 def _within(value: float, found: Bounds, cases: Floats, bounds: Bounds | None) -> Bounds:
     """An interval cut at the bounds.
 
-    Where all cases are 0 or all 1, the draws are equal, and a share has Wilson's interval of `effective_cases`.
+    Where every prompt has one case, and all are 0 or all 1, the draws are equal, and a share has Wilson's interval.
 
     Args:
         value: of all prompts.
@@ -147,10 +128,8 @@ def _within(value: float, found: Bounds, cases: Floats, bounds: Bounds | None) -
     """
     if bounds is None or math.isnan(found[0]):
         return found
-    whole = bool((cases == np.round(cases)).all())
-    if bounds == SHARE_BOUNDS and whole and min(value, 1 - value) < ROUNDING:
-        n = effective_cases(cases)
-        return wilson_bounds(round(value) * n, n)
+    if bounds == SHARE_BOUNDS and min(value, 1 - value) < ROUNDING and bool((cases == 1).all()):
+        return wilson_bounds(round(value) * len(cases), len(cases))
     return max(bounds[0], found[0]), min(bounds[1], found[1])
 
 

@@ -129,7 +129,7 @@ def test_the_scaling_factor_of_older_files_multiplies_features(tmp_path):
     [
         (np.full(1, 2, np.float32), r"scaling_factor has shape \[1\]; cfg.json calls for \[20\]"),
         (np.ones(7, np.float32), r"scaling_factor has shape \[7\]; cfg.json calls for \[20\]"),
-        (np.ones(COUNT, np.int64), "scaling_factor holds I64; weights are floating-point numbers"),
+        (np.ones(COUNT, np.int64), "scaling_factor holds I64; weights are of F64, F32"),
     ],
 )
 def test_the_shape_of_a_scaling_factor_is_compared_too(tmp_path, factor, why):

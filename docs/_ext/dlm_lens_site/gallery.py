@@ -9,7 +9,8 @@ from sphinx.application import Sphinx
 from dlm_lens_site.files import DOCS
 
 _IMAGE = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+)\)", re.MULTILINE)
-_BLOCK = re.compile(r"^(```(?:python|bash|console)?\n.*?^```)", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^(```(\w*)\n.*?^```)", re.MULTILINE | re.DOTALL)
+_CODE = ("python", "bash", "console", "")
 _NO_CODE = {"index.md"}
 
 
@@ -40,7 +41,7 @@ def pictures() -> list[Picture]:
 
 def _of_page(page: Path) -> list[Picture]:
     text = page.read_text(encoding="utf-8")
-    blocks = [(match.start(), match[1]) for match in _BLOCK.finditer(text)]
+    blocks = [(match.start(), match[1]) for match in _BLOCK.finditer(text) if match[2] in _CODE]
     prose = _BLOCK.sub(_blank, text)
     headings = [(match.start(), match[1]) for match in re.finditer(r"^#+ (.+)$", prose, re.MULTILINE)]
     found = []
