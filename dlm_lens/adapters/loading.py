@@ -109,7 +109,7 @@ def load(
     config, tokenizer = _config_and_tokenizer(owner, values, source, what, options, path_or_hub_name)
     quantised = {} if quantization_config is None else {"quantization_config": quantization_config}
     own = values.get("quantization_config")
-    width = check_quantisation(str(source), owner, own, quantization_config, device_map)
+    width = check_quantisation(str(source), owner, config.model_type, own, quantization_config, device_map)
     check_weights(weights, config, kept, device_map, own, width, options)
     lora = None if adapter is None else LoraAdapter.read(adapter, quantised=bool(quantised or own))
     headers = read_headers(fetched_files(weights, options))

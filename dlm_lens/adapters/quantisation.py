@@ -13,12 +13,15 @@ from dlm_lens.attention import hooked_attentions
 from dlm_lens.printable import one_line, shown
 
 
-def check_quantisation(source: str, family: Family, own: Any, requested: Any, device_map: Any) -> float | None:
+def check_quantisation(
+    source: str, family: Family, model_type: str, own: Any, requested: Any, device_map: Any
+) -> float | None:
     """Refuse quantisation that cannot be loaded, before any weight is read.
 
     Args:
         source: the checkpoint's name in messages.
         family: of the checkpoint.
+        model_type: of its config.
         own: quantization_config of config.json, None where its weights are plain.
         requested: quantization_config as given to `load`.
         device_map: as given to `load`.
@@ -32,7 +35,7 @@ def check_quantisation(source: str, family: Family, own: Any, requested: Any, de
     """
     if own is None and requested is None:
         return None
-    if family.conversions:
+    if family.conversions_in(model_type):
         raise ValueError(
             f"{source} is of the family {family.name}, whose checkpoints hold several projections in one tensor "
             "that is split while loading, which quantised weights cannot be: load plain weights without "

@@ -94,6 +94,7 @@ class Family:
         renames_of_options: likewise, of parameters that not every checkpoint has.
         renames_of_types: model type -> likewise, in its checkpoints alone.
         conversions: of tensors that the host holds split or joined.
+        conversions_of_types: model type -> likewise, in its checkpoints alone.
         weights_only: for checkpoints without transformers' config.json.
         tiny: config fields of the random model that `dlm_lens.testing.tiny` builds, where the class's defaults are
             too large for a test.
@@ -126,6 +127,7 @@ class Family:
     renames_of_options: tuple[tuple[str, str], ...] = ()
     renames_of_types: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     conversions: tuple[WeightConverter, ...] = ()
+    conversions_of_types: Mapping[str, tuple[WeightConverter, ...]] = field(default_factory=dict)
     weights_only: WeightsOnly | None = None
     tiny: Mapping[str, Any] = field(default_factory=dict)
     tiny_of_types: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -171,6 +173,10 @@ class Family:
             mask = len(tokenizer) if len(tokenizer) < config.vocab_size else None
         return found if mask is None else found | {"mask": int(mask)}
 
+    def conversions_in(self, model_type: str) -> tuple[WeightConverter, ...]:
+        """The conversions in the checkpoints of a model type."""
+        return (*self.conversions, *self.conversions_of_types.get(model_type, ()))
+
     def register(self) -> None:
         """Register the family's own model types with transformers' Auto classes and its weight loader.
 
@@ -188,7 +194,7 @@ class Family:
                 *(WeightRenaming(pattern, name) for pattern, name in self.renames),
                 *(_optional(pattern, name) for pattern, name in self.renames_of_options),
                 *(_optional(pattern, name) for pattern, name in self.renames_of_types.get(model_type, ())),
-                *self.conversions,
+                *self.conversions_in(model_type),
             ]
             if mapping:
                 register_checkpoint_conversion_mapping(model_type, mapping, overwrite=True)

@@ -76,7 +76,7 @@ def test_weights_that_are_split_while_loading_cannot_be_quantised(tmp_path: Path
 
 
 def test_plain_checkpoints_need_no_check() -> None:
-    assert check_quantisation("x", family_of("smdm"), None, None, None) is None
+    assert check_quantisation("x", family_of("smdm"), "smdm", None, None, None) is None
 
 
 def test_a_quantised_end_and_a_replaced_attention_are_refused() -> None:
@@ -101,8 +101,11 @@ def test_a_quantised_end_and_a_replaced_attention_are_refused() -> None:
 def test_the_element_size_of_a_method_reaches_the_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     quantizer = SimpleNamespace(quantized_element_size=0.5, validate_environment=lambda **k: None)
     monkeypatch.setattr("transformers.quantizers.AutoHfQuantizer.from_config", lambda *a, **k: quantizer)
-    assert check_quantisation("x", family_of("llada"), None, {"load_in_4bit": True}, "cuda") == 0.5
-    assert check_quantisation("x", family_of("llada"), {"load_in_4bit": True}, None, "cuda") is None
+    assert check_quantisation("x", family_of("llada"), "llada", None, {"load_in_4bit": True}, "cuda") == 0.5
+    assert check_quantisation("x", family_of("sdar"), "sdar", None, {"load_in_4bit": True}, "cuda") == 0.5
+    with pytest.raises(ValueError, match="family sdar, whose checkpoints hold several"):
+        check_quantisation("x", family_of("sdar"), "sdar_moe", None, {"load_in_4bit": True}, "cuda")
+    assert check_quantisation("x", family_of("llada"), "llada", {"load_in_4bit": True}, None, "cuda") is None
 
 
 @pytest.mark.parametrize("family", ["llada", "mmada", "dream", "sink_qwen", "causal"])

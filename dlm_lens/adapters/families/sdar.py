@@ -94,7 +94,7 @@ FAMILY = Family(
     ),
     # config.json has the mask and <|endoftext|>; a turn ends with <|im_end|>.
     special_ids={151936: {"mask": 151669, "eos": 151643, "eot": 151645}},
-    conversions=EXPERTS,
+    conversions_of_types={"sdar_moe": EXPERTS},
     tiny_of_types={
         "sdar_moe": {
             "num_experts": 8,
