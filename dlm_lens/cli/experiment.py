@@ -57,7 +57,10 @@ def experiment_command(
 
     check_experiment(name)
     if render:
-        _refuse_unread({"--models": models, "--set": settings, "--device": device, "--dtype": dtype})
+        unread = {"--models": models, "--set": settings, "--device": device, "--dtype": dtype}
+        _refuse_unread(unread, "--render reads the settings that are stored in --out")
+    if plan:
+        _refuse_unread({"--dtype": dtype}, "--plan counts in the dtype of each model's config.json")
     chosen_models = words("--models", models) if models else []
     for model in chosen_models:
         check_model_name(model)
@@ -91,11 +94,11 @@ def experiment_command(
     echo(f"results, tables and figures: {directory}", err=True)
 
 
-def _refuse_unread(options: dict[str, Any]) -> None:
-    """Refuse options that --render does not read."""
+def _refuse_unread(options: dict[str, Any], why: str) -> None:
+    """Refuse options that --render or --plan does not read."""
     given = " and ".join(option for option, value in options.items() if value)
     if given:
-        raise ValueError(f"--render reads the settings that are stored in --out; leave out {given}")
+        raise ValueError(f"{why}; leave out {given}")
 
 
 def _list_experiments(as_json: bool) -> None:

@@ -65,6 +65,14 @@ def test_rendering_takes_no_settings(tmp_path: Path) -> None:
     assert "--render reads the settings that are stored in --out; leave out --models and --set" in said
 
 
+def test_a_plan_takes_no_dtype(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    command = ["experiment", "fig7-paths", "--small", "--plan", "--out", str(tmp_path), "--dtype", "bfloat16"]
+    said = str(CliRunner().invoke(app, command).exception)
+    assert said == "--plan counts in the dtype of each model's config.json; leave out --dtype"
+
+
 def test_a_setting_that_is_an_option_of_the_command_names_it(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
