@@ -29,21 +29,23 @@ def append_lines(file: IO[bytes], entries: Iterable[Mapping[str, Any]], path: Pa
     append(file, b"".join(map(line_of, entries)), path)
 
 
-def read_lines(data: bytes, path: Path, remedy: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_lines(
+    data: bytes, path: Path, remedy: str, *, required: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each complete line of a log is, and its values without their checksum, which is compared.
 
-    A last line without its newline is left out. A log whose first line has no checksum is of an earlier version,
-    and none is required of its lines.
+    A last line without its newline is left out.
 
     Args:
         data: the content of the log.
         path: of the log, for errors.
         remedy: the advice in an error about a damaged line.
+        required: whether every line must have a checksum. Otherwise a log whose first line has none is of an
+            earlier version, and none is required of its lines.
 
     Raises:
         DamagedFileError: a line is no JSON object, or does not have its checksum.
     """
-    required = False
     for number, text in enumerate(data.split(b"\n")[:-1], 1):
         where = f"{path}, line {number}"
         found = parsed(text, where, remedy)

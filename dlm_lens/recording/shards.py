@@ -143,7 +143,8 @@ class ShardDirectory:
             return []
         found: list[ManifestLine] = []
         manifest, of = self.path / MANIFEST, sealed(self.header())[CHECKSUM]
-        for where, plain in read_lines(file_bytes(manifest, self.remedy), manifest, self.remedy):
+        data = file_bytes(manifest, self.remedy)
+        for where, plain in read_lines(data, manifest, self.remedy, required=True):
             line = fitted(ManifestLine, plain, where, self.remedy)
             if line.of != of or line.file != shard_name(line.step) or line.plan[0] != line.step:
                 raise DamagedFileError(f"{where} is damaged (step {line.step} is not this run's); {self.remedy}")

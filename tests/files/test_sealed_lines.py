@@ -65,6 +65,8 @@ def test_a_log_of_an_earlier_version_needs_no_checksums_but_compares_those_it_ha
     path = tmp_path / "log.jsonl"
     old = (json.dumps(ENTRIES[0]) + "\n").encode() + line_of(ENTRIES[1])
     assert [values for _, values in read_lines(old, path, "delete it")] == ENTRIES[:2]
+    with pytest.raises(DamagedFileError, match=r"line 1 is damaged \(has no checksum\)"):
+        list(read_lines(old, path, "delete it", required=True))
     with pytest.raises(DamagedFileError, match="line 2 is damaged"):
         list(read_lines(old.replace(b'"n": 1', b'"n": 2'), path, "delete it"))
 

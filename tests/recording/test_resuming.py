@@ -365,3 +365,13 @@ def test_a_damaged_file_is_named_with_the_remedy(name, damage, sentence, tmp_pat
         file.write_text(damage)
     with pytest.raises(ValueError, match=sentence):
         Recording.load(tmp_path)
+
+
+def test_a_manifest_without_checksums_is_refused(tmp_path):
+    record(tiny("llada"), PROMPTS, to=tmp_path, steps=2, gen_length=4)
+    (file,) = tmp_path.glob("*/manifest.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(line.pop("checksum") for line in lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"manifest.jsonl, line 1 is damaged \(has no checksum\); delete"):
+        ShardDirectory(file.parent).lines()
