@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -55,13 +54,10 @@ def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:
     """Fill in the special ids and check them; give the tokenizer mask and padding where the authors' code does.
 
     Raises:
-        ValueError: an unknown sampler, `sampler_defaults` that it does not have, a masked DLM without a mask token
-            id, with one that has no embedding row, or with one that ends the text.
+        ValueError: an unknown sampler, a masked DLM without a mask token id, with one that has no embedding row, or
+            with one that ends the text.
     """
-    sampler = family.sampler_of(config)
-    if own := getattr(config, "sampler_defaults", None):
-        # By name, because samplers are in a later room: a wrong setting is refused when the model is loaded.
-        import_module("dlm_lens.sampling.algorithm_registry").check_defaults(sampler, own)
+    family.sampler_of(config)
     if family.causal:
         return
     if config.model_type in family.rows_of_tokenizer and tokenizer is not None:

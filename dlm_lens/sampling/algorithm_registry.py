@@ -52,12 +52,15 @@ def algorithm_of(config: Any) -> Algorithm:
     """The algorithm by which a model with this config samples: its config's `sampler`, or its family's first.
 
     Raises:
-        ValueError: the family does not have the sampler.
+        ValueError: the family does not have the sampler, or the sampler not the config's `sampler_defaults`.
     """
-    return algorithms()[family_of(config.model_type).sampler_of(config)]
+    algorithm = algorithms()[family_of(config.model_type).sampler_of(config)]
+    if own := getattr(config, "sampler_defaults", None):
+        _check_defaults(algorithm, own)
+    return algorithm
 
 
-def check_defaults(sampler: str, defaults: Mapping[str, Any]) -> None:
+def _check_defaults(algorithm: Algorithm, defaults: Mapping[str, Any]) -> None:
     """Raise unless the `sampler_defaults` of a config are settings of its sampler, with values of the right kind.
 
     Whether the values fit each other is checked when a run has its own beside them.
@@ -65,7 +68,6 @@ def check_defaults(sampler: str, defaults: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the first that is not, and the settings that there are.
     """
-    algorithm = algorithms()[sampler]
     try:
         check_known(algorithm.settings, defaults, algorithm.name)
         check_values(defaults, rules_of(algorithm.settings))

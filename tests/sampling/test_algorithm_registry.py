@@ -100,3 +100,22 @@ def test_an_algorithm_is_one_file(leftmost: Any) -> None:
         ValueError, match="the leftmost sampler has no setting 'cfg_scale'; it has steps, gen_length"
     ):
         dl.denoise(leftmost, [1, 2], cfg_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "sentence"),
+    [
+        ("sink_qwen", {"stepz": 3}, r"sampler_defaults of the config: .* 'stepz' \(did you mean 'steps'"),
+        ("sink_qwen", {"temperature": "hot"}, "sampler_defaults of the config: temperature is 'hot'"),
+        ("causal", {"steps": 3}, "sampler_defaults of the config: the causal sampler has no setting 'steps'"),
+    ],
+)
+def test_defaults_of_a_config_that_its_sampler_does_not_have_are_refused(
+    family: str, own: dict[str, Any], sentence: str
+) -> None:
+    model = tiny(family, sampler_defaults=own)
+    for given in ({}, {"temperature": 0.5}):
+        with pytest.raises(ValueError, match=sentence):
+            dl.denoise(model, [[1, 2]], **given)
+    with pytest.raises(ValueError, match=sentence):
+        dl.record(model, [[1, 2]])
