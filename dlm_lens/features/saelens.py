@@ -60,7 +60,7 @@ def shapes_of(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def optional_shapes_of(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors that the file may hold besides."""
-    return {"scaling_factor": (size_in(settings, "d_sae"),)}
+    return {SCALE: (size_in(settings, "d_sae"),)}
 
 
 def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SparseAutoencoder:
