@@ -52,15 +52,12 @@ def algorithm_of(config: Any) -> Algorithm:
     """The algorithm by which a model with this config samples: its config's `sampler`, or its family's first.
 
     Raises:
-        ValueError: the family does not have the sampler, or the sampler not the config's `sampler_defaults`.
+        ValueError: the family does not have the sampler.
     """
-    algorithm = algorithms()[family_of(config.model_type).sampler_of(config)]
-    if own := getattr(config, "sampler_defaults", None):
-        _check_defaults(algorithm, own)
-    return algorithm
+    return algorithms()[family_of(config.model_type).sampler_of(config)]
 
 
-def _check_defaults(algorithm: Algorithm, defaults: Mapping[str, Any]) -> None:
+def check_defaults(algorithm: Algorithm, config: Any) -> None:
     """Raise unless the `sampler_defaults` of a config are settings of its sampler, with values of the right kind.
 
     Whether the values fit each other is checked when a run has its own beside them.
@@ -68,6 +65,7 @@ def _check_defaults(algorithm: Algorithm, defaults: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the first that is not, and the settings that there are.
     """
+    defaults = getattr(config, "sampler_defaults", None) or {}
     try:
         check_known(algorithm.settings, defaults, algorithm.name)
         check_values(defaults, rules_of(algorithm.settings))

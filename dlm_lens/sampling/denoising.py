@@ -9,7 +9,7 @@ import torch
 
 from dlm_lens.arguments import check_values, checked_arguments, one_of, rules_of
 from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
-from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of
+from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of, check_defaults
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
@@ -267,6 +267,7 @@ def prepared_run(
     ids, width = SpecialIds.of(model.config), prompts.ids.shape[1]
     in_prompt = (prompts.ids == ids.mask) & prompts.attention_mask if ids.mask is not None else None
     holes = 0 if in_prompt is None else int(in_prompt.sum(-1).amax())
+    check_defaults(algorithm, model.config)
     check_values({**model.sampler_defaults, **given}, rules_of(algorithm.settings))
     values = algorithm.resolve(model.sampler_defaults, given, holes)
     settings = only_known(algorithm.settings, values, algorithm.name)
