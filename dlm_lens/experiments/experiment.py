@@ -3,7 +3,6 @@
 import json
 import pkgutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -197,14 +196,12 @@ class Experiment:
         models that it does not name. Of files that settings name, such as prompts, the config has the digests.
 
         Raises:
-            ValueError: an unknown setting, a value of the wrong kind, models for an experiment without models, a
-                model that is given twice, or a value for a model that is not in the run.
+            ValueError: an unknown setting, a value of the wrong kind, models for an experiment without models, or a
+                value for a model that is not in the run.
         """
         settings: dict[str, Any] = dict(self.small if small else self.full)
         if models and "models" not in settings:
             raise ValueError(f"{self.name} takes no models; leave out models=")
-        if twice := [name for name, times in Counter(models).items() if times > 1]:
-            raise ValueError(f"models has {twice[0]!r} twice; give each model once")
         given = dict(given or {}) | ({"models": list(models)} if models else {})
         for name in given:
             if name not in settings:

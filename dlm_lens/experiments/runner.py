@@ -3,6 +3,7 @@
 import logging
 import platform
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,10 @@ def list_items(experiment: Experiment, config: Mapping[str, Any]) -> list[Item]:
         items = list(experiment.items(settings))
     keys = [key_of(item) for item in items]
     if len(set(keys)) < len(keys):
+        # A model may stand twice in the settings where items do not repeat: beyond-instruct takes pairs of models.
+        for model, times in Counter(settings.get("models", ())).items():
+            if times > 1:
+                raise ValueError(f"models has {model!r} twice; give each model once")
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"{experiment.name} lists the item {twice} twice")
     return items

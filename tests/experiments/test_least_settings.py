@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dlm_lens.cli.app import app
-from dlm_lens.experiments import find_experiment, list_experiments
+from dlm_lens.experiments import find_experiment, list_experiments, list_items
 from dlm_lens.experiments.experiment import LEAST
 from dlm_lens.experiments.intervals import over_seeds
 from dlm_lens.experiments.verdicts import all_of
@@ -121,5 +121,17 @@ def test_options_without_an_effect_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_given_twice_is_refused() -> None:
+    paths = find_experiment("fig7-paths")
     with pytest.raises(ValueError, match="models has 'toy' twice; give each model once"):
-        find_experiment("fig7-paths").config(small=True, models=["toy", "toy-ar", "toy"])
+        list_items(paths, paths.config(small=True, models=["toy", "toy-ar", "toy"]))
+
+
+def test_pairs_may_share_a_base_model() -> None:
+    instruct = find_experiment("beyond-instruct")
+    config = instruct.config(small=True, models=["toy", "toy+sft", "toy", "toy+pretraining"])
+    items = list_items(instruct, config)
+    assert {(item["base"], item["instruct"]) for item in items if item["measure"] == "sinks"} == {
+        ("toy", "toy+sft"), ("toy", "toy+pretraining")
+    }  # fmt: skip
+    masked = {item["model"] for item in items if item["measure"] == "masking"}
+    assert masked == {"toy", "toy+sft", "toy+pretraining"}
