@@ -1,17 +1,20 @@
 """Loads random mutations of a tiny checkpoint within bounds of memory and time; run by test_mutated_checkpoints.py.
 
-Arguments: a directory to work in, a family, a seed, a number of mutations. Writes one JSON line per violation, and
-a last one with the number of outcomes of each kind.
+Arguments: a directory to work in, a seed, a number of mutations, families. Each family has a process of its own, a
+fork of this one, which has imported what takes longest. Writes JSON lines with the family: one per violation, and a
+last one with the number of outcomes of each kind.
 """
 
 import collections
 import json
+import os
 import random
 import resource
 import shutil
 import signal
 import struct
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +161,13 @@ def judge(path: Path, plain: torch.Tensor, done: str, field: str) -> tuple[str, 
     return "the same model", None
 
 
-def main() -> None:
+def say(**values: Any) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()  # what a process that is ended has not written is lost
+
+
+def mutate_many(place: Path, family: str, seed: int, count: int) -> None:
     """Mutate, load, judge; within bounds that a whole model of the true size keeps easily."""
-    place, family, seed, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     source = place / "source"
     tiny(family).save_pretrained(source)
     tiny(family).tokenizer.save_pretrained(source)
@@ -175,14 +182,30 @@ def main() -> None:
         shutil.copytree(source, path)
         done, field = mutate(path, dice)
         signal.alarm(SECONDS)  # whose default action ends the process, which the parent reports
-        sys.stdout.write(json.dumps({"begins": f"{number}: {done}"}) + "\n")
-        sys.stdout.flush()
+        say(family=family, begins=f"{number}: {done}")
         kind, wrong = judge(path, plain, done, field)
         signal.alarm(0)
         counted[kind] += 1
         if wrong is not None:
-            sys.stdout.write(json.dumps({"wrong": f"{family} {number}: {done}: {wrong}"}) + "\n")
-    sys.stdout.write(json.dumps({"counted": dict(counted)}) + "\n")
+            say(family=family, wrong=f"{family} {number}: {done}: {wrong}")
+    say(family=family, counted=dict(counted))
+
+
+def main() -> None:
+    """Every family in a child."""
+    place, seed, count, *families = sys.argv[1:]
+    for family in families:
+        child = os.fork()
+        if child == 0:
+            try:
+                mutate_many(Path(place) / family, family, int(seed), int(count))
+            except BaseException:
+                say(family=family, wrong=traceback.format_exc()[-4000:])
+            finally:
+                os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status != 0:
+            say(family=family, wrong=f"{family}: its process ended with {status}")
 
 
 if __name__ == "__main__":
