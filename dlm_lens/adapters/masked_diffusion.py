@@ -1,17 +1,16 @@
 """`MaskedDiffusionMixin`: a causal LM of transformers as a masked DLM, and the default settings of samplers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, Self, Unpack, cast
+from typing import Any, ClassVar, NoReturn, Unpack, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
+from dlm_lens.adapters.float32_rotation import Float32RotaryEmbedding, rotate_in_float32
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.attention import SinkLayout, add_hook_points, hooked_attentions, predicting_position
 from dlm_lens.attention.cache_argument import CURRENT, NEW
@@ -176,25 +175,6 @@ class MaskedDiffusionFields(OriginalFields):
         host.use_cache = False
 
 
-class Float32RotaryEmbedding(LlamaRotaryEmbedding):
-    """Rotary tables that stay in float32 whatever the model's dtype (LLaDA's `rope_full_precision`)."""
-
-    def forward(
-        self, x: Tensor, position_ids: Int[Tensor, "#batch position"]
-    ) -> tuple[Float[Tensor, "#batch position d_head"], Float[Tensor, "#batch position d_head"]]:
-        """Return cos and sin in float32; of `x` only the device matters."""
-        return super().forward(torch.empty(0, device=x.device, dtype=torch.float32), position_ids)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the frequencies without another dtype: `model.to(torch.bfloat16)` would round them."""
-
-        def moved(frequencies: Tensor) -> Tensor:
-            found = fn(frequencies)
-            return found if found.dtype == frequencies.dtype else frequencies.to(found.device)
-
-        return super()._apply(moved, recurse)
-
-
 class MaskedDiffusionMixin(nn.Module):
     """Mixin before a causal LM of transformers: the same layers, which see the whole canvas.
 
@@ -215,7 +195,7 @@ class MaskedDiffusionMixin(nn.Module):
             setattr(model, model.base_model_prefix, self.decoder_class(config))
             model.tie_weights()  # the head was tied to the embedding of the replaced decoder
         if getattr(config, "float32_rotation", False):
-            model.model.rotary_emb = Float32RotaryEmbedding(config)
+            rotate_in_float32(model.model, Float32RotaryEmbedding(config))
         for attention in hooked_attentions(add_hook_points(model)):
             attention.is_causal = False
         model.loss_type = "ForMaskedLM"

@@ -43,7 +43,6 @@ class KeptKeys:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The keys and values that the queries of a layer see."""
-        keys = keys.to(values.dtype)  # LLaDA's are float32: kept so, they would take twice the memory
         if self.span is None:
             self._layers[layer_idx] = (keys, values) if self.graph else (keys.detach(), values.detach())
             return keys, values

@@ -1,9 +1,8 @@
-"""Caches of transformers' class: of a text that several rows see, and one whose keys and values have one dtype."""
+"""Whether keys and values of a text may be kept for passes that see it, and the cache that keeps them."""
 
 import inspect
 from typing import Any
 
-from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -11,24 +10,6 @@ from dlm_lens.attention import decoder_of
 from dlm_lens.attention.cache_argument import NEW, OLD
 from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.attention.sink_layout import SinkLayout
-
-
-class EqualDtypeCache(DynamicCache):
-    """A cache that keeps keys in the dtype of the values.
-
-    LLaDA rotates in float32, so that its keys arrive in float32 beside values in the dtype of the weights.
-    transformers' cache takes the dtype of the keys for both, and the output projection does not take such values.
-    The attention function rounds the keys in the same way, so that a pass with the cache equals one without it.
-    """
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values of a layer, and return all of it."""
-        kept: tuple[Tensor, Tensor] = super().update(
-            key_states.to(value_states.dtype), value_states, layer_idx, *args, **kwargs
-        )
-        return kept
 
 
 def keeps_keys(model: Any) -> bool:

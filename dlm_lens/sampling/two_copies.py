@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import DynamicCache
 
 from dlm_lens.adapters import family_of
 from dlm_lens.attention import (
@@ -22,7 +23,7 @@ from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.placement import on_input_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of
-from dlm_lens.sampling.kept_keys import EqualDtypeCache, keeps_keys
+from dlm_lens.sampling.kept_keys import keeps_keys
 from dlm_lens.sampling.network import CanvasLogits
 
 
@@ -298,7 +299,7 @@ class TwoCopyLogits(CanvasLogits):
         return torch.cat([seen, shared[which]], 1)
 
 
-class CleanKeys(EqualDtypeCache):
+class CleanKeys(DynamicCache):
     """Keys and values of clean texts: stored in the first pass, seen and not extended in later ones.
 
     `row` says for every row of a later pass whose text it sees; None during the first pass.
@@ -314,5 +315,4 @@ class CleanKeys(EqualDtypeCache):
             found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return found
         layer, row = self.layers[layer_idx], self.row.to(key_states.device)
-        key_states = key_states.to(value_states.dtype)
         return torch.cat([layer.keys[row], key_states], -2), torch.cat([layer.values[row], value_states], -2)
