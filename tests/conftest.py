@@ -8,10 +8,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gc
 import random
+from collections.abc import Generator
+from typing import Any
 
 import numpy
 import pytest
 import torch
+
+from tests.hosts import missing_host
 
 torch.set_num_threads(1)
 # A full collection of garbage walks through all objects of the imported modules, and with Python's settings one may
@@ -25,6 +29,27 @@ def pytest_runtest_setup() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Skip a file that imports a host which is not installed."""
+    return skipped_without_host((yield), collector)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Skip a test that does."""
+    return skipped_without_host((yield), item, call)
+
+
+def skipped_without_host(report: Any, node: pytest.Item | pytest.Collector, call: Any = None) -> Any:
+    """The report, as skipped where a host that is not installed is why it failed."""
+    error = (report.call if call is None else call).excinfo
+    reason = missing_host(error.value) if report.failed and error is not None else None
+    if reason is not None:
+        report.outcome, report.longrepr = "skipped", (str(node.path), 0, f"Skipped: {reason}")
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

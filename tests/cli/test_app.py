@@ -290,6 +290,9 @@ def test_the_doctor_computes_on_gpus_of_every_kind(kind: str, monkeypatch: pytes
 
 
 def test_the_doctor_finds_the_models_well_in_every_host() -> None:
+    import nnsight  # noqa: F401  # the doctor says what is missing; it does not raise
+    import transformer_lens  # noqa: F401
+
     checks = {finding.subject: finding for finding in doctor.findings()}
     assert all(checks[name].good for name in ("toy:denoise", "toy:nnsight", "toy:bridge", "torch"))
     assert "5 + 4 =" in checks["toy:denoise"].found

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.testing import tiny
+from tests.hosts import left_out
 from tests.pretend_gpu import probe_scenes
 from tests.pretend_gpu.probe_scenes import PRECISE, PROBES
 from tests.pretend_gpu.scenes import HOOKS, MASKED_ONLY, REDUCERS, SCENES, Scene, recorded
@@ -76,7 +76,7 @@ def scenes_of(family: str) -> dict[str, Scene]:
     if family == "diffusion_gemma" and os.environ.get("PRETEND_GPU_NO_FLOAT64") == "1":
         asked = {name: scene for name, scene in asked.items() if name not in PRECISE}
     found = {**SCENES, **records, **masked, **asked}
-    return {name: scene for name, scene in found.items() if name not in HOSTS or find_spec(HOSTS[name])}
+    return {name: scene for name, scene in found.items() if name not in HOSTS or not left_out(HOSTS[name])}
 
 
 TURNS = 3
