@@ -1,6 +1,6 @@
 """Logits of a run's network: of canvases, with guidance in one forward pass, and of the prefixes of AR decoding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -305,8 +305,19 @@ def most_likely(scores: Float[Tensor, "n d_vocab"]) -> Int[Tensor, "n"]:
     return scores.argmax(-1) if scores.device.type != "cpu" else scores.detach().max(-1).indices
 
 
+class Rows(Protocol):
+    """Rows of numbers that are given a part at a time: a tensor, or what computes each part when it is read."""
+
+    def split(self, split_size: int, /) -> Iterable[Tensor]:
+        """The parts, of so many rows each but for the last."""
+        ...
+
+
 def by_rows(
-    function: Callable[..., tuple[Tensor, ...]], logits: Float[Tensor, "n d_vocab"], *others: Tensor | None
+    function: Callable[..., tuple[Tensor, ...]],
+    logits: Float[Tensor, "n d_vocab"],
+    *others: Rows | None,
+    whole: bool = False,
 ) -> tuple[Tensor, ...]:
     """What a function of rows returns for all of them, called with `ROWS` at a time on a CPU (else by `ENTRIES`).
 
@@ -314,11 +325,15 @@ def by_rows(
         function: of logits and `others`; returns tensors of one entry per row.
         logits: cut into rows.
         others: likewise; None stays None.
+        whole: call it once with all rows, as the authors' code does where sums are rounded to half precision: how
+            torch adds them depends on the number of rows.
     """
     rows = max(1, ENTRIES // logits.shape[-1])
     if logits.device.type == "cpu":
         rows = ROWS
         keep_freed_memory()
+    if whole:
+        rows = max(1, len(logits))
     parts = zip(
         logits.split(rows), *(repeat(None) if one is None else one.split(rows) for one in others), strict=False
     )

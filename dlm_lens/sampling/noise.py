@@ -1,13 +1,13 @@
 """Random numbers of a run: one generator per row, or the reference's single stream."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.network import most_likely
+from dlm_lens.sampling.network import Rows, most_likely
 
 ENTRIES = 2**22
 """Uniform numbers in float64 at a time, 32 MiB, where a token is drawn of each position."""
@@ -22,10 +22,22 @@ class Noise(Protocol):
         """A float64 number per evaluated position and vocabulary column."""
         ...
 
-    def masked_columns(
-        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
-    ) -> Float[Tensor, "evaluated width"]:
-        """The same, where the reference draws numbers for the evaluated positions only."""
+    def column_rows(
+        self,
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        width: int,
+        *,
+        masked: bool = False,
+    ) -> Rows:
+        """The same numbers for `by_rows`, drawn when a part of them is read; to be read once, before other draws.
+
+        Args:
+            evaluated: as in `columns`.
+            eligible: likewise.
+            width: likewise.
+            masked: the reference draws numbers for the evaluated positions only.
+        """
         ...
 
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
@@ -57,6 +69,17 @@ class Noise(Protocol):
     def uniform_tokens(self, wanted: Bool[Tensor, "batch position"], size: int) -> Int[Tensor, "batch position"]:
         """A token id from 0 to `size` - 1 for every wanted position, all with the same probability; 0 elsewhere."""
         ...
+
+
+class _DrawnRows:
+    """Rows that `parts` draws, so many at a time."""
+
+    def __init__(self, parts: Callable[[int], Iterator[tuple[slice, Tensor]]]) -> None:
+        self.parts = parts
+
+    def split(self, split_size: int, /) -> Iterator[Tensor]:
+        """The rows, a part after another."""
+        return (values for _, values in self.parts(split_size))
 
 
 class RowNoise:
@@ -108,11 +131,16 @@ class RowNoise:
                     stretch.uniform_(generator=self.generators[row])
             yield part, values
 
-    def masked_columns(
-        self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
-    ) -> Float[Tensor, "evaluated width"]:
-        """The same as `columns`, which draws no more than that."""
-        return self.columns(evaluated, eligible, width)
+    def column_rows(
+        self,
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        width: int,
+        *,
+        masked: bool = False,
+    ) -> Rows:
+        """The same numbers, of which no more than a part is in memory; `columns` draws for eligible ones alone."""
+        return _DrawnRows(lambda size: self._column_parts(evaluated, eligible, width, size))
 
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """A float32 number per eligible position, 0 elsewhere."""
@@ -186,6 +214,17 @@ class SharedNoise:
     ) -> Float[Tensor, "evaluated width"]:
         """Draw for the evaluated positions of the batch, one row after the other."""
         return torch.rand(int(evaluated.sum()), width, generator=self.generator, dtype=torch.float64)
+
+    def column_rows(
+        self,
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+        width: int,
+        *,
+        masked: bool = False,
+    ) -> Rows:
+        """`columns` or `masked_columns`, all in memory: the stream is in the order of the reference's positions."""
+        return (self.masked_columns if masked else self.columns)(evaluated, eligible, width)
 
     def positions(self, eligible: Bool[Tensor, "batch position"]) -> Float[Tensor, "batch position"]:
         """Draw for all positions of the batch."""

@@ -223,7 +223,7 @@ def test_numbers_at_the_edges() -> None:
     """u = 0 gives a token no chance; the last draw, with nothing left for [MASK], writes every mask."""
 
     class Zeros:
-        def columns(self, evaluated: Tensor, eligible: Tensor, width: int) -> Tensor:
+        def column_rows(self, evaluated: Tensor, eligible: Tensor, width: int) -> Tensor:
             values = torch.full((1, width), 0.5, dtype=torch.float64)
             values[0, 2] = 0.0
             return values

@@ -214,7 +214,7 @@ def test_numbers_at_the_edges() -> None:
     """Ratios whose sum no float holds write every mask; nothing is NaN; the last step has no weight for [MASK]."""
 
     class Half:
-        def columns(self, evaluated: Tensor, eligible: Tensor, width: int) -> Tensor:
+        def column_rows(self, evaluated: Tensor, eligible: Tensor, width: int) -> Tensor:
             return torch.full((1, width), 0.5, dtype=torch.float64)
 
     settings, every = SEDDSettings(steps=4, gen_length=1), torch.ones(1, 1, dtype=torch.bool)

@@ -12,7 +12,6 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions
 from dlm_lens.sampling.likelihood.uniform_noise import nelbo
-from dlm_lens.sampling.samplers import uniform_posterior
 from dlm_lens.sampling.samplers.sumi import SumiSettings
 from dlm_lens.testing import tiny
 from tests.reference import forward64
@@ -172,30 +171,6 @@ def test_a_row_is_what_it_is_alone(remasking: str) -> None:
         assert together.open[:, row, kept].equal(alone.open[:, 0])
         assert alone.tokens[0, : len(prompt)].tolist() == prompt
         assert alone.tokens[0, len(prompt) + 10 : len(prompt) + 12].tolist() == [EOS, BOS]
-
-
-@pytest.mark.parametrize(("family", "options"), [("sumi", {}), ("sumi", {"remasking": "adaptive"}), ("duo", {})])
-def test_probabilities_of_a_part_of_the_positions_at_a_time_give_the_same_run(
-    family: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, run = tiny(family), {"gen_length": 10, "steps": 5, "seed": [1, 2, 3]}
-    whole = dl.denoise(model, PROMPTS, **run, **options)
-    sizes: list[int] = []
-    plain = uniform_posterior.UniformPropose.proposed
-    for kind in (uniform_posterior.PosteriorPropose, dl.sampling.samplers.sumi.SumiAdaptive):  # type: ignore[attr-defined]
-        plain = kind.proposed
-
-        def watched(self: Any, logits: Tensor, *given: Any, plain: Any = plain) -> Any:
-            sizes.append(len(logits))
-            return plain(self, logits, *given)
-
-        monkeypatch.setattr(kind, "proposed", watched)
-    monkeypatch.setattr(uniform_posterior, "ENTRIES", 8 * SIZE)
-    parts = dl.denoise(model, PROMPTS, **run, **options)
-    assert max(sizes) <= 9
-    assert parts.canvases.equal(whole.canvases)
-    assert parts.confidence.equal(whole.confidence)
-    assert parts.open.equal(whole.open)
 
 
 def test_without_delimiter_and_context_the_canvas_is_the_answer() -> None:

@@ -136,7 +136,7 @@ class GumbelPropose(nn.Module):
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
         uniform = None
         if self.temperature > 0:
-            uniform = self.noise.columns(evaluated, eligible, logits.shape[-1])
+            uniform = self.noise.column_rows(evaluated, eligible, logits.shape[-1])
         chosen, likely = by_rows(self._chosen, logits, uniform)
         if self.random:
             confidence = self.noise.positions(eligible).to(canvas.device)

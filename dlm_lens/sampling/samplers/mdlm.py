@@ -14,7 +14,7 @@ from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
-from dlm_lens.sampling.network import CanvasLogits, LogitsRequest, most_likely
+from dlm_lens.sampling.network import CanvasLogits, LogitsRequest, Rows, by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, one_block
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
@@ -165,21 +165,27 @@ class AncestralPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        uniform = self.uniform(evaluated, eligible, logits.shape[-1]) if self.times.drawn else None
+        chosen, share = by_rows(self.drawn, logits, uniform, whole=self.reference_quirks)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=share.dtype, device=canvas.device)
+        confidence = confidence.masked_scatter(evaluated, share.to(canvas.device))
+        tokens = canvas.masked_scatter(evaluated, chosen.to(canvas.device))
+        return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
+
+    def drawn(
+        self, logits: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n d_vocab"] | None
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """X0 and its confidence; without numbers the token with the greatest weight."""
         weights, masked = self.weights(logits)
         against = torch.zeros_like(weights[:, 0])
-        if self.times.drawn:
-            uniform = self.uniform(evaluated, eligible, weights.shape[-1]).to(weights)
-            gumbel = exponential(uniform, reference_quirks=self.reference_quirks)
+        if uniform is not None:
+            gumbel = exponential(uniform.to(weights), reference_quirks=self.reference_quirks)
             weights = weights / gumbel
             if self.mask is not None:
                 against = masked / gumbel[:, self.mask]
                 weights = weights.index_fill(-1, torch.tensor([self.mask], device=weights.device), -torch.inf)
         best, chosen = weights.max(-1)
-        share = (best / (best + against)).nan_to_num(1.0)  # inf / inf: a token whose u is 1
-        confidence = torch.full(canvas.shape, -torch.inf, dtype=share.dtype, device=canvas.device)
-        confidence = confidence.masked_scatter(evaluated, share.to(canvas.device))
-        tokens = canvas.masked_scatter(evaluated, chosen.to(canvas.device))
-        return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
+        return chosen, (best / (best + against)).nan_to_num(1.0)  # inf / inf: a token whose u is 1
 
     def weights(
         self, logits: Float[Tensor, "evaluated d_vocab"]
@@ -189,9 +195,9 @@ class AncestralPropose(nn.Module):
 
     def uniform(
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
-    ) -> Float[Tensor, "evaluated width"]:
+    ) -> Rows:
         """A number for every evaluated position and column."""
-        return self.noise.columns(evaluated, eligible, width)
+        return self.noise.column_rows(evaluated, eligible, width)
 
     def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
         """P(x0), in float64; in the original in the dtype of the logits, which its shares turn into float32."""

@@ -12,6 +12,7 @@ from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
+from dlm_lens.sampling.network import Rows
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.mdlm import (
     AncestralPropose,
@@ -125,22 +126,43 @@ class ReMDMPropose(AncestralPropose):
     """MDLM's proposals within the nucleus.
 
     Attributes:
-        likely: P(x0) of the evaluated positions of the last step.
+        likely: P(x0) of the tokens that the last step proposed at its evaluated positions.
         plain: whether the step is one of MDLM's, in whose weights the original's have float32.
-        drawn: the numbers of all positions, in code that draws them all; None to draw for masked ones.
+        every: the numbers of all positions, in code that draws them all; None to draw for masked ones.
     """
 
-    likely: Float[Tensor, "evaluated d_vocab"]
-    drawn: Float[Tensor, "batch position width"] | None = None
+    likely: Float[Tensor, "evaluated"]
+    every: Float[Tensor, "batch position width"] | None = None
     nucleus_p, plain = 1.0, False
+
+    def forward(
+        self,
+        canvas: Int[Tensor, "batch position"],
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Proposal:
+        """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        self._parts = list[Tensor]()
+        proposal = super().forward(canvas, logits, evaluated, eligible)
+        self.likely = torch.cat(self._parts)
+        return proposal
+
+    def drawn(
+        self, logits: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n d_vocab"] | None
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """X0 and its confidence."""
+        found = super().drawn(logits, uniform)
+        self._parts.append(self._likely.gather(-1, found[0][:, None])[:, 0])
+        return found
 
     def probabilities(self, logits: Float[Tensor, "evaluated d_vocab"]) -> Float[Tensor, "evaluated d_vocab"]:
         """P(x0) within the nucleus, in float64; in the original in the dtype of the logits."""
         quirks = self.reference_quirks
         wide = logits if quirks else logits.double()
         likely = log_probabilities(wide, self.mask, self.temperature, rounded_twice=quirks).exp()
-        self.likely = within_nucleus(likely, self.nucleus_p)
-        return self.likely
+        self._likely = within_nucleus(likely, self.nucleus_p)
+        return self._likely
 
     def weights(
         self, logits: Float[Tensor, "evaluated d_vocab"]
@@ -154,9 +176,9 @@ class ReMDMPropose(AncestralPropose):
 
     def uniform(
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
-    ) -> Float[Tensor, "evaluated width"]:
+    ) -> Rows:
         """A number for every evaluated position and column."""
-        return super().uniform(evaluated, eligible, width) if self.drawn is None else self.drawn[evaluated.cpu()]
+        return super().uniform(evaluated, eligible, width) if self.every is None else self.every[evaluated.cpu()]
 
 
 class ReMDMSampler(MDLMSampler):
@@ -247,15 +269,14 @@ class ReMDMSampler(MDLMSampler):
         assert self.mask_id is not None
         if self.reference_quirks and self.times(plan).drawn:
             every = torch.ones_like(masked)
-            self.propose.drawn = self.noise.columns(every, every, logits.shape[-1]).unflatten(0, masked.shape)
+            self.propose.every = self.noise.columns(every, every, logits.shape[-1]).unflatten(0, masked.shape)
         eligible, decided = self.eligible(masked, plan), self.editable(masked, plan)
         sigma = self._sigma(decided, plan)
         self.propose.plain = self.settings.remasking == "loop" and self.settings.step(plan.index)[1] == 0
         proposal = Proposal(*self.propose(canvas, logits, evaluated, eligible))
         again = decided & self._masked_again(canvas, decided, sigma)
         unmasked = self.select(proposal.confidence, eligible, eligible.sum(-1))
-        likely = self.propose.likely.gather(-1, proposal.tokens[evaluated][:, None].to(self.propose.likely.device))
-        fresh = self.written.masked_scatter(evaluated, -likely[:, 0].to(self.written))
+        fresh = self.written.masked_scatter(evaluated, -self.propose.likely.to(self.written))
         self.written = torch.where(unmasked, fresh, self.written).masked_fill(again, -torch.inf)
         made = self.canvas_after(canvas, proposal, unmasked)
         return made.masked_fill(again, self.mask_id), proposal, unmasked
@@ -281,8 +302,8 @@ class ReMDMSampler(MDLMSampler):
             return torch.zeros_like(decided)
         if not self.reference_quirks:
             return self.noise.masked_positions(decided).to(canvas.device) < sigma
-        assert self.propose.drawn is not None
-        gumbel = exponential(self.propose.drawn, reference_quirks=True).to(canvas.device)
+        assert self.propose.every is not None
+        gumbel = exponential(self.propose.every, reference_quirks=True).to(canvas.device)
         own = gumbel.gather(-1, canvas[..., None])[..., 0]
         wide = torch.as_tensor(sigma, device=canvas.device)
         kept, masked = (one.to(self.propose.likely.dtype).double() for one in (1 - wide, wide))

@@ -13,6 +13,7 @@ from dlm_lens.adapters.families.sedd import log_scores
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
+from dlm_lens.sampling.network import Rows
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.mdlm import AncestralPropose, MDLMSampler, MDLMSettings, Times, log_probabilities
 from dlm_lens.sampling.settings import answer_settings
@@ -130,12 +131,17 @@ class SEDDPropose(AncestralPropose):
 
     def uniform(
         self, evaluated: Bool[Tensor, "batch position"], eligible: Bool[Tensor, "batch position"], width: int
-    ) -> Float[Tensor, "evaluated width"]:
+    ) -> Rows:
         """A number for every evaluated position and column; none for [MASK], the last one, in the last step."""
-        if not self.last:
-            return super().uniform(evaluated, eligible, width)
-        tokens = super().uniform(evaluated, eligible, width - 1)
-        return torch.nn.functional.pad(tokens, (0, 1), value=torch.e**-1)
+        return super().uniform(evaluated, eligible, width - self.last)
+
+    def drawn(
+        self, logits: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n numbers"] | None
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """X0 and its confidence, with 1/e, no noise, for [MASK] in the last step."""
+        if self.last and uniform is not None:
+            uniform = torch.nn.functional.pad(uniform, (0, 1), value=torch.e**-1)
+        return super().drawn(logits, uniform)
 
 
 class SEDDSampler(MDLMSampler):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
-from dlm_lens.sampling.network import most_likely
+from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, add_gumbel
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
@@ -61,17 +61,26 @@ class SMDMPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        scores = logits
+        uniform = None
         if self.settings.temperature > 0 or self.reference_quirks:
-            uniform = self.noise.masked_columns(evaluated, eligible, logits.shape[-1])
-            if self.settings.temperature > 0:
-                scores = add_gumbel(logits, uniform, self.settings.temperature)
-        chosen = most_likely(scores)
+            uniform = self.noise.column_rows(evaluated, eligible, logits.shape[-1], masked=True)
+        chosen, likely = by_rows(self._chosen, logits, uniform)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
         if self.settings.remasking != "origin":
-            likely = logits.softmax(-1, dtype=torch.float64).gather(-1, chosen[:, None]).squeeze(-1)
             confidence = confidence.masked_scatter(evaluated, likely)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+    def _chosen(
+        self, logits: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n d_vocab"] | None
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """The tokens and their probabilities, which are not computed where no confidence is used."""
+        temperature, scores = self.settings.temperature, logits
+        if uniform is not None and temperature > 0:
+            scores = add_gumbel(logits, uniform, temperature)
+        chosen = most_likely(scores)
+        if self.settings.remasking == "origin":
+            return chosen, logits.new_zeros(len(chosen))
+        return chosen, logits.softmax(-1, dtype=torch.float64).gather(-1, chosen[:, None]).squeeze(-1)
 
 
 class SelectAcrossRows(Select):

@@ -7,12 +7,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.sampling.denoising_run import Proposal
-from dlm_lens.sampling.network import most_likely
+from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.mdlm import exponential
-
-ENTRIES = 2**25
-"""Probabilities in float64 at a time, 256 MiB each of a few."""
 
 
 class Levels(NamedTuple):
@@ -90,10 +87,9 @@ def drawn_once(
 
 
 class UniformPropose(nn.Module):
-    """A token and a confidence for every position, each from its own logits: of a part of the positions at a time.
+    """A token and a confidence for every position, each from its own logits, by `by_rows`.
 
-    So the memory in float64 is bounded by `ENTRIES` probabilities. The authors' one stream of random numbers is
-    drawn for all positions at once.
+    The authors' one stream of random numbers is drawn for all positions at once.
 
     Args:
         noise: source of the random numbers.
@@ -112,16 +108,16 @@ class UniformPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return a token for every evaluated position and the confidence of the eligible ones."""
-        tokens, width = canvas, canvas.shape[1]
+
+        def of_part(rows: Float[Tensor, "n d_vocab"], where: Int[Tensor, "n 2"]) -> tuple[Tensor, Tensor]:
+            part = torch.zeros_like(evaluated)
+            part[where.unbind(-1)] = True
+            return self.proposed(rows, canvas[part].to(rows.device), part, eligible & part)
+
+        chosen, certain = by_rows(of_part, logits, evaluated.nonzero(), whole=self.reference_quirks)
+        tokens = canvas.masked_scatter(evaluated, chosen.to(canvas.device))
         confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float64, device=canvas.device)
-        parts = 1 if self.reference_quirks else max(1, -(-logits.numel() // ENTRIES))
-        for inside in torch.arange(width, device=canvas.device).tensor_split(min(parts, width)):
-            here = torch.zeros_like(evaluated)
-            here[:, inside] = True
-            part, rows = evaluated & here, logits if parts == 1 else logits[here[evaluated].to(logits.device)]
-            chosen, certain = self.proposed(rows, canvas[part].to(logits.device), part, eligible & here)
-            tokens = tokens.masked_scatter(part, chosen.to(canvas.device))
-            confidence = confidence.masked_scatter(part, certain.to(confidence))
+        confidence = confidence.masked_scatter(evaluated, certain.to(confidence))
         return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
 
     def proposed(

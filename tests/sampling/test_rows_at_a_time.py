@@ -1,0 +1,61 @@
+"""Samplers hold few rows of float64 numbers at once: a vocabulary of 126,464 takes 1 MB for each position."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dlm_lens as dl
+from dlm_lens.sampling import network
+from dlm_lens.testing import tiny
+
+PROMPTS = ["w1 w2 w3", "w4"]
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llada": ({"family": "llada"}, {"temperature": 0.8, "block_length": 12}),
+    "mdlm": ({"family": "mdlm"}, {}),
+    "mdlm ddpm": ({"family": "mdlm"}, {"predictor": "ddpm", "temperature": 0.7, "noise_removal": False}),
+    "remdm": ({"family": "mdlm", "sampler": "remdm"}, {"nucleus_p": 0.9}),
+    "remdm conf": ({"family": "mdlm", "sampler": "remdm"}, {"remasking": "conf"}),
+    "sedd": ({"family": "sedd"}, {}),
+    "bd3lm": ({"family": "bd3lm"}, {"block_length": 4}),
+    "bd3lm ancestral": ({"family": "bd3lm"}, {"block_length": 4, "first_hitting": False, "nucleus_p": 0.9}),
+    "smdm": ({"family": "smdm"}, {"remasking": "greedy"}),
+    "duo": ({"family": "duo"}, {}),
+    "gidd_dit": ({"family": "gidd_dit"}, {"correction_steps": 2}),
+    "sumi": ({"family": "sumi"}, {}),
+    "sumi adaptive": ({"family": "sumi"}, {"remasking": "adaptive"}),
+}
+
+
+class LargestInFloat64(TorchDispatchMode):
+    """The most rows of a vocabulary that a tensor of float64 numbers had."""
+
+    def __init__(self, d_vocab: int) -> None:
+        super().__init__()
+        self.widths, self.rows = (d_vocab - 1, d_vocab), 0  # without [MASK]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(one, Tensor) and one.dtype == torch.float64 and one.ndim and one.shape[-1] in self.widths:
+                self.rows = max(self.rows, one.numel() // one.shape[-1])
+        return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_run_is_that_of_all_rows_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, settings = RUNS[name]
+    model = tiny(**built)
+    runs, largest = [], []
+    for rows in (10_000, 3):
+        monkeypatch.setattr(network, "ROWS", rows)
+        with LargestInFloat64(model.config.vocab_size) as seen:
+            runs.append(dl.denoise(model, PROMPTS, gen_length=12, steps=6, seed=[3, 5], **settings))
+        largest.append(seen.rows)
+    whole, parts = runs
+    assert parts.canvases.equal(whole.canvases)
+    assert parts.confidence.equal(whole.confidence)
+    assert largest[0] >= 8  # the rows of a block of both texts
+    assert largest[1] <= 3
