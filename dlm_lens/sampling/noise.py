@@ -163,7 +163,7 @@ class RowNoise:
         """One column per evaluated position, by the Gumbel trick on that row's own numbers."""
         width = probabilities.shape[-1]
         found = [
-            most_likely(add_gumbel(probabilities[part].double().log(), uniform, 1.0))
+            drawn_tokens(probabilities[part], uniform)
             for part, uniform in self._column_parts(evaluated, eligible, width, max(1, ENTRIES // width))
         ]
         return torch.cat(found)
@@ -299,6 +299,13 @@ class SharedNoise:
         """Draw for all positions of the batch with `torch.randint`; 0 where none is wanted."""
         tokens = torch.randint(size, tuple(wanted.shape), generator=self.generator)
         return tokens.masked_fill(~wanted.cpu(), 0).to(wanted.device)
+
+
+def drawn_tokens(
+    probabilities: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n d_vocab"]
+) -> Int[Tensor, "n"]:
+    """A column of every row, drawn by its probabilities (up to a factor) with the Gumbel trick."""
+    return most_likely(add_gumbel(probabilities.double().log(), uniform, 1.0))
 
 
 def add_gumbel(

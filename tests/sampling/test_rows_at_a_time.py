@@ -1,4 +1,4 @@
-"""Samplers hold few rows of float64 numbers at once: a vocabulary of 126,464 takes 1 MB for each position."""
+"""Samplers hold few rows of float64 numbers and probabilities: LLaDA's vocabulary takes 1 MB for each position."""
 
 from typing import Any
 
@@ -14,6 +14,8 @@ from dlm_lens.testing import tiny
 PROMPTS = ["w1 w2 w3", "w4"]
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llada": ({"family": "llada"}, {"temperature": 0.8, "block_length": 12}),
+    "dream": ({"family": "dream"}, {"temperature": 0.8, "top_p": 0.9}),
+    "sdar": ({"family": "sdar"}, {"temperature": 0.8, "block_length": 4, "top_k": 50}),
     "mdlm": ({"family": "mdlm"}, {}),
     "mdlm ddpm": ({"family": "mdlm"}, {"predictor": "ddpm", "temperature": 0.7, "noise_removal": False}),
     "remdm": ({"family": "mdlm", "sampler": "remdm"}, {"nucleus_p": 0.9}),
@@ -29,8 +31,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class LargestInFloat64(TorchDispatchMode):
-    """The most rows of a vocabulary that a tensor of float64 numbers had."""
+SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default)
+
+
+class LargestOfVocabulary(TorchDispatchMode):
+    """The most rows of a vocabulary that a tensor of float64 numbers had, or of probabilities in any dtype."""
 
     def __init__(self, d_vocab: int) -> None:
         super().__init__()
@@ -39,7 +44,8 @@ class LargestInFloat64(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for one in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(one, Tensor) and one.dtype == torch.float64 and one.ndim and one.shape[-1] in self.widths:
+            counts = isinstance(one, Tensor) and one.ndim and (one.dtype == torch.float64 or func in SOFTMAX)
+            if counts and one.shape[-1] in self.widths:
                 self.rows = max(self.rows, one.numel() // one.shape[-1])
         return found
 
@@ -51,7 +57,7 @@ def test_the_run_is_that_of_all_rows_at_once(name: str, monkeypatch: pytest.Monk
     runs, largest = [], []
     for rows in (10_000, 3):
         monkeypatch.setattr(network, "ROWS", rows)
-        with LargestInFloat64(model.config.vocab_size) as seen:
+        with LargestOfVocabulary(model.config.vocab_size) as seen:
             runs.append(dl.denoise(model, PROMPTS, gen_length=12, steps=6, seed=[3, 5], **settings))
         largest.append(seen.rows)
     whole, parts = runs

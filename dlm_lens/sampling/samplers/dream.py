@@ -12,7 +12,7 @@ from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
-from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.noise import Noise, RowNoise, SharedNoise, drawn_tokens
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
@@ -159,10 +159,12 @@ class FilteredPropose(nn.Module):
     """Base class of proposals from the softmax of filtered logits (Dream, SDAR).
 
     Attributes:
+        noise: source of the random numbers.
         never: the tokens that are no x0.
         in_float32: whether the logits become float32 first, as in code whose network returns float32 logits.
     """
 
+    noise: Noise
     never: Sequence[int | None]
     in_float32 = False
 
@@ -183,6 +185,36 @@ class FilteredPropose(nn.Module):
         kept = self._kept(logits)
         # Of the other tokens alone: beside a likely [MASK] all their probabilities may round to 0.
         return kept.softmax(-1), without(kept, self.never).softmax(-1)
+
+    def _drawn(
+        self,
+        logits: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> tuple[Tensor, ...]:
+        """Tokens that are drawn, and their confidence; a reference's stream is drawn for all of them at once."""
+        if isinstance(self.noise, RowNoise):
+            uniform = self.noise.column_rows(evaluated, eligible, logits.shape[-1])
+            return by_rows(self._drawn_with, logits, uniform)
+        likely, choice = self._probabilities(logits)
+        chosen = self._drawn_at_once(choice, evaluated, eligible)
+        return chosen, self._confidence(likely, chosen)
+
+    def _drawn_with(
+        self, logits: Float[Tensor, "n d_vocab"], uniform: Float[Tensor, "n d_vocab"]
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        likely, choice = self._probabilities(logits)
+        chosen = drawn_tokens(choice, uniform)
+        return chosen, self._confidence(likely, chosen)
+
+    def _drawn_at_once(
+        self,
+        choice: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Int[Tensor, "evaluated"]:
+        """Tokens from a reference's stream."""
+        return self.noise.tokens(choice, evaluated, eligible)
 
     def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
         """The most likely tokens and their confidence."""
@@ -227,15 +259,22 @@ class DreamPropose(FilteredPropose):
         if self.settings.temperature == 0:
             chosen, found = by_rows(self._most_likely, logits)
         else:
-            likely, choice = self._probabilities(logits)
-            drawn = not self.reference_quirks or sums_to_one(choice)
-            chosen = self.noise.tokens(choice, evaluated, eligible) if drawn else most_likely(choice)
-            found = self._confidence(likely, chosen)
+            chosen, found = self._drawn(logits, evaluated, eligible)
         found = found if self.keeps_dtype else found.float()
         confidence = found.new_full(canvas.shape, -torch.inf)
         if self.rule != "origin":
             confidence = confidence.masked_scatter(evaluated, found)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+    def _drawn_at_once(
+        self,
+        choice: Float[Tensor, "evaluated d_vocab"],
+        evaluated: Bool[Tensor, "batch position"],
+        eligible: Bool[Tensor, "batch position"],
+    ) -> Int[Tensor, "evaluated"]:
+        if self.reference_quirks and not sums_to_one(choice):
+            return most_likely(choice)
+        return super()._drawn_at_once(choice, evaluated, eligible)
 
     def _kept(self, logits: Float[Tensor, "n d_vocab"]) -> Float[Tensor, "n d_vocab"]:
         settings = self.settings

@@ -146,9 +146,7 @@ class SdarPropose(FilteredPropose):
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
         if self.temperature > 0:
-            likely, choice = self._probabilities(logits)
-            chosen = self.noise.tokens(choice, evaluated, eligible)
-            found = self._confidence(likely, chosen)
+            chosen, found = self._drawn(logits, evaluated, eligible)
         else:
             chosen, found = by_rows(self._most_likely, logits)
         found = found if self.keeps_dtype else found.float()
