@@ -125,3 +125,32 @@ def test_a_resumed_run_is_the_unbroken_one(rule: str, tmp_path: Path) -> None:
 def test_settings_that_cannot_be_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dl.denoise(tiny("mdlm", sampler="remdm"), [[1]], gen_length=4, **given)
+
+
+@pytest.mark.parametrize("time_conditioning", [False, True])
+def test_a_canvas_without_a_mask_takes_no_pass(time_conditioning: bool) -> None:
+    """The authors' code makes one, of whose result nothing is read: the decided tokens are masked again or stay."""
+    model: Any = tiny("mdlm", sampler="remdm", time_conditioning=time_conditioning)
+    settings: dict[str, Any] = {"gen_length": 3, "steps": 24, "eta": 0.3, "seed": [4, 5]}
+    passes: list[int] = []
+    decoder, plain = model.get_decoder(), type(model.get_decoder()).forward
+
+    def counted(*args: Any, **given: Any) -> Any:
+        passes.append(1)
+        return plain(decoder, *args, **given)
+
+    decoder.forward = counted
+    run = dl.denoise(model, [[1, 2], [3]], **settings)
+    made = len(passes)
+    every = dl.denoise(model, [[1, 2], [3]], logits="all", **settings)
+    assert len(passes) - made == run.steps
+    bare = int((run.open[:-1].flatten(1).sum(-1) == 0).sum())
+    assert bare > 1
+    assert made <= run.steps - bare
+    if time_conditioning:
+        assert made == run.steps - bare
+    assert run.canvases.equal(every.canvases)
+    assert run.unmasked.equal(every.unmasked)
+    made = len(passes)
+    hidden = dl.denoise(model, [[1, 2], [3]], hooks=[dl.hooks.mask_positions(0)], **settings)
+    assert len(passes) - made >= hidden.steps  # every step is seen

@@ -249,12 +249,17 @@ class NoiseConditionedLogits(CanvasLogits):
     ) -> Float[Tensor, "evaluated d_vocab"]:
         """Logits of the evaluated positions, without a pass where canvas and positions are those of the last step.
 
-        While anything listens to the model, and in a network that is given the noise level, every step has a pass.
+        Nor is there one where no position is evaluated, if the sampler `leaves_out_passes`. A network that is
+        given the noise level has one at every other step, and while anything listens to the model every step has.
         """
-        conditioned = takes_noise_level(self.model) and not self.sampler.keeps_stale
-        if request.everywhere or conditioned or has_listeners(self.model):
+        if request.everywhere or has_listeners(self.model):
             return super().of_step(canvas, plan, request)
         evaluated = request.evaluated
+        if self.sampler.leaves_out_passes and not bool(evaluated.any()):
+            weight = self.model.get_input_embeddings().weight
+            return self.head(torch.empty(1, 0, weight.shape[-1], dtype=weight.dtype, device=canvas.device))
+        if takes_noise_level(self.model) and not self.sampler.keeps_stale:
+            return super().of_step(canvas, plan, request)
         if self._kept is None or not (self._kept[0].equal(canvas) and self._kept[1].equal(evaluated)):
             self._kept = (canvas, evaluated, super().of_step(canvas, plan, request))
         return self._kept[2]
@@ -270,9 +275,11 @@ class NoiseConditionedSampler(Sampler):
     Attributes:
         keeps_stale: logits of an unchanged canvas are kept although the noise level has changed (a quirk of
             BD3-LM's code).
+        leaves_out_passes: steps that run although no position is masked make no pass.
     """
 
     keeps_stale = False
+    leaves_out_passes = False
 
     def network(self, model: Any, first: FirstCanvas) -> CanvasLogits:
         """The network of the canvas, given the noise level of the step if it is given any."""

@@ -204,6 +204,7 @@ class ReMDMSampler(MDLMSampler):
     ) -> None:
         super().__init__(settings, noise, ids, reference_quirks=reference_quirks)
         self.adaptive, self.reference_quirks, self.noise = False, reference_quirks, noise
+        self.leaves_out_passes = not reference_quirks  # the authors' code makes them
         self.propose = ReMDMPropose(settings.temperature, noise, ids.mask, reference_quirks=reference_quirks)
         self.propose.nucleus_p = settings.nucleus_p
 
