@@ -260,6 +260,7 @@ class _Call:
 
     def _materialise(self, mask: Any) -> tuple[Tensor, Tensor]:
         self._check_window(mask)
+        mask = self._of_flash(self.q, mask)
         given = {name: self.options.get(name) for name in ("is_causal", "softcap", "position_bias")}
         return hooked_attention(
             self.module,
@@ -369,16 +370,34 @@ class _Call:
         """Refuse to read a pass whose window is not in its mask: flash attention is given it beside the mask."""
         window, keys = self.options.get("sliding_window"), self.k.shape[2]
         name = self.module.config.wrapped._attn_implementation
-        if mask is None and window is not None and keys > window and _is_flash(name):
+        beside = mask is None or getattr(mask, "ndim", None) == 2
+        if beside and window is not None and keys > window and _is_flash(name):
             raise ValueError(
                 f"under attn_implementation {name!r} the sliding window of {window} keys is not in the attention "
                 f"mask, and the pass has {keys} keys; reading attention, scores or patterns needs it there: load "
                 "the model with attn_implementation='sdpa' or 'hooked'"
             )
 
+    def _of_flash(self, q: Tensor, mask: Any) -> Any:
+        """The mask that says all that flash attention hides; of other implementations as it is.
+
+        Flash attention is given where padding is, [batch, key], or None, and causality beside it, by which the last
+        query sees the last key. Nothing reads what queries of padding see.
+        """
+        padding = isinstance(mask, Tensor) and mask.ndim == 2
+        if not (mask is None or padding) or not _is_flash(self.module.config.wrapped._attn_implementation):
+            return mask
+        queries, keys = q.shape[2], self.k.shape[2]
+        content = mask[:, None, None, :keys].bool() if padding else None
+        causal = queries > 1 and causal_without_mask(self.module, self.options.get("is_causal"))
+        if not causal or (content is None and queries == keys):
+            return content
+        before = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        return before if content is None else before & content
+
     def _inputs(self, q: Tensor, mask: Any, own_start: int | None = None) -> AttentionInputs:
         self._check_window(mask)
-        visible = mask
+        visible = self._of_flash(q, mask)
         queries, keys = q.shape[2], self.k.shape[2]
         if visible is not None:
             visible = _of_every_query(visible, queries)[..., :keys]
