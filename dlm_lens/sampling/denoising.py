@@ -66,7 +66,7 @@ def denoise(
         prompt: text, chat messages, token ids, or a list of any of them.
         attention_mask: for ids: 1 content, 0 padding on the left; it may cover the answer too.
         steps: denoising steps, a multiple of the number of blocks; one per token if only gen_length is given.
-        gen_length: tokens of the answer.
+        gen_length: tokens of the answer; DreamOn: how many more a gap may get than the prompt has masks there.
         block_length: length of the blocks decoded from left to right; it divides gen_length.
         temperature: 0 takes the most likely token, above 0 samples.
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); 0 for none.
@@ -96,7 +96,8 @@ def denoise(
             draws in float32, `canvas_length` counts the prompt; LLaDA2: rows do not end, masks in the prompt's
             whole blocks stay; DMax: a block may be left with masks; Fast-dLLM v2: whole blocks and one token more,
             a prompt of one block is not seen, a block begins greedily; WeDLM and SDLM: the window reaches beyond
-            the answer; Nemotron-Labs-Diffusion and Efficient-DLM: a row's end stops its block for all rows.
+            the answer; DreamOn: one prompt, whose ends of a text count for `delete_to_right`;
+            Nemotron-Labs-Diffusion and Efficient-DLM: a row's end stops its block for all rows.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.
@@ -118,19 +119,20 @@ def denoise(
             stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound, t_min, t_max,
             stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2: sub_block_length, threshold,
             top_p, use_cache, use_block_cache; WeDLM: window_length, entropy_threshold, position_penalty, top_k,
-            top_p, stop_tokens; SDLM: window_length, threshold, top_k, top_p, stop_tokens; Nemotron-Labs-Diffusion,
+            top_p, stop_tokens; SDLM: window_length, threshold, top_k, top_p, stop_tokens; DreamOn: start_length,
+            top_k, top_p, alg_temp, tokens_per_step, expand_budget, delete_to_right; Nemotron-Labs-Diffusion,
             Efficient-DLM and Stable-DiffCoder: threshold, parallel, stop_tokens, use_cache; AR: use_cache).
 
     Returns:
         A `DenoisingRun`. Its `confidence` [step, batch, position] is the number by which the sampler ranks, -inf
         where a position is not eligible. LLaDA, MMaDA, dllm, SMDM, AR: the probability of the proposed token in the
         plain softmax; P2 and most samplers of blocks: in the filtered one, where they filter; "random" and BD3-LM's
-        first_hitting: a uniform number. Dream and SDLM: of the rule, the probability, the difference of the two
-        largest ("topk_margin"), or minus the entropy in nats (SDLM: 1 - H / ln V). RND1 and the entropy bound:
-        minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. MDLM, ReMDM, SEDD, BD3-LM: the share of
-        the token's draw beside [MASK]'s. Duo, UDLM, Sumi, GIDD: the probability that the token is the text's and
-        not noise; "adaptive" and Sumi's "greedy": how much the network would change it; GIDD's correction: the
-        probability of the new token. "origin" and DiffuGPT: -inf, as the order is random.
+        first_hitting: a uniform number. Dream, DreamOn and SDLM: of the rule, the probability, the difference of
+        the two largest ("topk_margin"), or minus the entropy in nats (SDLM: 1 - H / ln V). RND1 and the entropy
+        bound: minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. MDLM, ReMDM, SEDD, BD3-LM: the
+        share of the token's draw beside [MASK]'s. Duo, UDLM, Sumi, GIDD: the probability that the token is the
+        text's and not noise; "adaptive" and Sumi's "greedy": how much the network would change it; GIDD's
+        correction: the probability of the new token. "origin" and DiffuGPT: -inf, as the order is random.
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.

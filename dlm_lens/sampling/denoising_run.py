@@ -12,7 +12,7 @@ from torch import Tensor
 from dlm_lens.attention import padding_before
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import sampler_class
-from dlm_lens.sampling.emerging_text import preview, prompts_and_answers
+from dlm_lens.sampling.emerging_text import parts_of_texts, preview
 from dlm_lens.sampling.run_parts import RunPart
 from dlm_lens.sampling.run_rows import (
     open_and_planned,
@@ -227,9 +227,14 @@ class DenoisingRun(ShowsItself):
 
     @property
     def seen_content(self) -> Bool[Tensor, "step batch position"]:
-        """The content that the network sees at each step: all, or without masks after a window of them (WeDLM)."""
+        """The content that the network sees at each step: all, or a part of it.
+
+        Masks after a window of them are not seen (WeDLM), nor is the room in which masks may be inserted (DreamOn).
+        """
         stops = torch.tensor([stop for _, stop in self.spans], dtype=torch.long, device="cpu")
-        return self.attention.seen_content(self.attention_mask, self.masked[:-1], stops[:, None, None])
+        room = sampler_class(self.settings).room_of(self, slice(None))
+        attention = self.attention if room is None else replace(self.attention, room=room)
+        return attention.seen_content(self.attention_mask, self.masked[:-1], stops[:, None, None])
 
     @cached_property
     def in_block(self) -> Bool[Tensor, "step batch position"]:
@@ -398,13 +403,13 @@ class DenoisingRun(ShowsItself):
 
     @property
     def texts(self) -> list[str]:
-        """Prompt and answer as text, up to the first end-of-text in the answer."""
-        return [self._decode(torch.cat(parts)) for parts in prompts_and_answers(self)]
+        """Prompt and answer as text, up to the first end-of-text in the answer; DreamOn: all of it."""
+        return [self._decode(torch.cat(parts)) for parts in parts_of_texts(self)]
 
     @property
     def answers(self) -> list[str]:
-        """The answer alone (the text after the prompt), up to the first end-of-text."""
-        return [self._decode(answer) for _, answer in prompts_and_answers(self)]
+        """The answer alone (the text after the prompt; DreamOn: in the gap), up to the first end-of-text."""
+        return [self._decode(answer) for _, answer, _ in parts_of_texts(self)]
 
     def _decode(self, ids: Tensor) -> str:
         if self.tokenizer is None:

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.display import Cell, Kind, Line, Preview
+from dlm_lens.sampling.algorithm_registry import sampler_class
 from dlm_lens.sampling.token_text import TokenTexts
 
 if TYPE_CHECKING:
@@ -21,18 +22,27 @@ CELLS, STRIP_STEPS, STRIP_POSITIONS = 48, 64, 160
 """Most cells of a line, and steps and positions of the strip, of a preview."""
 
 
-def prompts_and_answers(run: "DenoisingRun") -> Iterator[tuple[Int[Tensor, "before"], Int[Tensor, "after"]]]:
-    """The final ids of every row without padding: before the answer, and the answer up to its end.
+def parts_of_texts(
+    run: "DenoisingRun",
+) -> Iterator[tuple[Int[Tensor, "before"], Int[Tensor, "answer"], Int[Tensor, "after"]]]:
+    """The final ids of every row without padding: before the answer, the answer up to its end, and after a gap.
 
-    In joined runs there is padding after a row that ended before the longest one.
+    In joined runs there is padding after a row that ended before the longest one. Where a sampler resizes the text
+    (`Sampler.resizes`), the answer is what is decided from the first position that was open to the last, also in a
+    gap of the prompt, and the rest of the prompt follows it.
     """
-    first = run.prompt_length
-    for ids, keep in zip(run.tokens, run.attention_mask, strict=True):
+    first, resizes = run.prompt_length, sampler_class(run.settings).resizes
+    for row, (ids, keep) in enumerate(zip(run.tokens, run.attention_mask, strict=True)):
+        if resizes:
+            answer, decided = run.answer[row], keep & ~run.masked[-1, row]
+            before, after = answer.cumsum(-1) == 0, answer.flip(-1).cumsum(-1).flip(-1) == 0
+            yield ids[decided & before], ids[decided & ~before & ~after], ids[decided & after & ~before]
+            continue
         prompt, answer = (ids[part][keep[part]] for part in (slice(first), slice(first, None)))
         # The canvas ends with a whole block where blocks are counted from the text (`Sampler.answer_length`).
         answer = answer[: run.settings.get("gen_length") or None]
         stops = torch.isin(answer, answer.new_tensor(run.eos_token_ids)).nonzero()
-        yield prompt, answer[: int(stops[0])] if len(stops) else answer
+        yield prompt, answer[: int(stops[0])] if len(stops) else answer, answer[:0]
 
 
 def canvas_after(
@@ -109,7 +119,8 @@ def preview(run: "DenoisingRun", row: int = 0) -> Preview:
 def _answer(run: "DenoisingRun", row: int) -> Any:
     """The positions of the answer, and those of the prompt that were masked."""
     shown = run.attention_mask[row].clone()
-    shown[: run.prompt_length] &= run.answer[row, : run.prompt_length]
+    resizes = sampler_class(run.settings).resizes  # after a gap the rest of the prompt follows
+    shown[: None if resizes else run.prompt_length] &= run.answer[row, : None if resizes else run.prompt_length]
     return shown
 
 

@@ -94,7 +94,8 @@ def run_sampler(
                 raise
             if sampler.proposes_all:
                 _known_ids(made, rows, "a proposal that was assigned")
-            unmasked = chosen & masked & evaluated  # a trace may choose others, which stay as they are
+            # A trace may choose others, which stay as they are; a token may move to where nothing was evaluated.
+            unmasked = chosen & masked & (masked if sampler.resizes else evaluated)
             left_open = sampler.open_positions(made, plan.index + 1)
             history.finish(plan, proposal, unmasked, revised_positions(canvas, masked, made, left_open))
             canvas = made

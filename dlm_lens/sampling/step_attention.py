@@ -35,6 +35,8 @@ class StepAttention:
         ends_with_span: nothing after the step's span is seen (likelihoods in blocks).
         observed_first: attention is causal in the order of `attention.observed_order`, observed tokens first.
         running: which blocks a row decodes at once; None for one.
+        room: positions that are not seen while they are open, in which a sampler may insert masks (DreamOn); its
+            sampler changes it at every step. None for none.
     """
 
     blocks: BlockLayout | None = None
@@ -45,6 +47,7 @@ class StepAttention:
     ends_with_span: bool = False
     observed_first: bool = False
     running: RunningBlocks | None = None
+    room: Bool[Tensor, "*step batch position"] | None = None
 
     @property
     def varies(self) -> bool:
@@ -72,6 +75,8 @@ class StepAttention:
             stop: where the span of the step, or of each, ends.
         """
         content = self.within_own_blocks(content).expand(masked.shape)
+        if self.room is not None:
+            content = content & ~(masked & self.room[..., : masked.shape[-1]].to(masked.device))
         if self.window is not None and self.ends_with_window:
             return until_window(content, masked, self.window)
         if self.ends_with_span:

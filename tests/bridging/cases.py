@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "efficient-dlm": ("efficient_dlm", {"head_dim": 10}),
     "stable-diffcoder": ("stable_diffcoder", {}),
     "sdlm": ("sdlm", {}),
+    "dreamon": ("dreamon", {}),
     "nemotron": ("nemotron_labs_diffusion", {"head_dim": 8, "rope_parameters": YARN}),
     "nemotron, ar": (
         "causal",

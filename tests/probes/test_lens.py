@@ -184,6 +184,7 @@ class Classes(Hook):
         ("llada2", {}),
         ("fast_dllm_v2", {}),
         ("wedlm", {}),
+        ("dreamon", {}),
         ("diffusion_gemma", {}),
         ("duo", {}),
     ],

@@ -62,8 +62,32 @@ def test_algorithms_are_found_by_their_files() -> None:
     found = algorithms()
     blocks = ["bd3lm", "d2f", "dllm_blocks", "dmax", "fast_dllm_v2", "llada2", "llada2_editing", "multi_block"]
     blocks += ["sdar", "nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder"]
-    others = ["causal", "diffugpt", "diffusion_gemma", "dllm", "dream", "duo", "duo_psi", "entropy_bound", "llada"]
-    others += ["gidd", "gidd_dit", "mdlm", "p2", "remdm", "rnd1", "sdlm", "sedd", "smdm", "sumi", "udlm", "wedlm"]
+    others = [
+        "causal",
+        "dreamon",
+        "diffugpt",
+        "diffusion_gemma",
+        "dllm",
+        "dream",
+        "duo",
+        "duo_psi",
+        "entropy_bound",
+    ]
+    others += [
+        "llada",
+        "gidd",
+        "gidd_dit",
+        "mdlm",
+        "p2",
+        "remdm",
+        "rnd1",
+        "sdlm",
+        "sedd",
+        "smdm",
+        "sumi",
+        "udlm",
+        "wedlm",
+    ]
     assert list(found) == sorted([*blocks, *others])
     assert [name for name, algorithm in found.items() if algorithm.sampler.autoregressive] == ["causal"]
     assert [name for name, algorithm in found.items() if not algorithm.sampler.has_quirks] == [

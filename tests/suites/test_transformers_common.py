@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "efficient-dlm": ("efficient_dlm", {}),
     "stable-diffcoder": ("stable_diffcoder", {}),
     "sdlm": ("sdlm", {}),
+    "dreamon": ("dreamon", {}),
     "wedlm": ("wedlm", {}),
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
     "llada2": ("llada2", {}),

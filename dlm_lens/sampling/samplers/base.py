@@ -94,6 +94,7 @@ class Sampler(nn.Module):
         closes_rows: the later blocks of a row whose text has ended are closed, which is no decision of the row.
         decodes_in_order: the answer is decoded block after block, of `block_length` positions each, and what is
             decided stays.
+        resizes: steps insert and delete masks, so that decided tokens move (`room_of`).
         whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
         any_block_length: the authors decode with other blocks than those of the training too.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
@@ -127,6 +128,7 @@ class Sampler(nn.Module):
     context: ClassVar[Context] = "blocks"
     closes_rows: ClassVar[bool] = False
     decodes_in_order: ClassVar[bool] = False
+    resizes: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False
     any_block_length: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True
@@ -304,6 +306,11 @@ class Sampler(nn.Module):
             plans: of its steps, or of those that a part of a run holds.
             block_numbers: the number of each among the steps of its block.
         """
+        return None
+
+    @classmethod
+    def room_of(cls, run: DenoisingRun, step: int | slice) -> Bool[Tensor, "*step batch position"] | None:
+        """What is no part of the text yet at steps of a finished run (`resizes`); None where nothing is."""
         return None
 
     def planned_again(self, plan: StepPlan, block_number: int) -> StepPlan:
