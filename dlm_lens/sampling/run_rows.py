@@ -147,6 +147,18 @@ def prompts_of_rows(run: "DenoisingRun") -> list[tuple[int, ...]]:
     return [tuple(run.canvases[0, row][content[row]].tolist()) for row in range(len(run.tokens))]
 
 
+def first_prompt(run: "DenoisingRun", row: int) -> Int[Tensor, "prompt"]:
+    """The tokens that a row of a whole run was made from, with the [MASK]s that it fills in.
+
+    Where a sampler inserts masks (`Sampler.resizes`), their room is between a gap and the rest of the prompt.
+    """
+    content = run.attention_mask[row]
+    before = content & (torch.arange(len(content), device="cpu") < run.prompt_length)
+    room = sampler_class(run.settings).room_of(run, 0) if run.steps else None
+    with_gap = room is not None and bool((run.answer[row] & before).any())
+    return run.canvases[0, row][content & ~room[row] if room is not None and with_gap else before]
+
+
 def prompt_numbers(runs: Sequence["DenoisingRun"]) -> list[Int[Tensor, "batch"]]:
     """Run by run the number of each row's prompt, counted from 0 as they come; equal prompts have one number.
 

@@ -447,7 +447,9 @@ class StoredRun(StoredCanvases):
         A row that has ended has none. With `decided` also those that the step may rewrite.
         """
         if not self.autoregressive:
-            masked = self.run.masked[step].to(self.device)
+            room = self.sampler.room_of(self.run, step)
+            masked = self.run.masked[step] if room is None else self.run.masked[step] & ~room
+            masked = masked.to(self.device)
             found = masked & self.sampler.reach(masked, self.plan(step))
             found &= self.run.running[step].to(self.device)[:, None]
             return found | self._rewritable(step).to(self.device) if self.decided else found

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.sampling.run_rows import first_prompt
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 from tests.sampling.interrupted import resumed_as_unbroken
@@ -202,6 +203,29 @@ def test_received_attention_is_that_of_the_text_without_its_room() -> None:
     torch.testing.assert_close(again.values, received.values, equal_nan=True)
     part = recording.select(batch=1, step=[1, 2])
     assert part.run.seen_content.equal(run.seen_content[1:3, 1:2])
+
+
+def test_probes_of_a_run_read_the_masks_of_each_step() -> None:
+    """What a probe reads at a step is of the masks that the step saw, whichever step was entered before."""
+    model = resizing(seed=5)
+    run = dl.denoise(model, PROMPTS, **GREEDY)
+    seen = run.masked[:-1] & run.seen_content & run.running[..., None]
+    found = dl.probes.commitment(model, run)
+    assert (found.token >= 0).equal(seen)
+    own = found.token[seen] == run.proposals[seen]
+    moved = (run.unmasked & run.confidence.isneginf())[seen]
+    # A token that a full row bans, or that moved, is not the network's most likely one there.
+    assert (own | (found.token[seen] == EXPAND) | moved | run.unmasked[seen]).all()
+    replayed = dl.replay(model, run, hooks=[mask_positions(0)])
+    assert replayed.predicted.equal(seen)
+
+
+def test_explore_repeats_a_row_with_a_gap() -> None:
+    model = resizing(seed=5)
+    run = dl.denoise(model, PROMPTS, **RUN)
+    for row, prompt in enumerate(PROMPTS):
+        assert first_prompt(run, row).tolist() == prompt
+        assert dl.viz.explore(model, run, row=row) is not None
 
 
 @pytest.mark.parametrize("hooks", [[mask_positions(1)], [mask_top_sinks(1)]])

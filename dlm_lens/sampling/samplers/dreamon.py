@@ -161,11 +161,15 @@ class DreamOnSampler(Sampler):
     An expansion for which there is no room, or no budget, leaves the mask as it is. A mask that a caller puts
     outside the stretch (`on_canvas`) is decided. The authors' canvas ends with the room, and they cut what an
     expansion moves beyond its end; one prompt at a time.
+
+    Attributes:
+        rerun: whether it is for passes over a finished run.
     """
 
     propose: DreamOnPropose
     adaptive = True
     resizes: ClassVar[bool] = True
+    rerun = True
 
     def __init__(
         self, settings: DreamOnSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
@@ -184,7 +188,7 @@ class DreamOnSampler(Sampler):
         self.propose.keeps_dtype = reference_quirks and bool(settings.alg_temp)
         by_rank = SelectAmongMasks() if reference_quirks else Select()
         self.select: nn.Module = SelectDrawn(noise, settings.alg_temp) if settings.alg_temp else by_rank
-        self._span, self._plans = (0, 0), 0
+        self._span, self._plans, self.rerun = (0, 0), 0, False
 
     def begin(
         self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
@@ -259,8 +263,9 @@ class DreamOnSampler(Sampler):
         return [StepPlan(i, self._plans, 0, self._span, self._plans - i) for i in range(self._plans)]
 
     def reach(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """All that the network sees."""
-        return self.attention.seen_content(torch.ones_like(masked), masked, masked.shape[1])
+        """All that the network sees; of a finished run its caller leaves out the room (`room_of`)."""
+        everything = torch.ones_like(masked)
+        return everything if self.rerun else self.attention.seen_content(everything, masked, masked.shape[1])
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """Every mask that is no room."""

@@ -13,6 +13,7 @@ from dlm_lens.arguments import meant
 from dlm_lens.attention import MIN_VIEWERS, HookLike, SinkToken, attention_blocks
 from dlm_lens.recording import ReceivedAttention, Recorder, Recording
 from dlm_lens.sampling import DenoisingRun, RunObserver, algorithms, denoise
+from dlm_lens.sampling.run_rows import first_prompt
 from dlm_lens.sinks import Detector, Level, Received
 from dlm_lens.viz.exploring.changes import Change, HiddenKey, callbacks_of, hooks_of
 from dlm_lens.viz.reporting.data import Subject, canvas_content, fitting, levels_of, patterns_of, shown_keys
@@ -244,8 +245,7 @@ def _scores_rarely_seen(received: Received) -> bool:
 
 def row_prompt(run: DenoisingRun, row: int, hooks: tuple[HookLike, ...]) -> Prompt:
     """What a row of a run was made from."""
-    first, last = int(run.padding[row]), run.prompt_length
-    ids = tuple(run.canvases[0, row, first:last].tolist())
+    ids = tuple(first_prompt(run, row).tolist())
     seeds = run.settings.get("seeds") or (0,) * len(run.tokens)
     return Prompt(ids, int(seeds[row]), settings_of(run), hooks, repr([list(ids)]))
 
