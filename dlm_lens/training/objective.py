@@ -316,8 +316,8 @@ class MaskedDiffusionLoss:
         outputs = predicting_output(blocks, rows.first(), shift=bool(self.logit_shift))
         return inputs, outputs + 2 * blocks.shape[1] * torch.arange(len(blocks))[:, None]
 
-    def for_model(self, model: Any, batch_size: int) -> "MaskedDiffusionLoss":
-        """The same objective, with mask token, shift and blocks of the model and the batch size as `group`.
+    def for_model(self, model: Any, batch_size: int) -> "ModelMaskedLoss":
+        """The same objective, with mask token, shift, blocks and noise level of the model, and `group`.
 
         Raises:
             ValueError: the model has no mask token, or does not embed the one given; or it has learned sink tokens
@@ -360,12 +360,38 @@ class MaskedDiffusionLoss:
                 "clean copy that attends causally: leave it out, or train a nemotron_labs_diffusion in blocks"
             )
         from_text = own.from_text if self.blocks_from_text is None else self.blocks_from_text
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return MaskedDiffusionLoss(
+        values = {field.name: getattr(self, field.name) for field in fields(MaskedDiffusionLoss)}
+        return ModelMaskedLoss(
             **values
             | {"mask_token_id": mask, "logit_shift": bool(shift), "group": self.group or batch_size}
-            | {"block_length": length, "blocks_from_text": from_text}
+            | {"block_length": length, "blocks_from_text": from_text},
+            config=model.config,
+            noise_level=takes_noise_level(model),
         )
+
+
+@dataclass(frozen=True)
+class ModelMaskedLoss(MaskedDiffusionLoss):
+    """`MaskedDiffusionLoss` for one model.
+
+    Args:
+        config: of the model.
+        noise_level: whether its network is given the noise level. It is that of tau, as in the authors' training
+            and in `denoise`: the share of masks of a row would be another, in short rows and beside a prompt.
+    """
+
+    config: Any = None
+    noise_level: bool = False
+
+    def loss_arguments(self, rows: Rows, noised: Noised) -> dict[str, Tensor]:
+        """As in `MaskedDiffusionLoss`, with the noise level of every row where the network is given it."""
+        given = {"sigma": self.sigma_at(noised.rate)} if self.noise_level else {}
+        return super().loss_arguments(rows, noised) | given
+
+    def sigma_at(self, share: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The noise level that a network is given where this share of the tokens is masked."""
+        sigma: Float[Tensor, "*batch"] = self.config.level_of(share).float()
+        return sigma
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dlm_lens.placement import input_device
 from dlm_lens.recording import ReceivedAttention, ValueNorm, record_forward
 from dlm_lens.sampling.clean_context_network import clean_context_inputs
 from dlm_lens.training.bound_objective import ModelBoundLoss
+from dlm_lens.training.objective import ModelMaskedLoss
 from dlm_lens.training.sources import Example, Rows
 
 LEVELS = (0.9, 0.6, 0.3)
@@ -38,8 +39,8 @@ class ProbeBatch:
         canvases: token ids.
         masked: masked positions.
         visible: content (True) or padding (False).
-        noise_levels: what a network is given that takes the noise level of random tokens
-            (`ModelBoundLoss.sigma_at`); None for another.
+        noise_levels: what a network is given that takes the noise level (`sigma_at` of its objective); None for
+            another.
         clean: positions that do not see the others (GIDD's prompts); None where every position sees all.
     """
 
@@ -131,9 +132,10 @@ def probe_batch(examples: Sequence[Example], objective: Any, source: Any) -> Pro
     draws = torch.rand(rows.tokens.shape, generator=generator, dtype=torch.float32)
     masked = torch.stack([(draws < level) & rows.answer for level in LEVELS])
     batch = ProbeBatch(torch.where(masked, noise, rows.tokens), masked, rows.visible)
+    if isinstance(objective, ModelBoundLoss | ModelMaskedLoss) and objective.noise_level:
+        batch = replace(batch, noise_levels=objective.sigma_at(torch.tensor(LEVELS)))
     if isinstance(objective, ModelBoundLoss):
-        sigma = objective.sigma_at(torch.tensor(LEVELS)) if objective.noise_level else None
-        batch = replace(batch, noise_levels=sigma, clean=objective.clean_of(rows))
+        batch = replace(batch, clean=objective.clean_of(rows))
     return _by_document(batch, rows)
 
 

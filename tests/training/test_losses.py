@@ -1,3 +1,5 @@
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,9 +8,14 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, PretrainedConfig
 
+from dlm_lens.sampling.algorithm_registry import algorithm_of
+from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.scoring import Query, Scorer, cross_entropy
+from dlm_lens.sampling.two_copies import Blocks
 from dlm_lens.testing import tiny
-from dlm_lens.training import masked_loss, weighted_cross_entropy
+from dlm_lens.training import Example, MaskedDiffusionLoss, Rows, masked_loss, weighted_cross_entropy
 from dlm_lens.training.losses import loss_forward
+from dlm_lens.training.objective import Noised
 
 N, WIDTH, VOCABULARY = 37, 8, 50
 
@@ -160,3 +167,40 @@ def test_a_forward_that_the_model_had_is_there_after_loss_forward() -> None:
         assert model(input_ids=ids).logits.equal(usual)
     assert model(input_ids=ids).logits.equal(usual)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llada", {}),
+        ("dream", {}),
+        ("mdlm", {}),
+        ("mdlm", {"time_conditioning": True}),
+        ("llada2", {}),
+        ("nemotron_labs_diffusion", {}),
+    ],
+)
+def test_the_loss_of_given_masks_is_that_of_the_likelihood(family: str, options: dict[str, Any]) -> None:
+    """Training and `log_likelihood` see the same canvas, noise level and blocks, in code that they do not share."""
+    model = tiny(family, **options)
+    mask, prompt, rate = model.config.mask_token_id, 9, 0.6
+    tokens = torch.randint(0, 40, (prompt + 8,), generator=torch.Generator().manual_seed(0))
+    masked = torch.zeros(1, len(tokens), dtype=torch.bool)
+    masked[0, prompt:] = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1]).bool()
+    blocks = Blocks.of(model.config)
+    own = {} if blocks is None else {"block_length": 4}
+    objective = MaskedDiffusionLoss(normalisation="batch", weighting="uniform", **own).for_model(model, 1)
+    rows, one = Rows.of([Example(tokens.masked_fill(tokens == mask, 1), prompt)], len(tokens), 0), torch.ones(1)
+    arguments = objective.loss_arguments(rows, Noised(masked, rate * one.double(), one.double(), rows.answer))
+    del arguments["count"]
+    scorer = Scorer(
+        model,
+        blocks=None if blocks is None else replace(blocks, length=4),
+        loss=algorithm_of(model.config).loss or cross_entropy,
+    )
+    sigma = -math.log(1 - 0.999 * rate) if options.get("time_conditioning") or family == "sedd" else None
+    pair = Pair(rows.tokens[0, :prompt], rows.tokens[0, prompt:])
+    with torch.no_grad():
+        ((_, losses),) = scorer.losses([Query(0, pair, masked[0], masked[0], sigma=sigma)])
+        # Two float32 passes of the same network in other kernels.
+        torch.testing.assert_close(masked_loss(model, **arguments).double(), losses.sum(), rtol=1e-5, atol=0.0)

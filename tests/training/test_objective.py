@@ -364,3 +364,23 @@ def test_an_evaluation_has_whole_rows_and_spread_times(kind: str) -> None:
     found = OBJECTIVES[kind](normalisation="sequence", random_length_share=0.5).for_evaluation(6)
     times = {} if kind == "next_token" else {"low_discrepancy": True, "group": 6}
     assert found == OBJECTIVES[kind](normalisation="sequence", **times)
+
+
+@pytest.mark.parametrize("masks", ["independent", "count"])
+@pytest.mark.parametrize(("family", "options"), [("sedd", {}), ("mdlm", {"time_conditioning": True})])
+def test_a_network_is_given_the_noise_level_of_its_masking_rate(
+    family: str, options: dict[str, Any], masks: Any
+) -> None:
+    """-ln(1 - 0.999 tau) as the authors train, not that of the share of masks, which the prompt lowers."""
+    model = tiny(family, **options)
+    objective = MaskedDiffusionLoss(masks=masks).for_model(model, 4)
+    rows = Rows.of([Example(torch.arange(12), 7)] * 4, 14, 0)
+    arguments = objective.prepare(rows, range(4), 3)
+    rate = objective.draw(rows, range(4), 3).rate
+    seen: list[torch.Tensor] = []
+    model.model.sigma_map.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    del arguments["count"]
+    masked_loss(model, **arguments)
+    expected = [-math.log(1 - 0.999 * float(tau)) for tau in rate]
+    assert seen[0].tolist() == pytest.approx(expected, rel=1e-6)  # float32
+    assert "sigma" not in MaskedDiffusionLoss().for_model(tiny("mdlm"), 4).prepare(rows, range(4), 3)

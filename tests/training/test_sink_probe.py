@@ -74,6 +74,16 @@ def test_statistics_are_those_of_the_patterns(count: int, place: str) -> None:
     assert found.moved() == pytest.approx(float((first != last).mean()))
 
 
+def test_a_masked_canvas_has_the_noise_level_of_its_share() -> None:
+    """That of training: a prompt, which no level masks, does not lower it."""
+    examples = [Example(torch.arange(14), 10)]
+    batch = probe_batch(examples, MaskedDiffusionLoss().for_model(tiny("sedd"), 8), Place)
+    assert batch.noise_levels is not None
+    expected = [-math.log(1 - 0.999 * share) for share in LEVELS]
+    assert batch.noise_levels.tolist() == pytest.approx(expected, rel=1e-6)  # float32
+    assert batch_of(tiny("mdlm")).noise_levels is None
+
+
 def test_isolated_documents_are_canvases_of_their_own() -> None:
     """The learned share is that under the mask and the positions that training uses."""
     model = tiny("sink_qwen", num_sinks=1)
