@@ -1,4 +1,4 @@
-"""A loss of the logits of many states, a few rows of logits at a time: `weighted_cross_entropy`, `bound_loss`.
+"""A loss of the logits of many states, a few rows at a time: `weighted_cross_entropy`, `token_loss`, `bound_loss`.
 
 Of a linear head the gradient is computed in the forward pass, so that every logit is computed once and only a few
 rows of logits are in memory. Another head (quantised, wrapped, or partitioned by DeepSpeed) is run again in the
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dlm_lens.adapters.head import logit_scaling
 from dlm_lens.placement import float64_device, without_autocast
 from dlm_lens.sampling.likelihood.noisy_texts import Integrand
+from dlm_lens.sampling.likelihood.scoring import Loss
 from dlm_lens.training.bound_objective import bound_of
 from dlm_lens.training.tied_gradient import HeadGradient, TiedLookup
 
@@ -92,8 +93,52 @@ class CrossEntropy:
         return loss, logits.mul_(factor / sums).scatter_add_(-1, target, -factor) if wanted else None
 
 
+class Differentiated:
+    """A `RowLoss` that has `value`, with its derivative by autograd."""
+
+    def value(self, logits: Float[Tensor, "row d_vocab"], part: slice) -> Float[Tensor, ""]:
+        """The loss of these rows."""
+        raise NotImplementedError
+
+    def with_slope(
+        self, logits: Float[Tensor, "row d_vocab"], part: slice, *, wanted: bool
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "row d_vocab"] | None]:
+        """The loss, and its derivative by autograd."""
+        with torch.set_grad_enabled(wanted):
+            raw = logits.requires_grad_(wanted)
+            loss = self.value(raw, part)
+        return loss.detach(), torch.autograd.grad(loss, raw)[0] if wanted else None
+
+
 @dataclass(frozen=True, eq=False)
-class Bound:
+class TokenLoss(Differentiated):
+    """sum_n w_n l(s(u_n), target_n), l the loss of an algorithm's likelihood, in float32.
+
+    Args:
+        loss: l, of the logits, for each token its row of them, and the tokens.
+        targets: ids.
+        weights: of each row.
+        never: an id without probability; None for none.
+        scaling: s; None for none.
+    """
+
+    loss: Loss
+    targets: Int[Tensor, "n"]
+    weights: Float[Tensor, "n"]
+    never: int | None = None
+    scaling: Scaling | None = None
+
+    def value(self, logits: Float[Tensor, "row d_vocab"], part: slice) -> Float[Tensor, ""]:
+        """The loss of these rows."""
+        logits = logits if self.scaling is None else self.scaling(logits)
+        if self.never is not None:
+            logits = logits.index_fill(-1, torch.tensor([self.never], device=logits.device), -torch.inf)
+        where = torch.arange(len(logits), device=logits.device)
+        return (self.loss(logits, where, self.targets[part]) * self.weights[part]).sum()
+
+
+@dataclass(frozen=True, eq=False)
+class Bound(Differentiated):
     """sum_n w_n l_n, the integrand of a bound on the likelihood, in float64.
 
     Args:
@@ -121,15 +166,6 @@ class Bound:
         )
         return (self.integrand(logs, seen, targets, levels.double().sum(-1)) * weights).sum()
 
-    def with_slope(
-        self, logits: Float[Tensor, "row d_vocab"], part: slice, *, wanted: bool
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, "row d_vocab"] | None]:
-        """The loss, and its derivative by autograd."""
-        with torch.set_grad_enabled(wanted):
-            raw = logits.requires_grad_(wanted)
-            loss = self.value(raw, part)
-        return loss.detach(), torch.autograd.grad(loss, raw)[0] if wanted else None
-
 
 def weighted_cross_entropy(
     states: Float[Tensor, "n d_model"],
@@ -154,6 +190,33 @@ def weighted_cross_entropy(
         scaling: s, from `logit_scaling`; it is given float32. None for none.
     """
     return _summed(states, head, CrossEntropy(targets, weights.float(), never, scaling), elements, 1, tied)
+
+
+def token_loss(
+    states: Float[Tensor, "n d_model"],
+    head: nn.Module,
+    loss: Loss,
+    targets: Int[Tensor, "n"],
+    weights: Float[Tensor, "n"],
+    elements: int | None = None,
+    never: int | None = None,
+    tied: TiedLookup | None = None,
+    scaling: Scaling | None = None,
+) -> Float[Tensor, ""]:
+    """sum_n weights_n l(u_n, target_n), u_n = s(W x_n), in float32, a few rows of logits at a time.
+
+    Args:
+        states: input of the head.
+        head: maps states to logits.
+        loss: l, the loss of masked tokens in an algorithm's likelihood (`Algorithm.loss`).
+        targets: ids.
+        weights: of each loss.
+        elements: as in `weighted_cross_entropy`; of the rows a quarter of them.
+        never: as in `weighted_cross_entropy`.
+        tied: as in `weighted_cross_entropy`.
+        scaling: as in `weighted_cross_entropy`.
+    """
+    return _summed(states, head, TokenLoss(loss, targets, weights.float(), never, scaling), elements, 4, tied)
 
 
 def bound_loss(

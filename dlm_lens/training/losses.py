@@ -13,9 +13,10 @@ from torch import Tensor
 from dlm_lens.adapters.head import head_states, logit_scaling
 from dlm_lens.attention import SinkLayout, decoder_of, has_causal_context
 from dlm_lens.placement import input_device
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.clean_context_network import clean_context_inputs
 from dlm_lens.sampling.two_copies import attention_in_copies, two_copies
-from dlm_lens.training.head_loss import bound_loss, weighted_cross_entropy
+from dlm_lens.training.head_loss import bound_loss, token_loss, weighted_cross_entropy
 from dlm_lens.training.objective import Objective, check_trained_whole
 from dlm_lens.training.sources import Example, Rows
 from dlm_lens.training.tied_gradient import tied_gradient
@@ -35,7 +36,9 @@ def masked_loss(
 ) -> Float[Tensor, ""]:
     """sum_n weights_n CE(logits of output n, target n): the numerator of an objective's loss.
 
-    With `levels` it is sum_n weights_n l_n, the integrand of the model's bound (`LikelihoodBoundLoss`).
+    With `levels` it is sum_n weights_n l_n, the integrand of the model's bound (`LikelihoodBoundLoss`). Of SEDD,
+    whose outputs are ratios that need not sum to 1, it is the score entropy of every target
+    (`samplers/sedd.py`, 2310.16834) in place of the cross entropy.
 
     The head runs on the requested outputs only, in chunks; learned sinks are removed before it. Its logits are
     scaled as the model scales them (`logit_scaling`).
@@ -74,9 +77,11 @@ def masked_loss(
     if levels is not None:
         seen = input_ids.flatten()[outputs]
         return bound_loss(requested, model, seen, targets, weights, levels, elements, tied)
-    never = model.config.mask_token_id if getattr(model.config, "subs", False) else None
-    head = model.get_output_embeddings()
-    return weighted_cross_entropy(requested, head, targets, weights, elements, never, tied, logit_scaling(model))
+    head, scaling, subs = model.get_output_embeddings(), logit_scaling(model), getattr(model.config, "subs", False)
+    never = model.config.mask_token_id if subs else None
+    if subs and (own := algorithm_of(model.config).loss) is not None:
+        return token_loss(requested, head, own, targets, weights, elements, never, tied, scaling)
+    return weighted_cross_entropy(requested, head, targets, weights, elements, never, tied, scaling)
 
 
 @contextmanager

@@ -169,6 +169,29 @@ def test_a_forward_that_the_model_had_is_there_after_loss_forward() -> None:
     assert len(calls) == 2
 
 
+def test_sedd_is_trained_with_its_score_entropy() -> None:
+    """w (ln N - u_y + sum exp(u) / N - 1) of every target, whose gradient is w (exp(u) / N - e_y), in float64."""
+    model = tiny("sedd")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 60, (2, 12), generator=generator)
+    outputs, targets = torch.arange(0, 24, 3), torch.randint(0, 60, (8,), generator=generator)
+    weights, sigma = torch.rand(8, generator=generator), torch.tensor([0.4, 2.5])
+    loss = masked_loss(model, ids, outputs, targets, weights, sigma=sigma, elements=3 * 4 * model.config.vocab_size)
+    loss.backward()
+    with torch.no_grad():
+        states = model.model(ids, sigma=sigma).last_hidden_state.flatten(0, 1)[outputs].double()
+    kernel, bias = model.lm_head.weight.detach().double(), model.lm_head.bias.detach().double()
+    u = (states @ kernel.T + bias)[:, :-1]  # without [MASK], the last row
+    q = u.exp() / u.shape[1]
+    expected = (weights.double() * (-q[torch.arange(8), targets].log() + q.sum(-1) - 1)).sum()
+    slope = weights.double()[:, None] * (q - torch.eye(u.shape[1]).double()[targets])
+    # The library's logits are float32.
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+    torch.testing.assert_close(model.lm_head.bias.grad[:-1].double(), slope.sum(0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(model.lm_head.weight.grad[:-1].double(), slope.T @ states, rtol=1e-4, atol=1e-5)
+    assert not bool(model.lm_head.weight.grad[-1].any())
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -176,6 +199,7 @@ def test_a_forward_that_the_model_had_is_there_after_loss_forward() -> None:
         ("dream", {}),
         ("mdlm", {}),
         ("mdlm", {"time_conditioning": True}),
+        ("sedd", {}),
         ("llada2", {}),
         ("nemotron_labs_diffusion", {}),
     ],
