@@ -305,9 +305,13 @@ class MaskedDiffusionLoss:
         index = torch.arange(rows.tokens.numel()).view_as(rows.tokens)
         return rows.network_inputs(), torch.where(rows.first(), index, index - 1) if self.logit_shift else index
 
+    def blocks_of(self, rows: Rows) -> Int[Tensor, "batch position"]:
+        """Number of every position's block."""
+        return rows.blocks(self.block_length or 1, bool(self.blocks_from_text))
+
     def _of_blocks(self, rows: Rows) -> tuple[dict[str, Tensor], Int[Tensor, "batch position"]]:
         """Likewise, of [x_t, x_0]."""
-        blocks = rows.blocks(self.block_length or 1, bool(self.blocks_from_text))
+        blocks = self.blocks_of(rows)
         inputs = {"clean_ids": rows.tokens, "blocks": blocks, "position_ids": rows.position_ids()}
         if not bool(rows.visible.all()):
             inputs["content"] = rows.visible
@@ -387,6 +391,12 @@ class ModelMaskedLoss(MaskedDiffusionLoss):
         """As in `MaskedDiffusionLoss`, with the noise level of every row where the network is given it."""
         given = {"sigma": self.sigma_at(noised.rate)} if self.noise_level else {}
         return super().loss_arguments(rows, noised) | given
+
+    def blocks_of(self, rows: Rows) -> Int[Tensor, "batch position"]:
+        """As in `MaskedDiffusionLoss`; a prompt that is one block in the sampler (Efficient-DLM) is one here."""
+        found = Blocks.of(self.config)
+        whole = found is not None and found.context == "whole"
+        return rows.blocks(self.block_length or 1, bool(self.blocks_from_text), whole_prompt=whole)
 
     def sigma_at(self, share: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """The noise level that a network is given where this share of the tokens is masked."""

@@ -105,12 +105,16 @@ class Rows:
         index = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         return index - index.masked_fill(~self.first(), 0).cummax(-1).values
 
-    def blocks(self, block_length: int, from_text: bool) -> Int[Tensor, "batch position"]:
+    def blocks(
+        self, block_length: int, from_text: bool, *, whole_prompt: bool = False
+    ) -> Int[Tensor, "batch position"]:
         """Number of every position's block, for block diffusion; the earliest block may be short.
 
         Args:
             block_length: positions of a block.
             from_text: count from the first position of every row and document, instead of from its answer's.
+            whole_prompt: what is before the answer is one block, however long; only where blocks are counted from
+                the answer.
         """
         positions = self.position_ids()
         if from_text:
@@ -121,7 +125,8 @@ class Rows:
         least = torch.full_like(places, far).scatter_reduce(1, document, places, "amin")
         # A document without an answer counts from its first position.
         begin = least.masked_fill(least == far, 0).gather(1, document)
-        return (positions - begin).div(block_length, rounding_mode="floor")
+        numbers = (positions - begin).div(block_length, rounding_mode="floor")
+        return numbers.clamp(min=-1) if whole_prompt else numbers
 
     def network_inputs(self) -> dict[str, Tensor]:
         """Attention mask and position ids of the network; empty where neither padding nor documents need them.

@@ -202,6 +202,7 @@ def test_sedd_is_trained_with_its_score_entropy() -> None:
         ("sedd", {}),
         ("llada2", {}),
         ("nemotron_labs_diffusion", {}),
+        ("efficient_dlm", {}),  # its prompt is one block
     ],
 )
 def test_the_loss_of_given_masks_is_that_of_the_likelihood(family: str, options: dict[str, Any]) -> None:
