@@ -17,7 +17,7 @@ from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.clean_context_network import clean_context_inputs
 from dlm_lens.sampling.two_copies import attention_in_copies, two_copies
 from dlm_lens.training.head_loss import bound_loss, token_loss, weighted_cross_entropy
-from dlm_lens.training.objective import Objective, check_trained_whole
+from dlm_lens.training.objective import NextToken, Objective, check_trained_whole
 from dlm_lens.training.sources import Example, Rows
 from dlm_lens.training.tied_gradient import tied_gradient
 
@@ -131,12 +131,14 @@ def evaluation_loss(
         examples: the sequences.
         objective: as returned by its `for_model`.
         length: positions of a row.
-        samples: masks per sequence.
+        samples: masks per sequence; of `NextToken`, which draws none, a sequence has one pass.
         batch_size: rows per forward pass.
         seed: of the masks.
         loss_of: used in place of `masked_loss(model, ...)`, for weights that are sharded among processes.
     """
     loss_of = partial(masked_loss, model) if loss_of is None else loss_of
+    if isinstance(objective, NextToken):
+        samples = 1  # without noise every pass over a sequence is the same
     jobs = [(number, sample) for number in range(len(examples)) for sample in range(samples)]
     was_training, total, count = model.training, 0.0, 0.0
     model.eval()

@@ -192,7 +192,7 @@ class TrainingSettings:
         log_steps: between log entries.
         eval_steps: between evaluation losses; 0 for none.
         eval_rows: sequences of the evaluation loss, at most; a smaller set is used once.
-        eval_samples: masks per sequence of the evaluation loss.
+        eval_samples: masks per sequence of the evaluation loss; of no effect for an AR baseline, which has none.
         probe_steps: between sink statistics; 0 for none.
         probe_rows: sequences of the probe batch.
         report_to: "tensorboard", "wandb", or both.

@@ -442,6 +442,17 @@ def test_the_evaluation_loss_is_the_mean_over_its_set_whatever_the_seed(tmp_path
         assert torch.equal(one.tokens, other.tokens)
 
 
+def test_the_evaluation_of_a_baseline_has_one_pass_for_each_row(tmp_path: Path) -> None:
+    """It draws no masks, so that `eval_samples` passes would all be the same."""
+    trainer = job(tmp_path, family="causal", objective=NextToken(), eval_dataset=ROWS, eval_rows=6, eval_samples=4)
+    rows: list[int] = []
+    trainer.model.model.register_forward_pre_hook(
+        lambda module, args, given: rows.append(len(given["input_ids"])), with_kwargs=True
+    )
+    trainer.evaluate()
+    assert sum(rows) == 6
+
+
 @pytest.mark.long
 def test_the_evaluation_loss_is_the_same_every_time_and_close_to_many_masks(tmp_path: Path) -> None:
     trainer = job(tmp_path)
