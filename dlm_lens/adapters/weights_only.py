@@ -15,7 +15,7 @@ def single_weight_file(path: Path) -> Path | None:
     """The weights that a file or a directory without transformers' config.json holds.
 
     Raises:
-        ValueError: the file is no safetensors file, or the directory holds several.
+        ValueError: the file is no safetensors file, or the directory holds several, or an adapter of PEFT.
     """
     if path.is_file():
         if path.suffix != ".safetensors":
@@ -26,6 +26,10 @@ def single_weight_file(path: Path) -> Path | None:
         return path
     if (held := file_within(path, "model.safetensors")) is not None:
         return held
+    if file_within(path, "adapter_config.json") is not None:
+        raise ValueError(
+            f"{path} holds adapter_config.json, an adapter of PEFT: give its base model and adapter={str(path)!r}"
+        )
     found = [file for name in sorted(path.glob("*.safetensors")) if (file := file_within(path, name.name))]
     if len(found) > 1:
         raise ValueError(

@@ -15,6 +15,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from dlm_lens.adapters import load
+from dlm_lens.adapters.lora import WEIGHTS as ADAPTER_WEIGHTS
 from dlm_lens.training.callbacks import Stopwatch, without_progress_bars
 from dlm_lens.training.checkpoints import (
     MOMENTS_FILE,
@@ -217,11 +218,33 @@ class CheckpointingTrainer(Trainer):
 
 
 def _read_weights(model: Any, checkpoint: str) -> None:
+    if hasattr(model, "peft_config"):
+        _read_adapters(model, checkpoint)
+        return
     # Through `load`, because a family may store its weights under other names than its parameters have, and
     # because transformers would read any file that the checkpoint's config.json names, pickles too.
     with without_progress_bars():
         stored = load(checkpoint, dtype=model.dtype)
     model.load_state_dict(stored.state_dict())
+
+
+def _read_adapters(model: Any, checkpoint: str) -> None:
+    """Read the adapters that PEFT saved, the one called "default" in the checkpoint itself; its base is not saved.
+
+    Raises:
+        ValueError: they are of other modules.
+    """
+    from peft import set_peft_model_state_dict
+
+    for name in model.peft_config:
+        directory = Path(checkpoint) if name == "default" else Path(checkpoint) / name
+        weights = directory / ADAPTER_WEIGHTS
+        found = set_peft_model_state_dict(model, load_file(weights), adapter_name=name)
+        if found.unexpected_keys:
+            raise ValueError(
+                f"{weights} holds {found.unexpected_keys[0]}, which the model's adapter {name!r} has not: resume "
+                "with the adapter that was trained, or choose another output"
+            )
 
 
 def json_values(values: Any) -> Any:

@@ -311,3 +311,12 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         ValueError, match=r"experts\.0\.down_proj\.weight, which is joined with others while loading"
     ):
         dl.load(tmp_path / "experts", adapter=adapter)
+
+
+def test_a_directory_of_an_adapter_is_told_as_such(tmp_path: Path) -> None:
+    """A checkpoint of a training of an adapter also holds the optimiser's moments, and no config.json."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        save_file({"x": torch.zeros(1)}, tmp_path / name)
+    with pytest.raises(ValueError, match=r"holds adapter_config\.json, an adapter of PEFT: give its base"):
+        dl.load(tmp_path)

@@ -1,5 +1,6 @@
 """Trainings that are interrupted, killed or resumed."""
 
+import importlib.util
 import json
 import os
 import pickle
@@ -15,12 +16,15 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+import dlm_lens as dl
 from dlm_lens.files.sealed_json import CHECKSUM, sealed
+from dlm_lens.testing import tiny
 from dlm_lens.training import (
     DataSettings,
     MaskedDiffusionLoss,
     MaskedDiffusionTrainer,
     Optimisation,
+    TrainingSettings,
 )
 from dlm_lens.training.checkpoints import TrainingStoppedError, checkpoints, read_run
 from dlm_lens.training.dataset_files import read_dataset
@@ -256,3 +260,39 @@ def test_a_resume_with_another_streamed_file_is_refused(tmp_path: Path) -> None:
         job(tmp_path / "run", train_dataset=read_dataset(data), data=data, steps=1).train(
             resume_from_checkpoint=True
         )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_a_training_of_an_adapter_is_resumed(tmp_path: Path) -> None:
+    """Its checkpoints hold PEFT's files: the factors go on as they were, and `load` merges them into the base."""
+    from peft import LoraConfig, get_peft_model
+
+    def trained(output: Path, *, resume: bool = False) -> MaskedDiffusionTrainer:
+        torch.manual_seed(0)  # of the factors
+        model = get_peft_model(tiny("sink_qwen"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        settings = TrainingSettings(
+            output=str(output), steps=6, save_steps=3, batch_size=4, micro_batch_size=2, precision="fp32",
+            data=DataSettings(length=12), optimisation=Optimisation(rate=1e-2), report_to=(),
+        )  # fmt: skip
+        trainer = MaskedDiffusionTrainer(model, settings, ROWS)
+        if resume:
+            (output / "checkpoint-6" / "run.json").unlink()
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    def factors(trainer: MaskedDiffusionTrainer) -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in trainer.model.named_parameters() if "lora_" in name}
+
+    whole = trained(tmp_path / "run")
+    expected = {name: value.clone() for name, value in factors(whole).items()}
+    rest = trained(tmp_path / "run", resume=True)
+    assert all(torch.equal(value, expected[name]) for name, value in factors(rest).items())
+    assert any(bool(value.any()) for name, value in expected.items() if "lora_B" in name)
+    tiny("sink_qwen").save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"checkpoint-6 holds adapter_config\.json, an adapter of PEFT"):
+        dl.load(rest.last_checkpoint)
+    merged = dl.load(tmp_path / "base", adapter=str(rest.last_checkpoint))
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        # W + s B A rounded once, against two products.
+        torch.testing.assert_close(merged(ids).logits, rest.model.eval()(ids).logits, rtol=1e-4, atol=1e-5)
