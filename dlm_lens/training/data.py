@@ -293,7 +293,16 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _bos(tokenizer: Any) -> int:
-    """The beginning-of-text token, or the end-of-text token where there is none, as in Qwen."""
+    """The beginning-of-text token, or the end-of-text token where there is none, as in Qwen.
+
+    Raises:
+        ValueError: there is neither, or no tokenizer.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            "the outputs are shifted, and without a tokenizer it is not known which id begins a text, and is never "
+            "masked; set data.bos to false to mask every id, or model.tokenizer"
+        )
     own = getattr(tokenizer, "bos_token_id", None)
     found = own if own is not None else getattr(tokenizer, "eos_token_id", None)
     if found is None:

@@ -20,19 +20,24 @@ def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
 
     Raises:
         FileNotFoundError: a missing local file, or a dataset that the hub does not deliver.
-        ValueError: no path, an unknown file ending, an empty file, or one that cannot be read in its form.
+        ValueError: no path, an unknown file ending, an empty file, one that cannot be read in its form, or a slice
+            of a split that would be streamed.
     """
     import datasets
 
     if not settings.path:
         raise ValueError("data.path is empty; name a dataset of the hub, or a .jsonl, .parquet or .txt file")
+    split = split or settings.split
+    if settings.streaming and "[" in split:
+        raise ValueError(
+            f"the split is {split!r} and data.streaming is true, which reads whole splits; set data.streaming to "
+            "false"
+        )
     if Path(settings.path).suffix in READERS or settings.path.startswith((".", "/", "~")):
-        return _local_files(settings, split or settings.split)
+        return _local_files(settings, split)
     try:
         with reading(settings):
-            return datasets.load_dataset(
-                settings.path, settings.name, split=split or settings.split, streaming=settings.streaming
-            )
+            return datasets.load_dataset(settings.path, settings.name, split=split, streaming=settings.streaming)
     except (OSError, RuntimeError, datasets.exceptions.DatasetNotFoundError) as error:
         # A RuntimeError is that of a dataset with a script, which is not run.
         why = " ".join(str(error).split())

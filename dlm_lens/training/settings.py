@@ -63,7 +63,7 @@ class DataSettings:
         path: hub name of a dataset, or a .jsonl, .json, .parquet or .txt file or pattern. Every line of a .txt file
             that is not blank is a document.
         name: its configuration on the hub.
-        split: its split.
+        split: its split, or "train+test"; without streaming also a part of it, such as "train[:-100]".
         streaming: read during training; needed for datasets that do not fit on the disk.
         column: the column of texts, or of ids where it is called input_ids. Ids are taken as they are: every
             document must bring its beginning and its end of text.

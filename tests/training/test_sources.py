@@ -214,6 +214,16 @@ def test_files_are_read_as_datasets(tmp_path) -> None:
         read_dataset(DataSettings(path=str(tmp_path)))
 
 
+def test_a_part_of_a_split_needs_the_whole_data(tmp_path: Path) -> None:
+    """A stream reads whole splits; the sentence of the datasets library said that the file was to be mended."""
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(f'{{"text": "w{i}"}}\n' for i in range(3)))
+    with pytest.raises(ValueError, match=r"the split is 'train\[:-1\]' .* set data\.streaming to false"):
+        read_dataset(DataSettings(path=str(file)), "train[:-1]")
+    assert len(read_dataset(DataSettings(path=str(file), streaming=False, split="train[:-1]"))) == 2
+    assert len(list(read_dataset(DataSettings(path=str(file), split="train+train")))) == 6
+
+
 @pytest.mark.parametrize("name", ["text[1].jsonl", "text [a-z].jsonl", "[!].txt"])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_brackets_in_the_name_of_a_file_are_no_pattern(name: str, streaming: bool, tmp_path) -> None:
@@ -392,3 +402,12 @@ def test_an_id_that_the_model_does_not_embed_is_named(bad: int) -> None:
     with pytest.raises(ValueError, match=message):
         next(iter(stream))
     check_texts(source, None, 65 if bad > 0 else None)
+
+
+def test_shifted_ids_without_a_tokenizer_need_a_word_on_their_beginning() -> None:
+    rows = [{"input_ids": [1, 2, 3, 4]}] * 2
+    settings = DataSettings(length=4, column="input_ids")
+    with pytest.raises(ValueError, match=r"without a tokenizer .* set data\.bos to false to mask every id"):
+        build_source(rows, settings, None, shift=True)
+    (only,) = take(build_source(rows, replace(settings, bos=False), None, shift=True), 1)
+    assert only.unmasked is None
