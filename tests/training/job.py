@@ -85,13 +85,17 @@ def dropping(output: Path, **values: Any) -> MaskedDiffusionTrainer:
     return MaskedDiffusionTrainer(GPT2LMHeadModel(config), replace(settings, **values), rows)
 
 
-if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    given = {name: int(value) for name, value in (pair.split("=") for pair in sys.argv[2:])}
+def main(target: Path, options: list[str]) -> None:
+    given = {name: int(value) for name, value in (pair.split("=") for pair in options)}
     kill = given.pop("kill", None)
     trainer = job(target, callbacks=() if kill is None else (Kill(kill),), **given)
     output = trainer.train(resume_from_checkpoint=True)
     if trainer.is_world_process_zero():
         (target / "training_loss.json").write_text(json.dumps(output.training_loss))
         (target / "losses.json").write_text(json.dumps(losses(trainer)))
+        (target / "sharded.json").write_text(json.dumps(trainer.is_fsdp_enabled))
     end_processes()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

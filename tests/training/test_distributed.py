@@ -10,13 +10,23 @@ import pytest
 import torch
 
 from dlm_lens.training.trainer import end_processes
-from tests.training.job import job, losses
+from tests.training.job import job, losses, weights
 
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(*command: str) -> None:
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen2DecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
+"""accelerate-fsdp.yaml as environment variables, in float32."""
+
+
+def torchrun(*command: str, **variables: str) -> None:
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *command]
     done = subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -64,3 +74,22 @@ def test_sharded_weights_give_the_same_loss_and_gradients(tmp_path: Path) -> Non
     assert found["norm"] == pytest.approx(found["expected norm"], rel=1e-4)
     assert found["split"] is True
     assert found["probe"] == pytest.approx(found["expected probe"], rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_training_under_fsdp_is_that_of_one_process_and_is_resumed(kind: str, tmp_path: Path) -> None:
+    one = job(tmp_path / "one", micro_batch_size=4, save_steps=4)
+    one.train()
+    settings, two = ("micro_batch_size=4", "save_steps=4", "probe_steps=4"), tmp_path / "two"
+    for _ in range(2):  # from the start, and from step 4
+        torchrun("-m", "tests.training.fsdp", str(two), *settings, **FSDP, FSDP_STATE_DICT_TYPE=kind)
+        assert json.loads((two / "sharded.json").read_text()) is True
+        # The order of additions differs, nothing else.
+        assert json.loads((two / "losses.json").read_text()) == pytest.approx(losses(one), rel=1e-5)
+        if kind == "FULL_STATE_DICT":
+            found, expected = weights(two / "checkpoint-8"), weights(tmp_path / "one" / "checkpoint-8")
+            for name, value in expected.items():
+                # Adam divides by the root of small moments, which rounding changes.
+                torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
+        (two / "checkpoint-8" / "run.json").unlink()
