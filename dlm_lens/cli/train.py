@@ -55,7 +55,9 @@ def train_command(
         path = run_training(settings)
     end_processes()
     logs = f"; logs: tensorboard --logdir {settings.output}" if "tensorboard" in settings.report_to else ""
-    echo(f"trained: {path} (dlm_lens.load opens it){logs}")
+    whole = path is not None and (path / "config.json").is_file()
+    what = "dlm_lens.load opens it" if whole else "sharded weights, to resume; load opens a FULL_STATE_DICT"
+    echo(f"trained: {path} ({what}){logs}")
 
 
 def _show_plan(settings: "TrainingSettings", device: str, devices: int | None, utilisation: float) -> None:

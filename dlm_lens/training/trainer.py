@@ -72,7 +72,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     Batches and noise are functions of the seed and of the sample's number: a resumed run, or one divided among
     processes, sees the same samples as an uninterrupted run of one process. Dropout is a function of the seed, the
     step, the micro-batch and the process. Checkpoints are written atomically, and
-    `dlm_lens.load` opens them.
+    `dlm_lens.load` opens them (of an adapter of PEFT with `adapter=`; not the sharded ones of FSDP and DeepSpeed).
 
     Args:
         model: from `convert`, `dlm_lens.load`, or a config; its weights should be float32.

@@ -46,6 +46,21 @@ def test_train_names_the_logs_that_there_are(reporters: str, config: Path, monke
     assert ("tensorboard --logdir" in result.output) == (reporters != "[]")
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_train_says_whether_load_opens_the_checkpoint(
+    whole: bool, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that FSDP or DeepSpeed sharded has no config.json and no whole weights."""
+    checkpoint = config.parent / "checkpoint-6"
+    checkpoint.mkdir()
+    if whole:
+        (checkpoint / "config.json").write_text("{}")
+    monkeypatch.setattr("dlm_lens.training.trainer.run_training", lambda settings: checkpoint)
+    output = " ".join(RUN.invoke(app, ["train", str(config)], catch_exceptions=False).output.split())
+    assert ("(dlm_lens.load opens it)" in output) is whole
+    assert ("(sharded weights, to resume;" in output) is not whole
+
+
 @pytest.mark.long
 def test_train_writes_checkpoints_and_curves(config: Path) -> None:
     result = RUN.invoke(app, ["train", str(config)], catch_exceptions=False)
