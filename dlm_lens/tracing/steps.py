@@ -1,5 +1,6 @@
 """`tracer.steps`: a loop over denoising steps inside a trace."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from dlm_lens.attention import RunStep
 from dlm_lens.sampling import StepPlan
+
+logger = logging.getLogger(__name__)
 
 RESULT = "result"
 """nnsight's location of the traced call's result."""
@@ -133,11 +136,13 @@ def _checked(key: Any) -> StepKey:
 class _LoopState:
     """State of a worker's loops: the last step it received, whether it is in a loop's body, its hooks' memory.
 
-    `ticks` counts the steps that began, which in a resumed run are fewer than the index of the next one.
+    `ticks` counts the steps that began, which in a resumed run are fewer than the index of the next one; `total` is
+    that of the last step.
     """
 
     at: int = -1
     ticks: int = 0
+    total: int = 0
     inside: bool = False
     over: bool = False
     memory: dict[Any, Any] = field(default_factory=dict)
@@ -211,15 +216,17 @@ class Steps:
             while True:
                 step = self._next(mediator, loop)
                 if step is None:
+                    if first:
+                        self._check_left(loop)
                     self._check_end(loop.at + 1, total)
                     return
                 if step.total != total:
                     total, wanted = step.total, self._indices(step.total)
                     last = max(wanted or (-1,))
-                if first and wanted:
-                    self._check_ahead(min(wanted), step)
+                if first and wanted is not None:
+                    self._check_ahead(wanted, int(step), total)
                 first = False
-                if self.key(step) if callable(self.key) else int(step) in (wanted or ()):
+                if self._accepts(step) if wanted is None else int(step) in wanted:
                     loop.inside = True
                     yield step
                     self._check_body(mediator, loop, step)
@@ -244,8 +251,24 @@ class Steps:
             return None
         plan, state = tick
         step = Step(plan, state, loop.memory)
-        loop.at = int(step)
+        loop.at, loop.total = int(step), step.total
         return step
+
+    def _accepts(self, step: Step) -> bool:
+        """Whether the predicate is true for a step.
+
+        Raises:
+            ValueError: it returned a tensor of several truth values, one for each row.
+        """
+        assert callable(self.key)
+        found = self.key(step)
+        if isinstance(found, Tensor) and found.numel() != 1:
+            raise ValueError(
+                f"the function of tracer.steps.where returned a tensor of shape {list(found.shape)}, and a step is "
+                "visited in all rows of the batch or in none: return one truth value, such as "
+                "bool((s.progress >= 0.5).all())"
+            )
+        return bool(found)
 
     def _indices(self, total: int) -> Sequence[int] | None:
         """The steps that are requested by index; None for a predicate."""
@@ -259,13 +282,48 @@ class Steps:
                 raise IndexError(f"step {key} does not exist: this run has {total} steps, 0 to {total - 1}")
         return [range(total)[key] for key in keys]
 
-    def _check_ahead(self, earliest: int, step: Step) -> None:
-        every = isinstance(self.key, slice) and self.key == slice(None)
-        if earliest < step and not every:
-            raise OutOfOrderError(
-                f"tracer.steps requests step {earliest}, but the run is at step {int(step)} already: visit steps "
-                "in increasing order, or in another tracer.invoke()"
+    def _check_ahead(self, wanted: Sequence[int], step: int, total: int) -> None:
+        """Refuse a first step that is over, and warn where none of the run's steps was requested."""
+        if not wanted:
+            logger.warning(
+                "tracer.steps[%s] visits no step: the run has steps 0 to %d, and none of these",
+                self._text,
+                total - 1,
             )
+        elif min(wanted) < step and not self._every:
+            raise OutOfOrderError(
+                f"tracer.steps requests step {min(wanted)}, but the run is at step {step} already: visit steps in "
+                "increasing order, or in another tracer.invoke()"
+            )
+
+    def _check_left(self, loop: _LoopState) -> None:
+        """Refuse a loop that begins when the run is over, and requests steps that it had or never had.
+
+        Raises:
+            IndexError: the run never had such a step.
+            OutOfOrderError: it had, and a loop before this one ended after it.
+        """
+        wanted = self._indices(loop.total) if loop.total else None
+        if wanted and min(wanted) <= loop.at and not self._every:
+            raise OutOfOrderError(
+                f"tracer.steps requests step {min(wanted)}, but the run is over, and the loop before this one "
+                f"ended in step {loop.at}: visit steps in increasing order, or in another tracer.invoke()"
+            )
+        self._check_end(loop.at + 1, loop.total)
+
+    @property
+    def _every(self) -> bool:
+        """Whether these are all remaining steps."""
+        return isinstance(self.key, slice) and self.key == slice(None)
+
+    @property
+    def _text(self) -> str:
+        """The key as it was written, or nearly."""
+        key = self.key
+        if not isinstance(key, slice):
+            return str(key)
+        parts = [key.start, key.stop] + ([] if key.step is None else [key.step])
+        return ":".join("" if part is None else str(part) for part in parts)
 
     def _check_end(self, steps: int, total: int) -> None:
         """Refuse indices that a run which ended early did not reach, or that count from its latest possible end."""
@@ -276,14 +334,23 @@ class Steps:
         else:
             missed = max(self._indices(total) or (0,)) >= steps
         if missed:
-            name = f"slice({self.key.start}, {self.key.stop})" if isinstance(self.key, slice) else self.key
             raise IndexError(
-                f"tracer.steps[{name}] counts {total} steps, but this run ended after {steps}, which depended on "
-                "its tokens: run it once with dl.denoise, and give indices below its .steps"
+                f"tracer.steps[{self._text}] counts {total} steps, but this run ended after {steps}, which "
+                "depended on its tokens: run it once with dl.denoise, and give indices below its .steps"
             )
 
     def _check_body(self, mediator: Mediator, loop: _LoopState, step: Step) -> None:
+        """Refuse a body after which the run is at a later step.
+
+        Raises:
+            OutOfOrderError: it read values out of order, or had a loop over later steps.
+        """
         loop.inside = False
+        if loop.at > step:
+            raise OutOfOrderError(
+                f"the body of step {int(step)} holds a loop over steps that went on to step {loop.at}, so that the "
+                "outer loop would leave steps out: write one loop after the other, or leave the outer one (break)"
+            )
         if mediator.occurrence(STEP) > loop.ticks:
             raise OutOfOrderError(
                 f"the body of step {int(step)} read a value that the model had already passed, and got that of a "

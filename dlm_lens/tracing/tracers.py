@@ -15,7 +15,7 @@ from nnsight.intervention.interleaver import (
     OutOfOrderError,
     getcurrent,
 )
-from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
+from nnsight.intervention.tracer import InterleavingTracer, Invoker, ScanningTracer
 from torch import Tensor
 
 from dlm_lens.adapters.expert_products import shapes_of_experts
@@ -49,6 +49,20 @@ class WithSteps:
 
 class RunTracer(WithSteps, InterleavingTracer):
     """The tracer of `lm.generate` and `lm.trace`."""
+
+    def invoke(self, *args: Any, **kwargs: Any) -> Invoker:
+        """A prompt of the trace, or with none the rows of all; see nnsight's `InterleavingTracer.invoke`.
+
+        Raises:
+            ValueError: the trace has its prompt already, or this is the body of another invoke.
+        """
+        if self.envoy.interleaver.interleaving:
+            raise ValueError(
+                "tracer.invoke(...) begins while the model runs: the trace was given its prompt already, or this "
+                "is the body of another invoke; give each prompt to an invoke of its own, one after the other, and "
+                "lm.generate(...) or lm.trace(...) the settings alone"
+            )
+        return super().invoke(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Explain where the result of a run is; a tracer has none of its attributes.
