@@ -189,12 +189,24 @@ def _kept_of(name: str, pos_slice: Any, length: int) -> int:
     Raises:
         ValueError: it names one that the activation does not have.
     """
+    return _cut(name, torch.arange(length), pos_slice, 0).numel()
+
+
+def _cut(name: str, value: Tensor, pos_slice: Any, dim: int, step: int | None = None) -> Tensor:
+    """The positions of an activation that a `pos_slice` keeps; at a step of a run.
+
+    Raises:
+        ValueError: it names one that the activation does not have.
+    """
     try:
-        return Slice.unwrap(pos_slice).apply(torch.arange(length), dim=0).numel()
+        found: Tensor = Slice.unwrap(pos_slice).apply(value, dim=dim)
     except IndexError:
+        length = value.shape[dim]
+        at = "" if step is None else f" at step {step}, which sees the canvas as far as it is written"
         raise ValueError(
-            f"pos_slice is {shown(pos_slice)}, and {name} has {length} positions, 0 to {length - 1}"
+            f"pos_slice is {shown(pos_slice)}, and {name} has {length} positions, 0 to {length - 1}{at}"
         ) from None
+    return found
 
 
 def _extended(sizes: list[int], positions: int) -> int:
@@ -230,13 +242,19 @@ class CacheCollector:
     steps: tuple[int, ...] = ()
     values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
-    def check(self, rows: int, positions: int, total: int) -> None:
+    def check(self, rows: int, positions: int, total: int, cache: str | None) -> None:
         """Resolve the steps, and refuse a cache that does not fit into memory.
 
         Raises:
             MemoryError: the cache is larger than the limit; the message has its size and remedies.
-            ValueError: a step that the run does not have.
+            ValueError: a step that the run does not have, or positions of a run with an approximate cache.
         """
+        if cache is not None and self.positions is not None:
+            raise ValueError(
+                f"pos_slice={shown(self.positions)} with cache={cache!r}: activations have the positions that a "
+                "step computes, and a number would be another one of the canvas at each step; leave pos_slice out "
+                "(run.computed has the positions of every step), or the cache"
+            )
         self.steps = chosen_steps(self.wanted, total)
         costs = bytes_per_step(self.bridge, self.points, positions, rows, self.positions)
         needed = len(self.steps) * sum(costs.values())
@@ -263,7 +281,7 @@ class CacheCollector:
         if self.positions is not None and kept.ndim >= 2:
             # A copy: a view would keep all positions alive.
             dim = self.bridge._pos_slice_dim(hook.name, hook)
-            kept = Slice.unwrap(self.positions).apply(kept, dim=dim).clone()
+            kept = _cut(hook.name, kept, self.positions, dim, hook.step).clone()
         self.values[hook.name, hook.step] = kept.to(self.device) if self.device is not None else kept
 
     def check_end(self, ran: int) -> None:

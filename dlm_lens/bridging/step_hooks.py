@@ -74,14 +74,18 @@ class BridgeRun(StepObserver):
     Args:
         bridge: the bridge whose hook points are used.
         hooks: (name or filter, function), in the order in which they run.
-        on_start: called once, before the first forward pass, as (rows of the network, positions, steps).
+        on_start: called once, before the first forward pass, as (rows of the network, positions, steps, the run's
+            approximate cache).
     """
 
     needs_full_logits = True
     whole_prefix = True
 
     def __init__(
-        self, bridge: Any, hooks: Sequence[FwdHook], on_start: Callable[[int, int, int], None] | None = None
+        self,
+        bridge: Any,
+        hooks: Sequence[FwdHook],
+        on_start: Callable[[int, int, int, str | None], None] | None = None,
     ) -> None:
         super().__init__(bridge.original_model)
         for pair in hooks:
@@ -153,7 +157,7 @@ class BridgeRun(StepObserver):
         check_hooks(self._values, now)
         if self.on_start is not None:
             with self._silence():
-                self.on_start(rows, positions, now.total)
+                self.on_start(rows, positions, now.total, self.sampler.cache)
 
     @contextmanager
     def _silence(self) -> Iterator[None]:

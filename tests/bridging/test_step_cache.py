@@ -256,3 +256,36 @@ def test_a_cache_is_read_by_numbers_of_torch_iterated_and_pickled() -> None:
     assert pickle.loads(pickle.dumps(cache))[name].equal(cache[name])  # noqa: S301 - its own bytes
     with pytest.raises(KeyError, match=r"give cache\[name, step\]"):
         cache[name, 0, 1]  # type: ignore[index]
+
+
+def _refused_before_a_pass(bridge: Any, message: str, **settings: Any) -> None:
+    """`denoise_with_cache` refuses these settings, and the model's layers have not run."""
+    ran = []
+    handle = bridge.original_model.model.layers[0].register_forward_hook(lambda *_: ran.append(1))
+    with pytest.raises(ValueError, match=message):
+        bridge.denoise_with_cache([5, 9, 14], names_filter="hook_embed", **settings)
+    handle.remove()
+    assert not ran
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("pos_slice", [0, [0, 1], slice(-2, None)])
+def test_positions_beside_an_approximate_cache_are_refused(cache: str, pos_slice: Any) -> None:
+    bridge = dl.bridge(tiny("llada"))
+    settings = {"gen_length": 8, "block_length": 4, "cache": cache}
+    run, kept = bridge.denoise_with_cache([5, 9, 14], names_filter="hook_embed", **settings)
+    start = run.computed[1][0]
+    assert start > 0  # the first activation of step 1 is of another position than that of step 0
+    embedded = bridge.original_model.get_input_embeddings()(run.canvases[1])
+    assert torch.equal(kept["hook_embed", 1][:, 0], embedded[:, start])
+    _refused_before_a_pass(bridge, "pos_slice=.*with cache=.*run.computed", pos_slice=pos_slice, **settings)
+
+
+def test_a_position_that_an_ar_step_does_not_see_yet_is_named() -> None:
+    bridge = dl.bridge(tiny("causal"))
+    given = {"names_filter": "hook_embed", "gen_length": 4}
+    with pytest.raises(ValueError, match=r"pos_slice is \[4\].*3 positions, 0 to 2 at step 0"):
+        bridge.denoise_with_cache([5, 9, 14], pos_slice=[4], **given)
+    run, cache = bridge.denoise_with_cache([5, 9, 14], pos_slice=[4], cache_steps=[2, 3], **given)
+    embedded = bridge.original_model.get_input_embeddings()(run.tokens)
+    assert all(torch.equal(cache["hook_embed", step], embedded[:, 4:5]) for step in cache.steps)
