@@ -38,11 +38,13 @@ class DiffusionBridge(TransformerBridge):
     `run_with_hooks`, `enable_compatibility_mode`, its patching helpers); `denoise` and `denoise_with_cache` run the
     family's own sampler in the loop of `dlm_lens.denoise`. `sinks` is the layout of learned sink tokens:
     activations have S + k positions, logits S. While `silent` is set, in forward passes that are no steps of a run,
-    the run's hooks and recorders are not called. `folds_value_biases` after compatibility mode has moved them.
+    the run's hooks and recorders are not called. `folds_value_biases` after compatibility mode has moved them,
+    `centres_stream` after it has taken the mean over features from what is added to the residual stream (GPT-2).
     """
 
     silent = False
     folds_value_biases = False
+    centres_stream = False
 
     @classmethod
     def adopt(cls, bridge: TransformerBridge) -> None:
@@ -241,6 +243,8 @@ class DiffusionBridge(TransformerBridge):
         folds = fold_value_biases and not scaled
         biases = [block.attn.b_V for block in self.blocks if "attn" in block._modules]
         self.folds_value_biases |= folds and any(bias is not None and bool(bias.any()) for bias in biases)
+        normed: Any = self.cfg.normalization_type
+        self.centres_stream |= normed in ("LN", "LNPre") and bool(options.get("center_writing_weights", True))
         super().process_weights(*args, fold_value_biases=folds, **options)
 
     def enable_compatibility_mode(

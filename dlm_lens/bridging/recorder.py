@@ -1,5 +1,6 @@
 """`BridgeRecorder`: the statistics of `dlm_lens.Recorder` inside a bridge, from TransformerLens's hook points."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,7 +15,13 @@ from dlm_lens.placement import is_quantised, resident
 from dlm_lens.recording import Recorder
 from dlm_lens.recording.layer_taps import LayerInputs
 from dlm_lens.recording.recorder import Storage
+from dlm_lens.recording.reducers.base import STREAM_PARTS, AnyReducer
 from dlm_lens.sampling import Sampler
+
+logger = logging.getLogger(__name__)
+
+OF_VALUES = ("value_norm", "value_norm_mean", "weighted_value", "mixed_norm")
+"""The statistics of this library that are of v or z."""
 
 
 class BridgeTap:
@@ -105,7 +112,8 @@ class BridgeRecorder(Recorder):
     """Reduces every layer of every step of a bridge's run: an observer for `denoise` and `denoise_with_cache`.
 
     A bridge computes its patterns in any case. They are reduced after all hooks have edited them.
-    `recorder.recording(run)` is the `Recording`.
+    `recorder.recording(run)` is the `Recording`. Compatibility mode moves value biases past v and z, and centres
+    the residual stream of GPT-2: statistics of them differ from the native model's, and a warning names them.
 
     Args:
         bridge: of `dlm_lens.bridge`.
@@ -142,8 +150,31 @@ class BridgeRecorder(Recorder):
                 f"BridgeRecorder with cache={sampler.cache!r}: the bridge's hook points have the computed keys "
                 "without the kept ones; use dlm_lens.record"
             )
+        warn_of_processed_weights(self.bridge, self.reducers)
         super().start(sampler, content, answer)
 
     def tapped(self, layers: Sequence[int] | None) -> BridgeTap:
         """The bridge's hook points."""
         return BridgeTap(self.bridge, layers, self.show)
+
+
+def warn_of_processed_weights(bridge: Any, reducers: Sequence[AnyReducer]) -> None:
+    """Warn of reducers of values and of the residual stream where compatibility mode has changed what they read.
+
+    A reducer of a user may read the values, which it does not declare.
+    """
+    ours = "dlm_lens.recording.reducers."
+    of_values = [each for each in reducers if each.name in OF_VALUES or not type(each).__module__.startswith(ours)]
+    of_stream = [each for each in reducers if not STREAM_PARTS.keys().isdisjoint(each.reads)]
+    for changed, found, what, option in (
+        (bridge.folds_value_biases, of_values, "folded the value biases past v and z", "fold_value_biases"),
+        (bridge.centres_stream, of_stream, "centred the residual stream", "center_writing_weights"),
+    ):
+        if changed and found:
+            logger.warning(
+                "%s: compatibility mode has %s, so that these statistics differ from those of dlm_lens.record; "
+                "enable_compatibility_mode(%s=False) keeps them equal",
+                ", ".join(each.name for each in found),
+                what,
+                option,
+            )
