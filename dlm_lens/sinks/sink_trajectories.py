@@ -18,10 +18,11 @@ from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.sinks.detection import Sinks
+from dlm_lens.sinks.detection import Sinks, find_sinks
 from dlm_lens.sinks.detectors.base import Detector, as_detector
-from dlm_lens.sinks.from_recording import received_of
+from dlm_lens.sinks.from_recording import scores_for
 from dlm_lens.sinks.key_axes import KeyAxes, axis_sizes, with_all_axes
+from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.lifetimes import (
     KINDS,
     TRANSIENT_STEPS,
@@ -313,7 +314,8 @@ def trajectories(
 
     Args:
         sinks: a `Received` with a step axis, or a `Recording` (of all queries; `received_of` for others), and a
-            detector, which takes less memory; or `Sinks`.
+            detector, which takes less memory; or `Sinks`. Of a recording, `AboveMedian` reads the recorded
+            activations of hidden states, with hysteresis=1.
         detector: the rule for a `Received` or a `Recording`, or its text, such as "above-mean:3"; None for `Sinks`.
         level: for a `Received`: follow the sinks of every "head", of the head-mean pattern of a "layer", or of the
             "model" mean. `Sinks` keep their level.
@@ -401,7 +403,12 @@ class _Input:
 
 def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Input:
     if isinstance(sinks, Recording):
-        sinks = received_of(sinks)
+        detector = as_detector(detector)
+        scores = scores_for(sinks, detector.quantity)
+        if isinstance(scores, KeyStatistic):  # of hidden states
+            sinks, detector = find_sinks(scores, detector, level=level), None
+        else:
+            sinks = scores
     if isinstance(sinks, Received):
         detector = as_detector(detector)
         received = sinks.at_level(level)

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_lens.recording import record
+from dlm_lens.recording import MassiveActivations, record
 from dlm_lens.sampling import denoise
 from dlm_lens.sinks import (
     AboveMean,
+    AboveMedian,
     AboveStd,
     AttentionShare,
     Detector,
@@ -475,3 +476,13 @@ def test_half_precision_is_judged_alike_everywhere(dtype, detector, level):
     )
     assert direct.counts.equal(through.counts)
     assert direct.main.equal(through.main)
+
+
+def test_massive_activations_of_a_recording_are_followed():
+    rec = record(tiny("llada"), ["w1 w2 w3", "w4"], [MassiveActivations()], gen_length=6, steps=6)
+    found = trajectories(rec, AboveMedian(3.5, at_least=0), hysteresis=1.0)
+    on = (rec.max_activation > 3.5 * rec.median_activation[..., None]).permute(1, 2, 3, 0).flatten(0, 2).numpy()
+    edges = np.diff(np.pad(on, ((0, 0), (1, 1))).astype(int), axis=1)
+    assert len(found.lives) == (edges == 1).sum() > 0
+    assert sorted(found.lives.steps) == sorted((edges == -1).nonzero()[1] - (edges == 1).nonzero()[1])
+    assert found.scale == "max activation"
