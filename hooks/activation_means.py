@@ -220,8 +220,10 @@ def mean_activations(
     Masked positions, other content and learned sink tokens have separate means, in every layer and in equal bins of
     progress, because a mean over all would mix states that never occur together. Padding, guidance's
     unconditional rows and the steps after a row's end (`DenoisingRun.row_steps`) do not count; where rows of a
-    batch end at different steps the network sees the run's canvases a second time. It takes memory for
-    [layer, 3, bins] activations in float64. `+` merges the means of several calls.
+    batch end at different steps the network sees the run's canvases a second time. Under block diffusion a row
+    whose block is full waits for the others of its batch, and its positions count again at these steps: where that
+    matters, measure prompts one by one and add the means. It takes memory for [layer, 3, bins] activations in
+    float64. `+` merges the means of several calls.
 
     Args:
         model: from `dlm_lens.load`.

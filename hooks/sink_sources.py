@@ -187,8 +187,10 @@ def _step_place(source: MeasuredSinks, step: int, who: Any) -> int:
     if step not in numbers:
         whole = numbers == tuple(range(len(numbers)))
         held = f"{len(numbers)} steps" if whole else f"the steps {', '.join(map(str, numbers))}"
-        remedy = "" if whole else "; limit the hook with at_steps"
-        raise ValueError(f"{who}: the source has {held} and the run is at step {step}{remedy}")
+        remedy = "give one of a run of the same settings, or " if whole else ""
+        raise ValueError(
+            f"{who}: the source has {held} and the run is at step {step}; {remedy}limit the hook with at_steps"
+        )
     return numbers.index(step)
 
 

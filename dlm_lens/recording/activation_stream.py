@@ -170,9 +170,11 @@ def activations(
 ) -> Iterator[ActivationBatch]:
     """Denoise prompts batch by batch, and yield the residual stream after a layer, one step at a time.
 
-    A row that is over has no more vectors, whatever runs beside it. The memory holds the chosen vectors of one
-    batch of prompts, steps x positions x share of them for each: a large model needs a small share or batch. The
-    order is fixed (batch, step, prompt, position); a trainer shuffles.
+    A row that is over has no more vectors, whatever runs beside it. Under block diffusion a row whose block is
+    full waits for the others of its batch, and has its vectors again at these steps; with batch_size=1 there
+    are none. The memory holds the chosen vectors of one batch of prompts, steps x positions x share of them for
+    each: a large model needs a small share or batch. The order is fixed (batch, step, prompt, position); a
+    trainer shuffles.
 
     Args:
         model: from `dlm_lens.load`.

@@ -291,7 +291,7 @@ def test_a_source_that_does_not_fit_is_refused() -> None:
     hook = mask_sinks(source=sinks)
     with pytest.raises(ValueError, match="20 canvas positions and 0 sink tokens, the run 24 and 0"):
         dl.denoise(model, PROMPTS, hooks=[hook], gen_length=12, steps=4)
-    with pytest.raises(ValueError, match="the source has 4 steps and the run is at step 4"):
+    with pytest.raises(ValueError, match=r"the source has 4 steps and the run is at step 4; give .* or limit"):
         dl.denoise(model, PROMPTS, hooks=[hook], gen_length=8, steps=8)
     with pytest.raises(ValueError, match="the source has 2 rows and the run 1"):
         dl.denoise(model, PROMPTS[:1], hooks=[hook], **options)
