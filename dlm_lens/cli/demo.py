@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from dlm_lens.cli.options import MODEL, check_least, quiet_transformers
+from dlm_lens.cli.options import (
+    DEVICE,
+    DTYPE,
+    LOADING,
+    MODEL,
+    SEED,
+    check_least,
+    check_network,
+    device_or_gpu,
+    loading_options,
+    quiet_transformers,
+)
 from dlm_lens.files.paths import check_directory
 
 
@@ -23,12 +34,17 @@ def demo_command(
         int | None,
         typer.Option(help="Tokens of the answer; the model's own number, 64 at most, by default."),
     ] = None,
+    device: Annotated[str | None, DEVICE] = None,
+    dtype: Annotated[str | None, DTYPE] = None,
+    loading: Annotated[list[str] | None, LOADING] = None,
+    seed: Annotated[int, SEED] = 0,
 ) -> None:
     """Denoise a prompt, find its attention sinks at every step, and draw them."""
     started = time.perf_counter()  # before the imports of torch and transformers
-    from dlm_lens.adapters.model_names import check_model_name, embedded_models
+    from dlm_lens.adapters.model_names import embedded_models
 
-    check_model_name(model)
+    check_network(model, dtype, device)
+    chosen_model = loading_options(loading)
     check_directory(out)
     check_least(1, steps=steps, gen_length=gen_length)
     if prompt is not None and not prompt.strip():
@@ -38,4 +54,7 @@ def demo_command(
 
     if model in embedded_models():
         quiet_transformers()
-    run_demo(prompt, model, out, steps=steps, gen_length=gen_length, started=started)
+    chosen_model |= {"dtype": dtype, "device_map": device_or_gpu(device)}
+    run_demo(
+        prompt, model, out, steps=steps, gen_length=gen_length, seed=seed, loading=chosen_model, started=started
+    )

@@ -2,8 +2,10 @@
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -65,6 +67,8 @@ def run_demo(
     *,
     steps: int | None = None,
     gen_length: int | None = None,
+    seed: int = 0,
+    loading: Mapping[str, Any] = MappingProxyType({}),
     console: Console | None = None,
     started: float | None = None,
 ) -> Demo:
@@ -82,6 +86,8 @@ def run_demo(
         steps: denoising steps; None for one per token.
         gen_length: tokens of the answer; None for those of `PROMPT`'s answer in an embedded model, otherwise the
             model's own number, at most `LONGEST`.
+        seed: of the run.
+        loading: arguments of `dlm_lens.load`, such as a device.
         console: the console to print to; None for the terminal.
         started: when the command began, by `time.perf_counter`, so that the seconds which it prints at the end have
             the imports in them; None for now.
@@ -91,23 +97,23 @@ def run_demo(
         FileExistsError: `out` is a file.
     """
     console = console or Console()
-    loading = time.perf_counter()
-    started = loading if started is None else started
+    begun = time.perf_counter()
+    started = begun if started is None else started
     check_directory(out)
     embedded = model in embedded_models()
     if not embedded:
         console.print(Text(f"Loading {printable(model)} ..."), soft_wrap=True)
-    loaded = load(model)
+    loaded = load(model, **loading)
     settings, sentence = demo_settings(
         loaded, example=embedded and prompt is None, steps=steps, gen_length=gen_length
     )
     prompt = PROMPT if prompt is None else prompt
-    console.print(f"{_described(loaded, model)}, loaded in {time.perf_counter() - loading:.1f} s", soft_wrap=True)
+    console.print(f"{_described(loaded, model)}, loaded in {time.perf_counter() - begun:.1f} s", soft_wrap=True)
     _warn_of_unknown_words(console, loaded, prompt)
     if sentence:
         console.print(sentence, soft_wrap=True)
     # Statistics are recorded during the run, which saves a second pass per step.
-    recording = record(loaded, prompt, progress=True, **settings)
+    recording = record(loaded, prompt, progress=True, seed=seed, **settings)
     run, received = recording.run, received_of(recording)
     sinks = find_sinks(received, AboveMean(eps=3.0))
     heads = {"strongest": strongest(received), **_most_moving(sinks)}

@@ -194,6 +194,8 @@ WRONG = [
     (["demo", "--prompt", " "], "--prompt is empty"),
     (["demo", "--steps", "0"], "steps is 0; it must be at least 1"),
     (["demo", "--gen-length", "-1"], "gen_length is -1"),
+    (["demo", "--dtype", "int8"], "--dtype is 'int8'"),
+    (["demo", "--load", "samplr=p2"], "--load has no argument 'samplr'"),
     (["train", "none.yaml"], "none.yaml is neither a file nor a shipped config"),
     (["train", "laptop", "--set", "x"], "is not key=value"),
     (["train", "laptop", "--dry-run", "--device", "q"], "--device is 'q'"),
