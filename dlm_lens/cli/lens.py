@@ -15,6 +15,7 @@ from dlm_lens.cli.options import (
     LEVEL,
     LOADING,
     OTHER_MODEL,
+    QUERIES,
     RECORDING,
     SEED,
     STEPS,
@@ -43,6 +44,7 @@ def lens_command(
     ] = None,
     detector: Annotated[str, DETECTOR] = "above-mean",
     level: Annotated[str, LEVEL] = "head",
+    queries: Annotated[str, QUERIES] = "all",
     steps: Annotated[str | None, STEPS] = None,
     layers: Annotated[str | None, LAYERS] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the likeliest tokens to name.")] = 3,
@@ -71,12 +73,12 @@ def lens_command(
     places = None if positions is None else _places(positions)
     texts = {"steps": steps, "layers": layers}
     given = {name: whole_numbers(f"--{name}", text) for name, text in texts.items() if text is not None}
-    check_rule(recording, detector, level)
+    check_rule(recording, detector, level, queries)
 
     from dlm_lens.probes import TunedLens, logit_lens
 
     loaded = load_recording(recording)
-    sinks = sinks_of(loaded, detector, level) if positions is None else None
+    sinks = sinks_of(loaded, detector, level, queries) if positions is None else None
     where: Any = _on_canvas(loaded, places) if isinstance(places, list) else places or sinks
     network = network_of(loaded, model, device, dtype, chosen_model)
     lens = logit_lens(
@@ -92,7 +94,11 @@ def lens_command(
         progress=True,
     )
     if not len(lens.step):
-        raise ValueError("there is nothing to read: no such sink or position in these steps; lower the threshold")
+        if sinks is None:
+            raise ValueError(
+                f"--positions {positions}: there is none in these steps; give other steps or positions"
+            )
+        raise ValueError(f"there is no sink by {sinks.rule} in these steps; lower the threshold")
     about = {"lens": lens.lens, "rule": "positions" if sinks is None else sinks.rule, "hooks": list(lens.hooks)}
     show_tables(as_json, about, {"layers": lens.summary(), "entries": lens.table(lens.layers[-1]).head(lines)})
 

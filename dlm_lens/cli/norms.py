@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dlm_lens.cli.options import DETECTOR, JSON, RECORDING, SEED, check_rule
+from dlm_lens.cli.options import DETECTOR, JSON, QUERIES, RECORDING, SEED, check_rule
 from dlm_lens.cli.output import show_tables
 from dlm_lens.cli.recordings import load_recording, sinks_of
 from dlm_lens.option_values import one_of
@@ -17,6 +17,7 @@ def norms_command(
     level: Annotated[
         str | None, typer.Option(help="head (2601.19657, Eq. 15; the default) or layer (Eq. 16).")
     ] = None,
+    queries: Annotated[str | None, QUERIES] = None,
     learned: Annotated[
         bool, typer.Option("--learned", help="Measure the learned sink tokens instead of detected sinks.")
     ] = False,
@@ -31,19 +32,19 @@ def norms_command(
 
     The recording needs the reducer value-norm, and received for shares of attention.
     """
-    chosen = {"--detector": detector, "--level": level}
+    chosen = {"--detector": detector, "--level": level, "--queries": queries}
     if learned and (unused := [f"{option} {value}" for option, value in chosen.items() if value is not None]):
         raise ValueError(
             f"--learned measures the learned sink tokens; leave out {' and '.join(unused)}, or --learned"
         )
-    detector, level = detector or "above-mean", level or "head"
+    detector, level, queries = detector or "above-mean", level or "head", queries or "all"
     one_of("--level", level, ("head", "layer"))
     one_of("--match", match, ("any", "masked"))
-    check_rule(recording, detector, level)
+    check_rule(recording, detector, level, queries)
     from dlm_lens.probes import value_norms
 
     loaded = load_recording(recording)
-    sinks: Any = "learned" if learned else sinks_of(loaded, detector, level)
+    sinks: Any = "learned" if learned else sinks_of(loaded, detector, level, queries)
     norms = value_norms(loaded, sinks, samples=samples, match=match, seed=seed)  # type: ignore[arg-type]
     about = {"rule": norms.rule, "norm": norms.formula, "pairs": len(norms.sink), "found": norms.found}
     show_tables(

@@ -61,7 +61,7 @@ def test_sinks_are_those_of_the_library(saved: Any) -> None:
     assert "LowKeyNorm(below=0.9)" in printed("sinks", path, "--detector", "low-key-norm:0.9")["rule"]
 
 
-@pytest.mark.parametrize("command", ["sinks", "norms"])
+@pytest.mark.parametrize("command", ["sinks", "norms", "lens"])
 def test_a_rule_of_hidden_states_takes_no_queries_and_no_other_level(saved: Any, command: str) -> None:
     path, *_ = saved
     rule = [command, path, "--detector", "low-key-norm:0.9"]
@@ -69,13 +69,13 @@ def test_a_rule_of_hidden_states_takes_no_queries_and_no_other_level(saved: Any,
         ("--queries", "masked", "--queries masked: low-key-norm:0.9 reads hidden states"),
         ("--level", "layer", "--level layer: low-key-norm:0.9 finds the sinks of each head; leave --level out"),
     ):
-        if (command, option) != ("norms", "--queries"):
-            with pytest.raises(ValueError, match=sentence):
-                CliRunner().invoke(cli.app, [*rule, option, value], catch_exceptions=False)
+        with pytest.raises(ValueError, match=sentence):
+            CliRunner().invoke(cli.app, [*rule, option, value], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--level", "layer"), ("--level", "head"), ("--detector", "top-k:3")]
+    ("option", "value"),
+    [("--level", "layer"), ("--level", "head"), ("--detector", "top-k:3"), ("--queries", "all")],
 )
 def test_norms_of_learned_sinks_take_no_rule_and_no_level(saved: Any, option: str, value: str) -> None:
     path, *_ = saved
@@ -104,6 +104,20 @@ def test_norms_are_those_of_the_library(saved: Any) -> None:
     assert found["layers"][0]["share"] == pytest.approx(norms.profile.share[0], rel=1e-6)
     learned = printed("norms", path, "--learned")
     assert learned["found"] == 3 * 2 * 2 * 4
+
+
+def test_norms_and_the_lens_take_the_sinks_of_a_class_of_queries(saved: Any) -> None:
+    path, _, model, rec = saved
+    rule = ("--detector", "above-mean:1", "--queries", "masked")
+    sinks = dl.find_sinks(dl.received_of(rec, "masked"), dl.AboveMean(1.0))
+    assert not sinks.is_sink.equal(dl.find_sinks(rec, dl.AboveMean(1.0)).is_sink)
+    found = printed("norms", path, *rule, "--samples", "30", "--seed", "2")
+    norms = value_norms(rec, sinks, samples=30, seed=2)
+    assert [line["value"] for line in found["measures"]] == pytest.approx(norms.table().value.tolist(), rel=1e-6)
+    read = printed("lens", path, *rule)
+    lens = logit_lens(model, rec.run, sinks, top=3)
+    assert [line["entropy"] for line in read["layers"]] == pytest.approx(lens.summary().entropy.tolist(), rel=1e-6)
+    assert found["rule"] == read["rule"] == sinks.rule
 
 
 def test_the_lens_is_that_of_the_library(saved: Any, tmp_path: Path) -> None:
@@ -164,7 +178,10 @@ def test_what_cannot_work_is_a_sentence(saved: Any) -> None:
         (["sinks", path + "/none"], "no recording"),
         (["lens", path, "--steps", "a"], "--steps takes whole numbers"),
         (["lens", path, "--positions", "sinks"], "--positions is 'sinks'; give whole numbers such as 3,-1"),
-        (["lens", path, "--detector", "above-mean:1000"], "nothing to read"),
+        (
+            ["lens", path, "--detector", "above-mean:1000"],
+            r"there is no sink by AboveMean\(eps=1000.0\); scale: relative",
+        ),
         (["clock", path, "--target", "steps"], "--target is 'steps'"),
         (["clock", path, "--positions", "open,closed"], "--positions is 'closed'"),
         (["insertion", path, "--sae", "none"], "none is no directory"),
