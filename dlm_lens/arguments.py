@@ -64,6 +64,11 @@ def whole(least: int | None = None, most: int = 2**63 - 1) -> Rule:
     return Rule(must_be, lambda value: is_whole(value) and low <= value, most)
 
 
+def or_none(rule: Rule, meaning: str) -> Rule:
+    """A rule that None satisfies too, where it is not the default of the argument; `meaning` says what for."""
+    return Rule(f"{rule.must_be}, or None {meaning}", lambda value: value is None or rule.holds(value))
+
+
 def real() -> Rule:
     """A finite number."""
     return Rule(FINITE, is_real)
@@ -103,8 +108,14 @@ def _token_ids(value: Any) -> bool:
     return not isinstance(value, Set) and min(listed_indices("token", value), default=0) >= 0
 
 
+def _words(value: Any) -> bool:
+    several = isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
+    return several and all(isinstance(one, str) for one in value)
+
+
 TOKEN_IDS = Rule("a token id, or a list of them", _token_ids)
 INDICES = Rule("a list of whole numbers, or None for all", _indices)
+WORDS = Rule("a list of names", _words)
 
 
 def check_index(name: str, index: int, count: int, prefix: str = "") -> None:
@@ -127,15 +138,21 @@ def check_index(name: str, index: int, count: int, prefix: str = "") -> None:
         )
 
 
-def place_of_layer(layer: Any, layers: Sequence[int]) -> int:
-    """The place of a layer among those that a result was read at.
+def place_of_layer(layer: Any, layers: Sequence[int], done: str = "read") -> int:
+    """The place of a layer among those that a result is of.
+
+    Args:
+        layer: its index in the model.
+        layers: those of the result.
+        done: how it came to them, for the message: "read", "measured", "recorded".
 
     Raises:
-        ValueError: it was not read.
+        ValueError: it is not among them.
     """
-    if layer not in layers:
-        raise ValueError(f"layer {layer} was not read; there are {', '.join(map(str, layers))}")
-    return layers.index(layer)
+    index = plain_number(layer)
+    if not is_whole(index) or index not in layers:
+        raise ValueError(f"layer {shown(layer)} was not {done}; there are {', '.join(map(str, layers))}")
+    return layers.index(index)
 
 
 def chosen_indices(
@@ -159,9 +176,8 @@ def chosen_indices(
     if isinstance(indices, str | bytes):
         raise ValueError(f"{prefix}{argument} is {shown(indices)}; give a list of whole numbers, or None for all")
     if indices is not None and not isinstance(plain_number(indices), Iterable):
-        raise ValueError(
-            f"{prefix}{argument} is {indices!r}; give a list, such as {argument}=[{indices!r}], or None for all"
-        )
+        one = shown(indices)
+        raise ValueError(f"{prefix}{argument} is {one}; give a list, such as {argument}=[{one}], or None for all")
     chosen = range(count) if indices is None else tuple(indices)
     for index in chosen:
         check_index(name, index, count, prefix)
@@ -205,7 +221,7 @@ def chosen_steps(steps: Any, total: int) -> tuple[int, ...]:
         if not -total <= step < total:
             raise ValueError(f"cache_steps: step {step} is not there: the run has {total} steps, 0 to {total - 1}")
     if not found:
-        raise ValueError(f"cache_steps={steps!r} names no step of the run's {total}; give at least one")
+        raise ValueError(f"cache_steps={shown(steps)} names no step of the run's {total}; give at least one")
     return tuple(sorted({step % total for step in found}))
 
 
@@ -221,6 +237,9 @@ def is_seed(value: Any) -> bool:
 
 
 DIRECTORY = instance((str, PathLike), "a directory, as a text or a pathlib.Path")
+AT_MOST = or_none(whole(least=0), "for all")
+"""How many lines or entries to list."""
+
 LEVEL = instance(str, "'head', 'layer' or 'model'")
 ONE_SEED = Rule("a whole number from 0 to 2^63 - 1", lambda value: is_whole(value) and 0 <= value < 2**63)
 SEED = Rule("a whole number from -2^63 to 2^64 - 1", is_seed)
@@ -246,6 +265,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **dict.fromkeys(("on_logits", "on_canvas"), function()),
     "layers": INDICES,
+    "title": instance(str, "a text"),
     "cache": one_of("prefix", "dual"),
 }  # fmt: skip
 """Argument -> its requirement in every function without a rule of its own; a name means one thing everywhere."""

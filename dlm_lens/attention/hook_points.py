@@ -214,8 +214,10 @@ def attention_stack(model: Any, stack: str) -> nn.Module:
     """One of the `attention_stacks`.
 
     Raises:
-        ValueError: the model has no such stack.
+        ValueError: the model has no such stack, or is none.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{shown(model)} is no model; load one with dlm_lens.load")
     stacks = attention_stacks(model)
     if stack not in stacks:
         raise ValueError(

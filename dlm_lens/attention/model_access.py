@@ -17,6 +17,7 @@ from torch import nn
 
 from dlm_lens.arguments import level_of_caller
 from dlm_lens.placement import plain_defaults
+from dlm_lens.printable import shown
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ def exclusive(function: Callable[P, R]) -> Callable[P, R]:
     """A decorator for functions whose first argument is the model: the whole call runs inside `in_use(model)`.
 
     A `DiffusionLM` stands for the model that it wraps. torch's default device and inference mode do not reach
-    inside.
+    inside. What is no module at all raises a ValueError.
     """
 
     @wraps(function)
@@ -224,7 +225,9 @@ def exclusive(function: Callable[P, R]) -> Callable[P, R]:
         elif "model" in kwargs:
             kwargs["model"] = model = network_of(kwargs["model"])
         else:
-            model = None
+            return function(*given, **kwargs)  # which says that the model is missing
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{function.__name__}: {shown(model)} is no model; load one with dlm_lens.load")
         with in_use(model), plain_defaults():
             return function(*given, **kwargs)
 

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dlm_lens.adapters.weight_headers import FLOATING, TensorHeader, read_header
+from dlm_lens.arguments import DIRECTORY
 from dlm_lens.features import saelens, sparsify
 from dlm_lens.features.sparse_autoencoder import FeatureSite, SparseAutoencoder
 from dlm_lens.files.atomic_writes import write_file
@@ -52,6 +53,7 @@ def load_sae(
         ValueError: an empty path, a form, setting, name or shape that is not read, or an autoencoder that does not
             fit the model.
     """
+    DIRECTORY.check("path", path)
     if not str(path).strip():
         raise ValueError(f"path is {str(path)!r}; give the directory of a sparse autoencoder")
     path = Path(path)

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlm_lens.features.sparse_autoencoder import SparseAutoencoder
+from dlm_lens.arguments import ONE_SEED, checked_arguments
+from dlm_lens.features.sparse_autoencoder import AUTOENCODER, SparseAutoencoder
 
 
+@checked_arguments(sae=AUTOENCODER, seed=ONE_SEED)
 def untrained(sae: SparseAutoencoder, seed: int = 0) -> SparseAutoencoder:
     """An autoencoder of the same form with random weights, as training begins (2406.04093, appendix A.1).
 
@@ -22,6 +24,7 @@ def untrained(sae: SparseAutoencoder, seed: int = 0) -> SparseAutoencoder:
     return replace(sae, encoder_weight=decoder.T.contiguous(), encoder_bias=zero, decoder_weight=decoder, **gate)
 
 
+@checked_arguments(sae=AUTOENCODER, seed=ONE_SEED)
 def random_decoder(sae: SparseAutoencoder, seed: int = 0) -> SparseAutoencoder:
     """The trained encoder with a decoder of random directions, each as long as the one that it replaces."""
     directions = _directions(sae, seed) * sae.decoder_weight.norm(dim=-1, keepdim=True)

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dlm_lens.arguments import is_whole
+from dlm_lens.arguments import check_index, instance, is_whole, listed_indices
 from dlm_lens.attention import adding_module, attention_blocks, hooked_attentions, writing_module
+from dlm_lens.printable import shown
 from dlm_lens.shapes import check_shapes
 
 Activation = Literal["topk", "groupmax", "relu", "jumprelu", "gated"]
@@ -91,15 +92,15 @@ class SparseAutoencoder:
         for name, kinds in (("activation", Activation), ("normalisation", Normalisation), ("site", FeatureSite)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(
-                    f"SparseAutoencoder: {name} is {getattr(self, name)!r}; it must be one of "
+                    f"SparseAutoencoder: {name} is {shown(getattr(self, name))}; it must be one of "
                     f"{', '.join(get_args(kinds))}"
                 )
         chosen = self.activation in ("topk", "groupmax")
         most = self.features
         if chosen and not (is_whole(self.k) and 1 <= int(self.k or 0) <= most):
             raise ValueError(
-                f"SparseAutoencoder: k is {self.k!r}; it must be a whole number from 1 to {most}, the number of "
-                "features"
+                f"SparseAutoencoder: k is {shown(self.k)}; it must be a whole number from 1 to {most}, the number "
+                "of features"
             )
         if self.activation == "groupmax" and most % int(self.k or 1):
             raise ValueError(f"SparseAutoencoder: {most} features are not {self.k} groups of one size")
@@ -107,7 +108,7 @@ class SparseAutoencoder:
         for name, owner in belongs.items():
             if (getattr(self, name) is None) == (self.activation == owner):
                 verb = "needs" if self.activation == owner else "has no"
-                raise ValueError(f"SparseAutoencoder: activation {self.activation!r} {verb} {name}")
+                raise ValueError(f"SparseAutoencoder: activation {shown(self.activation)} {verb} {name}")
         if self.rescaled and self.activation == "gated":
             raise ValueError("SparseAutoencoder: activation 'gated' is not rescaled; leave rescaled= out")
         if not all(bool(tensor.isfinite().all()) for tensor in self.tensors.values()):
@@ -166,7 +167,8 @@ class SparseAutoencoder:
         Raises:
             ValueError: another width, a layer that is unknown or does not exist, or what `check_layer` refuses.
         """
-        width, depth = int(model.config.hidden_size), len(hooked_attentions(model))
+        depth = len(hooked_attentions(model))
+        width = int(model.config.hidden_size)
         if width != self.d_model:
             raise ValueError(f"{self} was trained on vectors of {self.d_model} entries; the model's have {width}")
         if layer and self.layer is None:
@@ -197,10 +199,9 @@ class SparseAutoencoder:
         """The features of activations, with every entry: take many vectors `at_once` by `at_once`.
 
         Raises:
-            ValueError: vectors of another width.
+            ValueError: vectors of another width, or no tensor.
         """
-        if x.shape[-1] != self.d_model:
-            raise ValueError(f"{self} reads vectors of {self.d_model} entries, not of {x.shape[-1]}")
+        self._check_width("x", x, self.d_model)
         return self._activate(self._normalised(x)[0])
 
     def decode(
@@ -213,8 +214,9 @@ class SparseAutoencoder:
             x: the activations that were encoded, whose norm (and mean) the result gets; with `normalisation` alone.
 
         Raises:
-            ValueError: `normalisation` without x.
+            ValueError: `normalisation` without x, another number of features, or no tensor.
         """
+        self._check_width("features", features, self.features)
         if self.rescaled:
             features = features / self._divisors
         found = features @ self.decoder_weight + self.decoder_bias
@@ -240,10 +242,27 @@ class SparseAutoencoder:
         """What more of some features adds to an activation: decode(f + amounts) - decode(f).
 
         The bias cancels, so that this is linear in the amounts; with `normalisation` it is scaled as x was.
+
+        Args:
+            x: the activation.
+            amounts: of each chosen feature.
+            features: their indices.
+
+        Raises:
+            ValueError: a feature that does not exist, vectors of another width, or amounts of other features.
         """
-        chosen = list(features)
+        chosen = list(listed_indices("feature", features))
+        for feature in chosen:
+            check_index("feature", feature, self.features)
+        self._check_width("x", x, self.d_model)
+        self._check_width("amounts", amounts, len(chosen))
         amounts = amounts / self._divisors[chosen] if self.rescaled else amounts
         return ((amounts @ self.decoder_weight[chosen]) * self._normalised(x)[1]).expand(x.shape)
+
+    def _check_width(self, name: str, given: Any, width: int) -> None:
+        """Raise unless an argument is a tensor whose last axis has this size."""
+        if not isinstance(given, Tensor) or not given.ndim or given.shape[-1] != width:
+            raise ValueError(f"{self}: {name} is {shown(given)}; give a tensor [..., {width}]")
 
     @property
     def at_once(self) -> int:
@@ -291,3 +310,6 @@ class SparseAutoencoder:
         if self.threshold is not None:
             return inner.relu() * (inner > self.threshold)
         return inner.relu()
+
+
+AUTOENCODER = instance(SparseAutoencoder, "a SparseAutoencoder of load_sae")

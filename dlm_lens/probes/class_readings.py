@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments, chosen_indices, place_of_layer, whole
+from dlm_lens.arguments import checked_arguments, chosen_indices, flag, place_of_layer, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.placement import in_float64
+from dlm_lens.printable import shown
 from dlm_lens.probes.clock.fitting import RIDGES, split_by_prompt, warn_of_one_prompt
 from dlm_lens.probes.clock.states import POSITIONS, read_states
 from dlm_lens.probes.commitments import Commitment, commitment, settled_at
@@ -103,6 +104,7 @@ class ClassReadability(ShowsItself):
         read = self._read(layer, of).masked_fill(self.read[0] < 0, -1)
         return settled_at(read, self.wanted, self.settled.decided_at, self.settled.unknown)
 
+    @checked_arguments(late=flag())
     def earlier(self, layer: int, of: str = "class", *, late: bool = True) -> Estimate:
         """By how many steps the class is settled before the token is (mean; positive: earlier), over prompts.
 
@@ -156,7 +158,7 @@ class ClassReadability(ShowsItself):
         if of == "place":
             return self.place.expand_as(self.read[0])
         if of not in PROBES:
-            raise ValueError(f"of is {of!r}; it must be {', '.join(READINGS)}")
+            raise ValueError(f"of is {shown(of)}; it must be {', '.join(READINGS)}")
         return (self.read if of == "class" else self.shuffled)[index]
 
     def _mean(self, values: Tensor, rows: Tensor, bounds: Bounds | None = None) -> Estimate:

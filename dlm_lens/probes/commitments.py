@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.arguments import LARGEST_COUNT, checked_arguments, flag, whole
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.probes.predictions import read_predictions, result_of
+from dlm_lens.probes.predictions import read_predictions, result_of, right_tokens
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
@@ -233,7 +233,7 @@ def commitment(
     """
     stored = StoredRun(model, run, decided=decided, hooks=hooks)
     result = result_of(stored)
-    right = _right(result, reference)
+    right = right_tokens(result, reference)
     shape = run.unmasked.shape
     token = torch.full(shape, -1)
     names = ("confidence", "entropy", "likely")
@@ -283,20 +283,5 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
     unknown = torch.full(token.shape, torch.nan, dtype=torch.float32)
     probable = run.settings.get("remasking") == "low_confidence" and not run.settings.get("reference_quirks")
     confidence = run.confidence.masked_fill(~predicted | run.confidence.isinf(), torch.nan) if probable else unknown
-    right = _right(run.tokens.masked_fill(run.open[-1], -1), reference)
+    right = right_tokens(run.tokens.masked_fill(run.open[-1], -1), reference)
     return Commitment(run, token, confidence, unknown, unknown, right)
-
-
-def _right(result: Int[Tensor, "batch position"], reference: Any) -> Int[Tensor, "batch position"]:
-    """The tokens that count as right: those that were given, or the run's own.
-
-    Raises:
-        ValueError: a reference of another shape.
-    """
-    right = result if reference is None else torch.as_tensor(reference)
-    if right.shape != result.shape:
-        raise ValueError(
-            f"reference has shape {list(right.shape)}, and the run's canvas {list(result.shape)}; give token ids "
-            "for every position of the canvas, -1 where none is known"
-        )
-    return right

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.arguments import check_index, checked_arguments, whole
+from dlm_lens.arguments import check_index, checked_arguments, place_of_layer, whole
 from dlm_lens.attention import HookLike, exclusive, predicting_position
 from dlm_lens.display import ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
@@ -206,7 +207,7 @@ class RetrievalHeads(ShowsItself):
             ValueError: another measure.
         """
         if measure not in MEASURES[1:3]:
-            raise ValueError(f"measure is {measure!r}; it must be 'hits' or 'mass'")
+            raise ValueError(f"measure is {shown(measure)}; it must be 'hits' or 'mass'")
         lines = []
         for layer in self.layers:
             for head in range(self.sums.shape[2]):
@@ -217,12 +218,11 @@ class RetrievalHeads(ShowsItself):
         return pd.DataFrame(lines).sort_values("score", ascending=False, kind="stable", ignore_index=True)
 
     def _pair(self, layer: int, head: int, measure: str) -> Float[Tensor, "prompt 2"]:
-        if layer not in self.layers:
-            raise ValueError(f"layer {layer} was not measured; there are {', '.join(map(str, self.layers))}")
+        place = place_of_layer(layer, self.layers, "measured")
         if measure not in MEASURES[1:]:
-            raise ValueError(f"measure is {measure!r}; it must be 'hits' or 'mass'")
+            raise ValueError(f"measure is {shown(measure)}; it must be 'hits' or 'mass'")
         check_index("head", head, self.sums.shape[2], "RetrievalHeads: ")
-        return self.sums[:, self.layers.index(layer), head][:, [MEASURES.index(measure), 0]].double()
+        return self.sums[:, place, head][:, [MEASURES.index(measure), 0]].double()
 
 
 @checked_arguments(seed=whole(least=0))

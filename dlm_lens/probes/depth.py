@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlm_lens.adapters.expert_products import check_meta_experts
-from dlm_lens.arguments import checked_arguments, whole
+from dlm_lens.arguments import checked_arguments, flag, instance, whole
 from dlm_lens.attention import attention_blocks, decoder_of, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.placement import input_device, lacks_numbers
@@ -92,6 +92,7 @@ class SerialDepth(ShowsItself):
         first, last = self.layers[0], self.layers[-1]
         return (last - first) / (len(self.layers) - 1) if len(self.layers) > 1 else float(last)
 
+    @checked_arguments(steps=None, tokens=flag(), conditioning=flag())
     def opaque(self, steps: int, *, tokens: bool = True, conditioning: bool = False) -> int:
         """The opaque serial depth of a run.
 
@@ -105,14 +106,13 @@ class SerialDepth(ShowsItself):
         Raises:
             ValueError: less than one step.
         """
-        if steps < 1:
-            raise ValueError(f"steps is {steps}; it must be at least 1")
+        whole(least=1).check("steps", steps)
         through = 0 if conditioning else self.conditioned or 0
         through = through if tokens else max(through, self.logits + self.decision)
         return self.logits + (steps - 1) * through
 
 
-@checked_arguments(positions=whole(least=1, most=2**20))
+@checked_arguments(positions=whole(least=1, most=2**20), inputs=instance(Mapping, "a dict of arguments, or None"))
 @torch.no_grad()
 @exclusive
 def serial_depth(model: Any, positions: int = 64, *, inputs: Mapping[str, Any] | None = None) -> SerialDepth:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import Rule, checked_arguments, is_real, one_of, whole
 from dlm_lens.display import ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import Recording
 from dlm_lens.recording.recording import as_recording
@@ -175,8 +176,8 @@ def _pairs(common: Float[Tensor, "prompt 3"]) -> Floats:
 
 
 def _index(name: str, value: Any, known: tuple[Any, ...]) -> int:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, known))}")
+    if not isinstance(value, str | int) or value not in known:
+        raise ValueError(f"{name} is {shown(value)}; it must be one of {', '.join(map(str, known))}")
     return known.index(value)
 
 

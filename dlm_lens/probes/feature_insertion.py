@@ -11,14 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import INDICES, checked_arguments, chosen_indices
+from dlm_lens.arguments import INDICES, ONE_SEED, WORDS, checked_arguments, chosen_indices, place_of_layer
 from dlm_lens.attention import Hook, PointContext, Site, exclusive, run_of
 from dlm_lens.display import ShowsItself
 from dlm_lens.features import SparseAutoencoder, random_decoder, untrained
 from dlm_lens.hooks import HookWrapper, ablate, at_layers, reconstruct
 from dlm_lens.hooks.positions import where
 from dlm_lens.placement import in_float64
-from dlm_lens.probes.predictions import result_of
+from dlm_lens.printable import shown
+from dlm_lens.probes.predictions import result_of, right_tokens
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.shapes import check_shapes
@@ -156,14 +157,12 @@ class InsertionLoss(ShowsItself):
         )
 
     def _of(self, sums: Tensor, layer: int, insertion: str, place: str) -> Float[Tensor, "step batch"]:
-        place = place or self.places[0]
-        known = {"layer": self.layers, "insertion": self.insertions, "place": self.places}
-        given = {"layer": layer, "insertion": insertion, "place": place}
-        for name, value in given.items():
-            listed: tuple[Any, ...] = known[name]
-            if value not in listed:
-                raise ValueError(f"{name} {value!r} was not measured; there are {', '.join(map(repr, listed))}")
-        return sums[self.layers.index(layer), self.insertions.index(insertion), self.places.index(place)]
+        place = self.places[0] if isinstance(place, str) and not place else place
+        for name, value, known in (("insertion", insertion, self.insertions), ("place", place, self.places)):
+            if not isinstance(value, str) or value not in known:
+                raise ValueError(f"{name} {shown(value)} was not measured; there are {', '.join(map(repr, known))}")
+        row = place_of_layer(layer, self.layers, "measured")
+        return sums[row, self.insertions.index(insertion), self.places.index(place)]
 
     def _sum(self, values: Tensor, steps: Iterable[int] | None = None) -> Floats:
         """Sums over the steps, one per row."""
@@ -213,7 +212,7 @@ class _Mean(Hook):
         return (torch.stack([total for total, _ in kept]).sum(0) / max(1, sum(count for _, count in kept))).float()
 
 
-@checked_arguments(steps=INDICES)
+@checked_arguments(steps=INDICES, seed=ONE_SEED)
 @torch.no_grad()
 @exclusive
 def insertion_loss(
@@ -259,12 +258,7 @@ def insertion_loss(
     given = list(saes) if isinstance(saes, Iterable) else [saes]
     _check(model, given, places, nulls)
     stored = StoredRun(model, run)
-    right = result_of(stored) if reference is None else torch.as_tensor(reference)
-    if right.shape != run.tokens.shape:
-        raise ValueError(
-            f"reference has shape {list(right.shape)}, and the run's canvas {list(run.tokens.shape)}; give token "
-            "ids for every position of the canvas, -1 where none is known"
-        )
+    right = right_tokens(result_of(stored), reference)
     chosen = chosen_indices("step", steps, run.steps)
     insertions = ("sae", "zero", "mean", *nulls)
     hooks = [
@@ -291,7 +285,7 @@ def insertion_loss(
 def _check(model: Any, saes: Sequence[Any], places: Sequence[str], nulls: Sequence[str]) -> None:
     for sae in saes:
         if not isinstance(sae, SparseAutoencoder):
-            raise ValueError(f"insertion_loss: {sae!r:.60} is no SparseAutoencoder; read one with load_sae")
+            raise ValueError(f"insertion_loss: {shown(sae)} is no SparseAutoencoder; read one with load_sae")
         sae.check(model)
     layers = [sae.layer for sae in saes]
     if not saes or len(set(layers)) < len(layers):
@@ -299,9 +293,10 @@ def _check(model: Any, saes: Sequence[Any], places: Sequence[str], nulls: Sequen
             f"insertion_loss: autoencoders of the layers {layers}; give at least one, each of its own layer"
         )
     for name, values, known in (("places", places, PLACES), ("nulls", nulls, NULLS)):
-        wrong = [value for value in values if value not in known]
-        if isinstance(values, str) or wrong or (name == "places" and not len(values)):
-            raise ValueError(f"insertion_loss: {name} is {values!r}; give a list of some of {', '.join(known)}")
+        if not WORDS.holds(values) or not set(values) <= set(known) or (name == "places" and not len(values)):
+            raise ValueError(
+                f"insertion_loss: {name} is {shown(values)}; give a list of some of {', '.join(known)}"
+            )
 
 
 def _means(

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import ONE_SEED, checked_arguments, place_of_layer
 from dlm_lens.display import ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.recording.recording import as_recording
@@ -62,9 +63,7 @@ class RegionFlow(ShowsItself):
         Raises:
             ValueError: the layer was not recorded.
         """
-        if layer is not None and layer not in self.layers:
-            raise ValueError(f"layer {layer} was not recorded; there are {self.layers}")
-        kept = slice(None) if layer is None else [self.layers.index(layer)]
+        kept = slice(None) if layer is None else [place_of_layer(layer, self.layers, "recorded")]
         mass = self.mass[:, :, kept].double().nanmean(2)
         lines, prompt = [], prompts_or_rows(self.prompt, mass.shape[1])
         for place, step in enumerate(self.steps):
@@ -82,6 +81,7 @@ class RegionFlow(ShowsItself):
         return pd.DataFrame(lines)
 
 
+@checked_arguments(seed=ONE_SEED)
 def region_flow(recording: Recording, *, seed: int = 0) -> RegionFlow:
     """Attention between regions at every step, from a recording with RegionMass; mean over heads.
 

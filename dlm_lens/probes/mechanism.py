@@ -11,10 +11,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.arguments import listed_indices
+from dlm_lens.arguments import INDICES, listed_indices
 from dlm_lens.attention import Hook, exclusive, predicting_position
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import mask_random, mask_sinks
+from dlm_lens.printable import shown
 from dlm_lens.probes.replays import Replay, replay
 from dlm_lens.probes.sink_mass import SinkMass
 from dlm_lens.probes.updates import spearman
@@ -191,9 +192,11 @@ def sink_mechanism(
     if family_of(model.config.model_type).causal:
         raise ValueError("an AR model decodes from left to right whatever is masked; sink_mechanism takes a DLM")
     controls = listed_indices("control", controls, "sink_mechanism: ")
+    INDICES.check("controls", controls)
     if per not in ("head", "layer") or not controls:
         raise ValueError(
-            f"sink_mechanism(per={per!r}, controls={controls!r}): per is 'head' or 'layer', one control at least"
+            f"sink_mechanism(per={shown(per)}, controls={shown(controls)}): per is 'head' or 'layer', one control "
+            "at least"
         )
     plain = denoise(model, prompts, seed=seed, **settings)
     rec = rerun(model, plain, [ReceivedAttention()])

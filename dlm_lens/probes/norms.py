@@ -213,7 +213,7 @@ def value_norms(
     match = "masked" if match == "open" else match
     if samples < 1 or match not in ("any", "masked"):
         raise ValueError(
-            f"value_norms(samples={samples}, match={match!r}): samples is at least 1, match 'any' or 'masked'"
+            f"value_norms(samples={samples}, match={shown(match)}): samples is at least 1, match 'any' or 'masked'"
         )
     norms, found, undefined = _given(recording, sinks)
     where = found.nonzero()

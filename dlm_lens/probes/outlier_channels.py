@@ -14,6 +14,7 @@ from dlm_lens.arguments import checked_arguments, chosen_indices, whole
 from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import ablate
+from dlm_lens.printable import shown
 from dlm_lens.probes.replays import Replay, replay
 from dlm_lens.recording import ChannelActivations, rerun
 from dlm_lens.sampling import DenoisingRun
@@ -98,8 +99,13 @@ class ChannelRemoval(ShowsItself):
             lines.append(line | self.excess(name).columns("excess"))
         return pd.DataFrame(lines)
 
+    @checked_arguments(top=whole(least=1))
     def by_layer(self, top: int = 5) -> pd.DataFrame:
-        """The `top` largest channels of every layer: magnitude, and ratio to the median channel."""
+        """The `top` largest channels of every layer: magnitude, and ratio to the median channel.
+
+        Raises:
+            ValueError: `top` is below 1, or no whole number.
+        """
         return pd.DataFrame(
             [
                 {
@@ -116,7 +122,7 @@ class ChannelRemoval(ShowsItself):
 
     def _sums(self, measure: str) -> Float[Tensor, "kind prompt 2"]:
         if measure not in MEASURES:
-            raise ValueError(f"measure is {measure!r}; it must be one of {', '.join(MEASURES)}")
+            raise ValueError(f"measure is {shown(measure)}; it must be one of {', '.join(MEASURES)}")
         return self.sums[:, :, MEASURES.index(measure)]
 
 

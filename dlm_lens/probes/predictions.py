@@ -1,13 +1,14 @@
 """`read_predictions`: what the model predicts at every open position of every step of a finished run."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from dlm_lens.printable import shown
 from dlm_lens.probes.unembedding import positions_at_once, without_mask
 from dlm_lens.sampling import StoredRun
 
@@ -81,3 +82,29 @@ def _reduced(
 def result_of(stored: StoredRun) -> Int[Tensor, "batch position"]:
     """The tokens of the run's result; -1 where a position stayed open."""
     return stored.run.tokens.masked_fill(stored.run.open[-1], -1)
+
+
+def right_tokens(result: Int[Tensor, "batch position"], reference: Any) -> Int[Tensor, "batch position"]:
+    """The tokens that count as right: those that were given, or the run's own.
+
+    Args:
+        result: the run's own, of `result_of`.
+        reference: token ids [batch, position], -1 where none is known; None for the run's own.
+
+    Raises:
+        ValueError: a reference of another shape, or that is none.
+    """
+    if reference is None:
+        return result
+    try:
+        right = torch.as_tensor(reference)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        right = torch.empty(0)
+    whole = not (right.is_floating_point() or right.is_complex())
+    if not whole or right.shape != result.shape:
+        what = f"has shape {list(right.shape)}" if right.numel() and right.shape != result.shape else ""
+        raise ValueError(
+            f"reference {what or f'is {shown(reference)}'}, and the run's canvas {list(result.shape)}; give token "
+            "ids for every position of the canvas, -1 where none is known"
+        )
+    return right

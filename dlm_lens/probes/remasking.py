@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, is_real, whole
 from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, denoise
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import SHARE_BOUNDS, Estimate, estimate_mean
@@ -81,7 +82,7 @@ class RemaskSensitivity(ShowsItself):
             ValueError: another name, or a step at which nothing was masked.
         """
         if name not in ("direct", "collateral"):
-            raise ValueError(f"name is {name!r}; it must be 'direct' or 'collateral'")
+            raise ValueError(f"name is {shown(name)}; it must be 'direct' or 'collateral'")
         if step not in self.steps:
             raise ValueError(f"nothing was masked at step {step}; there are {', '.join(map(str, self.steps))}")
         values = getattr(self, name)[self.steps.index(step)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from dlm_lens.adapters.registry import excluded_id
-from dlm_lens.arguments import checked_arguments, chosen_indices, flag
+from dlm_lens.arguments import checked_arguments, chosen_indices, flag, or_none, whole
 from dlm_lens.attention import (
     MIN_VIEWERS,
     ColumnStats,
@@ -23,6 +23,7 @@ from dlm_lens.attention import (
     predicting_position,
 )
 from dlm_lens.display import ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.probes.residual_reader import ResidualReader, reading, stacked_layers
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, token_rank, without_mask
 from dlm_lens.recording.query_classes import checked_class
@@ -155,6 +156,7 @@ class Replay(ShowsItself):
             }
         )
 
+    @checked_arguments(top=or_none(whole(), "for all"))
     def gained(self, top: int | None = 10, level: Level = "model") -> pd.DataFrame:
         """The positions that gained most attention under the hooks, mean over the steps in which they are defined.
 
@@ -163,7 +165,7 @@ class Replay(ShowsItself):
         `level`, of one layer and head, or of the mean pattern.
 
         Raises:
-            ValueError: attention was not requested, or an unknown level.
+            ValueError: attention was not requested, an unknown level, or a `top` that is no whole number.
         """
         one, two = (each.at_level(level) for each in self._pair())
         keys = one.values.shape[-1]
@@ -279,7 +281,7 @@ def replay(
         raise ValueError("replay: the run has no steps, as its prompts leave nothing to decide; give another run")
     queries = checked_class(queries, "replay")
     if queries not in ("all", "masked") or (queries == "masked" and stored.autoregressive):
-        raise ValueError(f"replay: queries is {queries!r}; 'all', or (in a DLM) 'masked'")
+        raise ValueError(f"replay: queries is {shown(queries)}; 'all', or (in a DLM) 'masked'")
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)), "replay: ")
     passes = _Passes(stored, hooks, chosen, attention, queries)
     found: dict[str, list[Tensor]] = {}

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments, flag, whole
+from dlm_lens.arguments import checked_arguments, flag, place_of_layer, whole
 from dlm_lens.attention import MIN_VIEWERS, attach_hooks, attention_stacks, exclusive
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.probes.score_parts import PARTS, SHARES, ScoreParts, rotation_readers
@@ -180,9 +180,7 @@ class SinkAnatomy(ShowsItself):
         """Where the network's sinks are, the prompt of each, and in which patterns it survives."""
         own = self.is_sink[..., 0]
         if layer is not None:
-            if layer not in self.layers:
-                raise ValueError(f"layer {layer} was not measured; there are {', '.join(map(str, self.layers))}")
-            other = torch.arange(len(self.layers)) != self.layers.index(layer)
+            other = torch.arange(len(self.layers)) != place_of_layer(layer, self.layers, "measured")
             own = own & ~other[:, None, None]
         where = own.nonzero()
         return where, self._prompts[where[:, 1]], self.is_sink[tuple(where.T)]

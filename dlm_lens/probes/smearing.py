@@ -12,6 +12,7 @@ from torch import Tensor
 from dlm_lens.arguments import Rule, checked_arguments, flag, is_real, whole
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.probes.predictions import read_predictions
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.run_rows import decided_answer
@@ -88,7 +89,7 @@ class TokenSmearing(ShowsItself):
             ValueError: another name.
         """
         if name not in ("own", "near", "near_by_chance"):
-            raise ValueError(f"name is {name!r}; it must be 'own', 'near' or 'near_by_chance'")
+            raise ValueError(f"name is {shown(name)}; it must be 'own', 'near' or 'near_by_chance'")
         # Near are sums over several positions, which may exceed 1.
         return self._mean(getattr(self, name), SHARE_BOUNDS if name == "own" else POSITIVE_BOUNDS)
 
@@ -99,7 +100,7 @@ class TokenSmearing(ShowsItself):
             ValueError: an unknown place.
         """
         if place not in PLACES:
-            raise ValueError(f"place is {place!r}; it must be one of {', '.join(PLACES)}")
+            raise ValueError(f"place is {shown(place)}; it must be one of {', '.join(PLACES)}")
         counts = self.places.sum(0).double()
         pairs = torch.stack([counts[:, PLACES.index(place)], counts.sum(-1)], -1)
         return self._by_prompt(pairs, torch.arange(len(pairs)), SHARE_BOUNDS)

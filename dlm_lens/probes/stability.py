@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import Rule, is_real, store_plain_numbers, whole
+from dlm_lens.arguments import ONE_SEED, Rule, checked_arguments, is_real, store_plain_numbers, whole
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.placement import in_float64
@@ -21,6 +21,8 @@ from dlm_lens.sinks import Detector, find_sinks
 from dlm_lens.statistics import SHARE_BOUNDS, Estimate, estimate_mean, prompts_or_rows
 
 MEASURES = ("cosine", "overlap", "kept", "best")
+
+KEEP = Rule("a number above 0 and at most 1", lambda keep: is_real(keep) and 0 < keep <= 1)
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,7 @@ class PatternSimilarity(PatternReducer):
     def __post_init__(self) -> None:
         store_plain_numbers(self)
         whole(least=0).check("PatternSimilarity.reference", self.reference)
-        Rule("a number above 0 and at most 1", lambda keep: is_real(keep) and 0 < keep <= 1).check(
-            "PatternSimilarity.keep", self.keep
-        )
+        KEEP.check("PatternSimilarity.keep", self.keep)
 
     @property
     def labels(self) -> dict[str, tuple[str, ...]]:
@@ -232,6 +232,7 @@ class PatternStability(ShowsItself):
         return estimate_mean(values[defined], of_prompt, len(prompt), bounds=SHARE_BOUNDS, seed=self.seed)
 
 
+@checked_arguments(reference=whole(least=0), keep=KEEP, seed=ONE_SEED)
 @exclusive
 def pattern_stability(
     model: Any,
@@ -270,10 +271,8 @@ def pattern_stability(
     if run.autoregressive:
         raise ValueError("the rows of an AR model's pattern never change once decoded; give the run of a DLM")
     chosen = run.steps // 5 if reference is None else reference
-    if not 0 <= chosen < run.steps or not 0 < keep <= 1:
-        raise ValueError(
-            f"reference={reference} of {run.steps} steps, keep={keep}: a step of the run, and a share of the keys"
-        )
+    if chosen >= run.steps:
+        raise ValueError(f"reference is {chosen}; the run has {run.steps} steps, so give 0 to {run.steps - 1}")
     rec = rerun(model, run, [ReceivedAttention(), PatternSimilarity(chosen, keep)], hooks=hooks, layers=layers)
     sinks = find_sinks(rec, detector)
     values = dict(zip(MEASURES, rec.pattern_similarity.unbind(-1), strict=True))

@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments, chosen_indices, whole
+from dlm_lens.arguments import checked_arguments, chosen_indices, is_whole, whole
 from dlm_lens.display import ROWS, Preview, ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.recording import Recording
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.sampling.token_text import TokenTexts
@@ -68,8 +69,8 @@ class FeatureContexts(ShowsItself):
         Raises:
             ValueError: a feature that was not chosen.
         """
-        if feature is not None and feature not in self.features:
-            raise ValueError(f"feature is {feature}; chosen were {', '.join(map(str, self.features[:20]))}")
+        if feature is not None and not (is_whole(feature) and feature in self.features):
+            raise ValueError(f"feature is {shown(feature)}; chosen were {', '.join(map(str, self.features[:20]))}")
         texts, lines = TokenTexts(self.tokenizer), []
         chosen = range(len(self.features)) if feature is None else [self.features.index(feature)]
         for index in chosen:

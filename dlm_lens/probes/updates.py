@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import Rule, checked_arguments, is_real
+from dlm_lens.arguments import ONE_SEED, Rule, checked_arguments, is_real
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.norms import TIE
@@ -119,7 +119,7 @@ class SinkUpdates(ShowsItself):
         }
 
 
-@checked_arguments(sinks=FOUND, attends=ATTENDS)
+@checked_arguments(sinks=FOUND, attends=ATTENDS, seed=ONE_SEED)
 @exclusive
 def sink_updates(
     model: Any,

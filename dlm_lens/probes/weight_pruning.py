@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import Rule, checked_arguments, is_real, one_of, whole
+from dlm_lens.arguments import Rule, checked_arguments, instance, is_real, one_of, real, whole
 from dlm_lens.attention import SinkLayout, attention_blocks, attention_stacks, exclusive
 from dlm_lens.placement import in_float64
 from dlm_lens.recording import ReceivedAttention, rerun
@@ -36,6 +36,12 @@ class InputNorms:
     discounted: float
 
 
+@checked_arguments(
+    received=instance(Tensor, "a tensor [step, batch, layer, head, key]"),
+    content=instance(Tensor, "a tensor of truth values [batch, key]"),
+    std=real(),
+    alpha=real(),
+)
 def sink_weights(
     received: Float[Tensor, "step batch layer head key"],
     content: Bool[Tensor, "batch key"],
@@ -54,7 +60,16 @@ def sink_weights(
         content: positions that count; the others have weight 0.
         std: standard deviations above the mean.
         alpha: steepness.
+
+    Raises:
+        ValueError: tensors of other shapes, content that is no truth values, or a setting that is no number.
     """
+    shape = (received.shape[1], received.shape[-1]) if received.ndim == 5 else None
+    if tuple(content.shape) != shape or content.dtype != torch.bool:
+        raise ValueError(
+            f"sink_weights: received has shape {list(received.shape)} and content {list(content.shape)} "
+            f"({content.dtype}); give [step, batch, layer, head, key] and truth values [batch, key]"
+        )
     mass = received.double().mean((2, 3))
     there = content & mass.isfinite()
     mass = mass.masked_fill(~there, 0.0)
@@ -64,7 +79,7 @@ def sink_weights(
     return torch.sigmoid(alpha * (mass - mean - std * spread)) * there
 
 
-@checked_arguments(discount=one_of("none", "sinks", "random"), seed=whole(least=0))
+@checked_arguments(discount=one_of("none", "sinks", "random"), std=real(), alpha=real(), seed=whole(least=0))
 @torch.no_grad()
 @exclusive
 def input_norms(
@@ -142,16 +157,14 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
     Raises:
         ValueError: weights that are not plain linear layers, such as quantised ones or fused experts.
     """
+    blocks = attention_blocks(model)
     names = {id(module): name for name, module in model.named_modules()}
     found = {
-        names[id(module)]: module
-        for block in attention_blocks(model)
-        for module in block.modules()
-        if type(module) is nn.Linear
+        names[id(module)]: module for block in blocks for module in block.modules() if type(module) is nn.Linear
     }
     if not found:
         raise ValueError(f"{type(model).__name__} has no plain linear layers in its blocks to prune")
-    for block in attention_blocks(model):
+    for block in blocks:
         if other := next(_other_matrices(block), None):
             raise ValueError(
                 f"{type(model).__name__} has {other} in {names[id(block)]}, weights of no plain linear layer, "
@@ -194,6 +207,8 @@ def pruned(model: Any, sparsity: float, norms: InputNorms | None = None) -> Iter
         ValueError: a share out of range, the norms of another model, or weights that are not plain linear layers.
     """
     SPARSITY.check("sparsity", sparsity)
+    if norms is not None:
+        instance(InputNorms, "the InputNorms of input_norms, or None").check("norms", norms)
     layers, shares = linear_layers(model), {}
     if norms is not None and {name: layer.in_features for name, layer in layers.items()} != {
         name: len(value) for name, value in norms.values.items()

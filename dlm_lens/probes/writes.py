@@ -21,7 +21,7 @@ from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
-from dlm_lens.sinks.detection import check_all_heads
+from dlm_lens.sinks.detection import FOUND, check_all_heads
 from dlm_lens.statistics import POSITIVE_BOUNDS, estimate_mean
 
 
@@ -106,7 +106,7 @@ class SinkWrites(ShowsItself):
         return pd.DataFrame(lines)
 
 
-@checked_arguments(steps=INDICES, seed=ONE_SEED, limit=whole(least=1))
+@checked_arguments(sinks=FOUND, steps=INDICES, seed=ONE_SEED, limit=whole(least=1))
 @torch.no_grad()
 @exclusive
 def sink_writes(

@@ -13,6 +13,7 @@ from torch import Tensor
 from dlm_lens.arguments import instance, level_of_caller
 from dlm_lens.attention import padding_before
 from dlm_lens.display import ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.shapes import taken
 from dlm_lens.sinks.detectors.base import AttentionQuantity, Quantity
 from dlm_lens.sinks.key_axes import AXES, KeyAxes, axis_sizes
@@ -214,7 +215,7 @@ class Received(ShowsItself, KeyAxes):
             ValueError: an unknown level, an axis that does not exist, or a finer level than this one's.
         """
         if level not in get_args(Level):
-            raise ValueError(f"level is {level!r}; it must be one of {', '.join(get_args(Level))}")
+            raise ValueError(f"level is {shown(level)}; it must be one of {', '.join(get_args(Level))}")
         if level == self.level:
             return self
         if len(MERGED[level]) < len(MERGED[self.level]):

@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dlm_lens.arguments import is_whole
 from dlm_lens.attention import HookLike
+from dlm_lens.printable import shown
 from dlm_lens.recording import AttentionPattern, ValueNorm, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
@@ -124,8 +126,8 @@ def snapshot(
     """
     check_run(run)
     for name, index, numbers in (("step", step, run.step_numbers), ("row", row, range(len(run.tokens)))):
-        if index not in numbers:
-            raise ValueError(f"{name} {index} of {len(numbers)}: {name}s {numbers_in_words(numbers)}")
+        if not is_whole(index) or index not in numbers:
+            raise ValueError(f"{name} {shown(index)} of {len(numbers)}: {name}s {numbers_in_words(numbers)}")
     place, ran = run.step_numbers.index(step), run.step_numbers[: int(run.row_steps[row])]
     if step not in ran:
         own = f"its steps {numbers_in_words(ran)}" if ran else "this part of the run has none of its steps"

@@ -106,7 +106,7 @@ def test_what_would_be_computed_or_stored_otherwise_is_refused(tmp_path):
     with pytest.raises(ValueError, match="SAELens rescales topk alone"):
         save_sae(_sae(activation="relu", rescaled=True), tmp_path / "sae")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=rf"reads vectors of {WIDTH} entries, not of 5"):
+    with pytest.raises(ValueError, match=rf"x is a Tensor float32 .*; give a tensor \[\.\.\., {WIDTH}\]"):
         _sae().encode(torch.zeros(2, 5))
 
 

@@ -77,7 +77,7 @@ def test_the_depth_of_a_run() -> None:
     found = SerialDepth(positions=16, layers=(10, 20), logits=25, decision=6)
     assert found.opaque(8) == 25  # tokens are read at every step
     assert found.opaque(8, tokens=False) == 8 * 25 + 7 * 6
-    with pytest.raises(ValueError, match="steps is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="steps is 0; it must be a whole number of at least 1"):
         found.opaque(0)
 
 

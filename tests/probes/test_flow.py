@@ -156,7 +156,7 @@ def test_what_has_no_stability_is_refused() -> None:
     with pytest.raises(ValueError, match="AR model"):
         pattern_stability(ar, dl.denoise(ar, PROMPTS, gen_length=3), dl.TopK(1))
     model = tiny("llada")
-    with pytest.raises(ValueError, match="reference=9"):
+    with pytest.raises(ValueError, match="reference is 9; the run has 4 steps"):
         pattern_stability(model, dl.denoise(model, PROMPTS, **RUN), dl.TopK(1), reference=9)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import ONE_SEED, checked_arguments
 from dlm_lens.attention import Hook, PointContext, Site, attention_blocks, attention_of, exclusive, output_weight
 from dlm_lens.attention.layers import output_projection
 from dlm_lens.probes.attribution.circuits import CIRCUIT, Circuit
@@ -72,7 +72,7 @@ class Faithfulness:
         return estimate(sums, ratio_of, seed=self.seed)
 
 
-@checked_arguments(steps=None, circuit=CIRCUIT)
+@checked_arguments(steps=None, circuit=CIRCUIT, seed=ONE_SEED)
 @torch.no_grad()
 @exclusive
 def faithfulness(

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments, instance, whole
+from dlm_lens.arguments import ONE_SEED, checked_arguments, instance, is_whole, whole
+from dlm_lens.printable import shown
 from dlm_lens.probes.attribution.edge_graph import EdgeGraph
 
 
@@ -43,8 +44,8 @@ class Circuit:
             ValueError: fewer than 1 edge or more than there are.
         """
         count = int(graph.exists.sum())
-        if not 1 <= edges <= count:
-            raise ValueError(f"edges is {edges}; the graph has {count}, so give 1 to {count}")
+        if not is_whole(edges) or not 1 <= edges <= count:
+            raise ValueError(f"edges is {shown(edges)}; the graph has {count}, so give 1 to {count}")
         order = scores.abs().masked_fill(~graph.exists, -1.0).flatten().argsort(descending=True, stable=True)
         chosen = torch.zeros(scores.numel(), dtype=torch.bool)
         chosen[order[:edges]] = True
@@ -88,7 +89,7 @@ CIRCUIT = instance(Circuit, "a Circuit, such as EdgeScores.circuit(50)")
 """What an argument that takes edges must be; the scores of `edge_attribution` are of all edges."""
 
 
-@checked_arguments(one=CIRCUIT, two=CIRCUIT, draws=whole(least=1))
+@checked_arguments(one=CIRCUIT, two=CIRCUIT, draws=whole(least=1), seed=ONE_SEED)
 def circuit_overlap(one: Circuit, two: Circuit, *, draws: int = 1000, seed: int = 0) -> CircuitOverlap:
     """The overlap of two circuits of networks with equal graphs, and that of random edges.
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import AT_MOST, checked_arguments
 from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.attribution.contract import Contract
@@ -62,11 +62,15 @@ class ColumnEffects(ShowsItself):
             f"ColumnEffects({step} steps, {batch} rows, {layer} layers, {head} heads, {key} keys)\n{self.contract}"
         )
 
+    @checked_arguments(top=AT_MOST)
     def table(self, top: int | None = 20) -> pd.DataFrame:
         """The columns whose hiding changes the target most: place, token, gradient of the log scale, estimate.
 
         `step` is the number in the whole run, `position` counts from the prompt's first token, `canvas_position` on
         the canvas.
+
+        Raises:
+            ValueError: `top` is negative, or no whole number.
         """
         flat = self.hidden.abs().nan_to_num(-1.0).flatten()
         count = int((flat >= 0).sum())

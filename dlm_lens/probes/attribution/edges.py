@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments, whole
+from dlm_lens.arguments import AT_MOST, checked_arguments, whole
 from dlm_lens.attention import attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.attribution.circuits import Circuit
@@ -85,8 +85,13 @@ class EdgeScores(ShowsItself):
         """
         return Circuit.of_scores(self.graph, self.mean, edges)
 
+    @checked_arguments(top=AT_MOST)
     def table(self, top: int | None = 20) -> pd.DataFrame:
-        """The edges of largest absolute mean score."""
+        """The edges of largest absolute mean score.
+
+        Raises:
+            ValueError: `top` is negative, or no whole number.
+        """
         mean = self.mean
         order = mean.abs().masked_fill(~self.graph.exists, -1.0).flatten().argsort(descending=True, stable=True)
         count = int(self.graph.exists.sum())

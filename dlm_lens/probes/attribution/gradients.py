@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments, flag
+from dlm_lens.arguments import ONE_SEED, checked_arguments, flag
 from dlm_lens.attention import AttentionInputs, Site, attention_blocks, exclusive, hooked_attentions
 from dlm_lens.probes.attribution.node_effects import OF_HEADS, SITES, NodeEffects, NodeSite
 from dlm_lens.probes.attribution.passes import FirstInput, Keep, Passes
@@ -21,7 +21,7 @@ from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
 
 
-@checked_arguments(kept=flag(), qk_fix=flag(), grad_drop=flag(), steps=None)
+@checked_arguments(kept=flag(), qk_fix=flag(), grad_drop=flag(), steps=None, seed=ONE_SEED)
 @exclusive
 def attribution_patching(
     model: Any,

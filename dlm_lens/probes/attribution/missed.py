@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import Rule, checked_arguments, instance, is_real, whole
+from dlm_lens.arguments import ONE_SEED, Rule, checked_arguments, instance, is_real, whole
 from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.attribution.contract import Contract
@@ -110,6 +110,7 @@ class MissedEffects(ShowsItself):
 @checked_arguments(
     estimate=instance(NodeEffects, "the NodeEffects of attribution_patching"),
     top=whole(least=0), subsets=whole(least=4), batch=whole(least=1), share=BETWEEN, confidence=BETWEEN,
+    seed=ONE_SEED,
 )  # fmt: skip
 @torch.no_grad()
 @exclusive

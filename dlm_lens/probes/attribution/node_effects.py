@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import AT_MOST, checked_arguments, instance
 from dlm_lens.attention import Site
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.attribution.contract import Contract
@@ -90,11 +91,15 @@ class NodeEffects(ShowsItself):
         """The effects per step, summed over places, mean over rows."""
         return self.effects.nansum(-1).mean(1)
 
+    @checked_arguments(top=AT_MOST)
     def table(self, top: int | None = None) -> pd.DataFrame:
         """One line per node and row, or the `top` of them with the largest absolute effect.
 
         `step` is the number in the whole run, `position` counts from the prompt's first token, `canvas_position` on
         the canvas.
+
+        Raises:
+            ValueError: `top` is negative, or no whole number.
         """
         flat = self.effects.abs().nan_to_num(-1.0).flatten()
         count = int((flat >= 0).sum())
@@ -119,8 +124,9 @@ class NodeEffects(ShowsItself):
         exact patching does.
 
         Raises:
-            ValueError: other nodes.
+            ValueError: other nodes, or something else.
         """
+        instance(NodeEffects, "the NodeEffects of another attribution").check("other", other)
         if self.effects.shape != other.effects.shape or (self.site, self.steps) != (other.site, other.steps):
             raise ValueError(
                 f"effects of {self.site} {list(self.effects.shape)} at steps {self.steps} and of {other.site} "

@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import checked_arguments, chosen_indices, flag, whole
+from dlm_lens.arguments import ONE_SEED, checked_arguments, chosen_indices, flag, whole
 from dlm_lens.attention import Hook, PointContext, Site, attention_blocks, exclusive
+from dlm_lens.printable import shown
 from dlm_lens.probes.attribution.node_effects import OF_HEADS, SITES, NodeEffects, NodeSite
 from dlm_lens.probes.attribution.passes import Keep, Passes
 from dlm_lens.probes.attribution.setup import BothSides, Direction, Setup, ablated, canvas_part
@@ -68,7 +69,7 @@ class Put(Hook):
         return edited
 
 
-@checked_arguments(kept=flag(), batch=whole(least=1), steps=None)
+@checked_arguments(kept=flag(), batch=whole(least=1), steps=None, seed=ONE_SEED)
 @torch.no_grad()
 @exclusive
 def activation_patching(
@@ -186,8 +187,8 @@ class NodeSet:
         Raises:
             ValueError: an unknown kind, or a layer or a position that is not there.
         """
-        if site not in SITES:
-            raise ValueError(f"{who}: site is {site!r}; it must be one of {', '.join(SITES)}")
+        if not isinstance(site, str) or site not in SITES:
+            raise ValueError(f"{who}: site is {shown(site)}; it must be one of {', '.join(SITES)}")
         chosen = chosen_indices("layer", layers, len(attention_blocks(setup.model)), f"{who}: ")
         length = setup.run.tokens.shape[1]
         places = None if positions is None else chosen_indices("position", positions, length, f"{who}: ")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import chosen_indices
 from dlm_lens.attention import HookLike, attention_stacks
+from dlm_lens.printable import shown
 from dlm_lens.probes.attribution.contract import Contract, model_fields
 from dlm_lens.probes.attribution.passes import FirstInput, Passes, Side, likeliest_others, other_side
 from dlm_lens.probes.attribution.targets import Target, check_target, named
@@ -85,7 +86,7 @@ class Setup:
             ValueError: an argument that does not fit.
         """
         if direction not in get_args(Direction):
-            raise ValueError(f"{who}: direction is {direction!r}; it must be 'noising' or 'denoising'")
+            raise ValueError(f"{who}: direction is {shown(direction)}; it must be 'noising' or 'denoising'")
         check_target(model, target, who)
         stored = StoredRun(model, run)
         run = stored.run
@@ -97,7 +98,7 @@ class Setup:
             )
         other = clean if corrupted is ALONE else other_side(model, run, corrupted)
         if isinstance(other, str) and direction == "denoising":
-            raise ValueError(f"{who}: {other!r} is no run that clean values could be put into; take 'noising'")
+            raise ValueError(f"{who}: {shown(other)} is no run that clean values could be put into; take 'noising'")
         base, source = (clean, other) if direction == "noising" or isinstance(other, str) else (other, clean)
         wanted = _wanted(stored, explain, who)
         in_both = _in_both(model, run, other, wanted)

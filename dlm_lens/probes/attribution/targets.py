@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.registry import excluded_id
+from dlm_lens.printable import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +77,10 @@ def check_target(model: Any, target: Any, who: str) -> None:
     Raises:
         ValueError: nothing that can be called, or `against` that is no token of the model, or [MASK].
     """
-    if not callable(target):
-        raise ValueError(f"{who}: target is {target!r}; give LogProbability(), LogitDifference(...) or a function")
+    if not callable(target) or isinstance(target, type):  # a class would be called with the decisions
+        raise ValueError(
+            f"{who}: target is {shown(target)}; give LogProbability(), LogitDifference(...) or a function"
+        )
     against = target.against if isinstance(target, LogitDifference) else None
     if against is None:
         return

@@ -9,10 +9,21 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import Rule, checked_arguments, chosen_indices, instance, is_real, one_of, whole
+from dlm_lens.arguments import (
+    WORDS,
+    Rule,
+    checked_arguments,
+    chosen_indices,
+    instance,
+    is_real,
+    is_whole,
+    one_of,
+    whole,
+)
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.placement import in_float64
+from dlm_lens.printable import shown
 from dlm_lens.probes.clock.fitting import (
     ClockSums,
     GroupMeans,
@@ -128,7 +139,7 @@ class DenoisingClock(ShowsItself):
             ValueError: an unknown class or direction.
         """
         if of not in ("slope", "weight"):
-            raise ValueError(f"of is {of!r}; it must be 'slope' or 'weight'")
+            raise ValueError(f"of is {shown(of)}; it must be 'slope' or 'weight'")
         vectors = (self.slope if of == "slope" else self.weight)[self.reading.kind_index(name)]
         unit = vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-30)
         return pd.DataFrame((unit @ unit.T).numpy(), index=list(self.layers), columns=list(self.layers))
@@ -166,12 +177,15 @@ class DenoisingClock(ShowsItself):
         """
         kind, place = self.reading.kind_index(name), self.reading.layer_index(layer)
         curve = self.curve[kind, place, self.curve_counts[kind] > 0]
-        if not 1 <= dimensions < len(curve):
+        if not is_whole(dimensions) or not 1 <= dimensions < len(curve):
             raise ValueError(
-                f"dimensions is {dimensions}; the curve of {len(curve)} points has 1 to {len(curve) - 1}"
+                f"dimensions is {shown(dimensions)}; the curve of {len(curve)} points has 1 to {len(curve) - 1}"
             )
         basis: Tensor = torch.linalg.svd(curve - curve.mean(0), full_matrices=False).Vh[:dimensions]
         return basis
+
+
+CLOCK = instance(DenoisingClock, "a DenoisingClock of denoising_clock")
 
 
 @checked_arguments(
@@ -270,7 +284,7 @@ def denoising_clock(
     return _with_reading(clock, joined(readings))
 
 
-@checked_arguments(clock=instance(DenoisingClock, "a DenoisingClock of denoising_clock"))
+@checked_arguments(clock=CLOCK)
 @torch.no_grad()
 @exclusive
 def read_clock(
@@ -310,10 +324,12 @@ def read_clock(
 
 
 def _classes(positions: Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(positions, str):
+        WORDS.check("positions", positions)
     given = (positions,) if isinstance(positions, str) else tuple(positions)
     for name in given:
         if name not in POSITIONS:
-            raise ValueError(f"positions has {name!r}; the classes are {', '.join(POSITIONS)}")
+            raise ValueError(f"positions has {shown(name)}; the classes are {', '.join(POSITIONS)}")
     if not given:
         raise ValueError("positions is empty; give at least one class")
     return tuple(name for name in POSITIONS if name in given)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import LARGEST_COUNT, place_of_layer, whole
 from dlm_lens.display import ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.probes.clock.states import QUANTITIES
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import POSITIVE_BOUNDS, R2_BOUNDS, Bounds, Estimate, Floats, estimate, mean_of
@@ -96,7 +97,7 @@ class ClockReading(ShowsItself):
             ValueError: an unknown class or baseline.
         """
         if baseline not in BASELINES:
-            raise ValueError(f"baseline is {baseline!r}; it must be one of {', '.join(BASELINES)}")
+            raise ValueError(f"baseline is {shown(baseline)}; it must be one of {', '.join(BASELINES)}")
         return self.baseline[BASELINES.index(baseline), self.kind_index(name)]
 
     def spread(self, name: str) -> Float[Tensor, "batch"]:
@@ -259,7 +260,7 @@ class ClockReading(ShowsItself):
         """
         kind, place = self.kind_index(name), self.layer_index(layer)
         if quantity not in QUANTITIES:
-            raise ValueError(f"quantity is {quantity!r}; it must be one of {', '.join(QUANTITIES)}")
+            raise ValueError(f"quantity is {shown(quantity)}; it must be one of {', '.join(QUANTITIES)}")
         there = (self.count[kind] > 0) & self.label.isfinite()
         read = self.read[kind, place] / self.count[kind].clamp(min=1)
         a, b = self.lines[quantity]
@@ -273,7 +274,7 @@ class ClockReading(ShowsItself):
             ValueError: a class that the clock does not have.
         """
         if name not in self.classes:
-            raise ValueError(f"positions is {name!r}; this clock reads {', '.join(self.classes)}")
+            raise ValueError(f"positions is {shown(name)}; this clock reads {', '.join(self.classes)}")
         return self.classes.index(name)
 
     def layer_index(self, layer: int) -> int:

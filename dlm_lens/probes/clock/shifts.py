@@ -10,13 +10,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import FINITE, checked_arguments, is_real, one_of, plain_number, whole
+from dlm_lens.arguments import FINITE, checked_arguments, is_real, is_whole, one_of, plain_number, whole
 from dlm_lens.attention import Hook, SinkLayout, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import SteerAlong, at_layers
 from dlm_lens.placement import in_float64
 from dlm_lens.printable import shown
-from dlm_lens.probes.clock.clocks import DenoisingClock
+from dlm_lens.probes.clock.clocks import CLOCK, DenoisingClock
 from dlm_lens.probes.clock.states import EMBEDDING
 from dlm_lens.probes.residual_reader import ResidualReader, reading
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, without_mask
@@ -50,6 +50,7 @@ class _Redirected(SteerAlong):
         return super().added(places).norm(dim=-1, keepdim=True) * unit
 
 
+@checked_arguments(clock=CLOCK)
 def shift_clock(
     clock: DenoisingClock, by: float, *, layer: int | None = None, along: Along = "means", positions: str = "open"
 ) -> Hook:
@@ -79,18 +80,18 @@ def _layer(clock: DenoisingClock, layer: int | None, positions: str) -> int:
     known = [one for one in clock.layers if one != EMBEDDING]
     if layer is None:
         return max(clock.best_layer(positions), known[0])
-    if layer not in known:
-        raise ValueError(f"layer {layer} cannot be shifted; the clock has {', '.join(map(str, known))}")
+    if not is_whole(layer) or layer not in known:
+        raise ValueError(f"layer {shown(layer)} cannot be shifted; the clock has {', '.join(map(str, known))}")
     return layer
 
 
 def _shift(clock: DenoisingClock, by: float, layer: int, along: Along, positions: str) -> SteerAlong:
     if along not in get_args(Along):
-        raise ValueError(f"along is {along!r}; it must be 'means', 'slope' or 'readout'")
+        raise ValueError(f"along is {shown(along)}; it must be 'means', 'slope' or 'readout'")
     if not is_real(by):
-        raise ValueError(f"by is {by!r}; it must be {FINITE}")
+        raise ValueError(f"by is {shown(by)}; it must be {FINITE}")
     if positions not in ("open", "prompt"):
-        raise ValueError(f"positions is {positions!r}; a hook acts on 'open' or 'prompt' ones")
+        raise ValueError(f"positions is {shown(positions)}; a hook acts on 'open' or 'prompt' ones")
     kind, place = clock.reading.kind_index(positions), clock.reading.layer_index(layer)
     if along == "means":
         known = clock.curve_counts[kind] > 0
@@ -194,7 +195,7 @@ class ClockSteering(ShowsItself):
         pairs = enumerate(zip(self.by, self.direction, strict=True))
         found = [i for i, (one, kind) in pairs if one == by and kind == direction]
         if not found:
-            raise ValueError(f"no shift by {by} along {direction!r} was measured")
+            raise ValueError(f"no shift by {shown(by)} along {shown(direction)} was measured")
         return found
 
     def row_sums(
@@ -206,12 +207,12 @@ class ClockSteering(ShowsItself):
             ValueError: an unknown shift, measure or direction.
         """
         if measure not in MEASURES:
-            raise ValueError(f"measure is {measure!r}; it must be one of {', '.join(MEASURES)}")
+            raise ValueError(f"measure is {shown(measure)}; it must be one of {', '.join(MEASURES)}")
         chosen = self._variants(by, direction)
         return self.sums[chosen, :, MEASURES.index(measure)].mean(0), self.count
 
 
-@checked_arguments(along=one_of(*get_args(Along)), controls=whole(0, 64), seed=whole(0))
+@checked_arguments(clock=CLOCK, along=one_of(*get_args(Along)), controls=whole(0, 64), seed=whole(0))
 @torch.no_grad()
 @exclusive
 def clock_steering(

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import SinkAnatomy
 from dlm_lens.viz.figures.labels import PLAIN, caption
@@ -12,7 +12,7 @@ COLOURS = {"norms": "#b2182b", "angles": "#2166ac", "either": "#7fbf7b", "togeth
 HATCHES = {"norms": "//", "angles": "", "either": "..", "together": ""}
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def sink_causes(anatomy: SinkAnatomy, *, title: str = "") -> Figure:
     """Causes of the sinks of every layer (left), and the share of sinks that survives in each pattern (right).

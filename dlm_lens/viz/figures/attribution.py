@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.probes.attribution.node_effects import NodeEffects
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.figures.cells import draw_cells
@@ -21,7 +21,7 @@ MOST_NUMBERED = 48
 """Heads of all layers that have their numbers beside them; more would overlap."""
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Figure:
     """A heat map of effects: layers and heads down, steps across, labelled with the tokens that each step decides.

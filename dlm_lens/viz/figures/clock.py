@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import DenoisingClock, denoising_clock
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
@@ -18,7 +18,7 @@ LINES = {"open": ("#0072b2", "o-"), "written": ("#d55e00", "s--"), "prompt": ("#
 NULL = "0.45"
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = None, title: str = "") -> Figure:
     """R^2 of the time read from every layer on held-out prompts, and the time read over the true one.

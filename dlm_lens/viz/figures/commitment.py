@@ -9,7 +9,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.probes.commitments import Commitment, proposed_commitment
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
@@ -32,7 +32,7 @@ UNKNOWN = len(STATES) - 1
 MOST_LABELS = 60
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figure:
     """Every open position of the answer at every step: does the model predict its final token, and for good?

@@ -5,15 +5,16 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.viz.figures.cells import draw_cells, many
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.selection import index_of
 
 
-@plain_defaults()
+@checked_arguments(weights=instance(Tensor, "the weights of sink_weights, [step, batch, position]"))
 @own_colours()
 def sink_discount(
     weights: Float[Tensor, "step batch position"], run: DenoisingRun, *, row: int = 0, title: str = ""
@@ -29,6 +30,7 @@ def sink_discount(
     Raises:
         ValueError: weights of another run, or a row that does not exist.
     """
+    check_run(run)
     if weights.shape != run.unmasked.shape:
         raise ValueError(f"the weights have shape {list(weights.shape)}, the run {list(run.unmasked.shape)}")
     index_of("row", row, range(weights.shape[1]))

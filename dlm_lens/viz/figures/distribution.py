@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Detector, Received
@@ -26,7 +26,7 @@ POINTS = 200
 DASHES = ("-", "--", "-.", ":")
 
 
-@plain_defaults()
+@checked_arguments(parts=whole(least=1))
 @own_colours()
 def score_distribution(
     received: Received | Recording,

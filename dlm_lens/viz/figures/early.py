@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import EarlyAttention
 from dlm_lens.statistics import estimate, mean_of
@@ -20,7 +20,7 @@ STYLES: dict[str, tuple[str, str, str]] = {
 LABELS = {"recall": "recall of the largest keys", "correlation": "rank correlation", "kept": "attention kept"}
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def early_recall(early: EarlyAttention, measure: str = "recall", *, title: str = "") -> Figure:
     """A measure of `EarlyAttention` by the steps since the block began (left) and by layer (right).

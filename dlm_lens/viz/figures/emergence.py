@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import shown
 from dlm_lens.viz.figures.labels import PLAIN, caption
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
@@ -24,7 +24,7 @@ SHARE, NORM, MOVES, LOSS = "share", "norm", "moves", "loss"
 MEASURED = "sink/main_share"
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def sink_emergence(history: Sequence[Mapping[str, Any]] | str | Path, *, title: str = "") -> Figure:
     """Sink statistics over the steps of a training run, measured on its fixed probe batch.

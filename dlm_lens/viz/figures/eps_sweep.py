@@ -11,7 +11,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments, or_none, real
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Level, Received, eps_sweep
@@ -33,7 +33,7 @@ MOST_LENGTHS = 6
 """Lengths that the legend names; more have a colour bar."""
 
 
-@plain_defaults()
+@checked_arguments(marked=or_none(real(), "for no line"))
 @own_colours()
 def sinks_over_eps(
     sweep: pd.DataFrame | Received | Recording,

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from dlm_lens.arguments import chosen_indices
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import WORDS, checked_arguments, chosen_indices, instance
 from dlm_lens.printable import counted
 from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
@@ -29,7 +28,7 @@ THIN: dict[str, Any] = {"markersize": 3, "linewidth": 1.2}
 MOST = 6
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def feature_rates(recording: Recording, features: Sequence[int] | None = None, *, title: str = "") -> Figure:
     """The share of positions at which features are active, step by step, for open and for decided positions.
@@ -77,7 +76,11 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
     return figure
 
 
-@plain_defaults()
+@checked_arguments(
+    place=instance(str, "a place, as a text"),
+    loss=instance(InsertionLoss, "the InsertionLoss of insertion_loss"),
+    insertions=WORDS,
+)
 @own_colours()
 def insertion_by_step(
     loss: InsertionLoss,

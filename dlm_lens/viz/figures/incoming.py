@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.denoising_run import holds_random_tokens
@@ -37,7 +37,7 @@ COLOURS = "viridis"
 UNDEFINED = "#d9d9d9"
 
 
-@plain_defaults()
+@checked_arguments(steps=None)
 @own_colours()
 def incoming_attention(
     received: Received | Recording,

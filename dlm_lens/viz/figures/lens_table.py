@@ -7,7 +7,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.probes import LogitLens, logit_lens
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
@@ -21,7 +21,7 @@ MOST_COLUMNS = 20
 RIGHT = "#b2182b"
 
 
-@plain_defaults()
+@checked_arguments(step=whole(), position=whole(), row=whole())
 @own_colours()
 def lens_table(
     lens: LogitLens, *, position: int | None = None, step: int | None = None, row: int = 0, title: str = ""

@@ -15,8 +15,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from torch import Tensor
 
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import HookLike
-from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
@@ -35,7 +35,7 @@ MOST_MAPS = 4
 MOST_LABELS = 40
 
 
-@plain_defaults()
+@checked_arguments(steps=None)
 @own_colours()
 def attention_maps(
     model: Any,

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import ValueNorms, value_norms
 from dlm_lens.sinks import find_sinks
@@ -18,7 +18,7 @@ SINKS, OTHERS = "#b2182b", "#2166ac"
 MOST_POINTS = 4000
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
     """Value norms of sinks and of matched other tokens, with their means.
@@ -68,7 +68,7 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
     return figure
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
     """Mean value norm of sinks and of others per layer, and the share of attention that the sinks receive.

@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from dlm_lens.placement import plain_defaults
-from dlm_lens.printable import counted
+from dlm_lens.arguments import Rule, checked_arguments, instance, is_whole
+from dlm_lens.printable import counted, shown
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
 from dlm_lens.viz.figures.cells import draw_cells
@@ -39,7 +39,16 @@ MOST_MODELS = 6
 SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
 
 
-@plain_defaults()
+def _spans(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(len(span) == 2 and all(map(is_whole, span)) for span in value)
+
+
+BY_NAME = instance(Mapping, "a dict by the names of the models")
+SPANS = Rule("a list of (start, stop), or None", _spans)
+MARKED = instance(Tensor, "a tensor of truth values [step, position], or None")
+
+
+@checked_arguments(blocks=SPANS, revised=MARKED)
 @own_colours()
 def sink_positions(
     sinks: Received | Recording | Sinks | Trajectories,
@@ -77,10 +86,13 @@ def sink_positions(
         ValueError: an unknown layer, head or row, a layer without a head or the reverse, another level, another
             number of blocks than steps, rewritten tokens of other steps, or no head with a sink.
     """
-    chosen = layer == head == "moving"
-    if layer == "moving" or head == "moving":
+    moving = [isinstance(one, str) and one == "moving" for one in (layer, head)]
+    chosen = all(moving)
+    if any(moving):
         if not chosen:
-            raise ValueError(f"layer={layer!r}, head={head!r}: give both, or neither for the head that moves most")
+            raise ValueError(
+                f"layer={shown(layer)}, head={shown(head)}: give both, or neither for the head that moves most"
+            )
         layer, head = most_moving(trajectories_of(sinks, detector), row)
     track = track_of(sinks, detector, layer, head, row)
     steps, positions = len(track.largest), len(track.content)
@@ -106,7 +118,7 @@ def sink_positions(
     return figure
 
 
-@plain_defaults()
+@checked_arguments(models=BY_NAME, heads=BY_NAME, rows=BY_NAME, blocks=BY_NAME)
 @own_colours()
 def sink_positions_by_model(
     models: Mapping[str, Source],

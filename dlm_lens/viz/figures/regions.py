@@ -12,8 +12,8 @@ from matplotlib.ticker import PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.placement import plain_defaults
-from dlm_lens.printable import counted
+from dlm_lens.arguments import WORDS, checked_arguments
+from dlm_lens.printable import counted, shown
 from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.recording.recording import as_recording
@@ -40,7 +40,7 @@ NEARLY_EMPTY = 0.001
 """A panel whose largest share of attention is below this has a note with the share."""
 
 
-@plain_defaults()
+@checked_arguments(queries=WORDS)
 @own_colours()
 def region_mass(
     recording: Recording,
@@ -76,7 +76,7 @@ def region_mass(
             f"this recording has no region_mass; record with RegionMass(), it has {', '.join(recording.specs)}"
         )
     if not queries or not set(queries) <= {*QUERY_CLASSES, *OTHER_NAMES}:
-        raise ValueError(f"queries is {queries!r}; give some of {', '.join((*QUERY_CLASSES, *OTHER_NAMES))}")
+        raise ValueError(f"queries is {shown(queries)}; give some of {', '.join((*QUERY_CLASSES, *OTHER_NAMES))}")
     queries = tuple(checked_class(name, "region_mass") for name in queries)
     words = region_words(recording.run)
     mass = _chosen(recording, layer, head)

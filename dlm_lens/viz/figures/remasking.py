@@ -7,7 +7,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.probes import RemaskSensitivity
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.commitment import MOST_LABELS
@@ -27,7 +27,7 @@ LINES = {"direct": ("#b2182b", "o-", "masked again"), "collateral": ("#e08214", 
 """Colour, marks and dashes, and name of a line; equal shares are drawn over each other."""
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def remask_spread(found: RemaskSensitivity, *, row: int = 0, title: str = "") -> Figure:
     """Where a run ends with another token after positions were masked again, by the step at which they were.

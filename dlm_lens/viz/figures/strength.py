@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
@@ -21,7 +21,7 @@ from dlm_lens.viz.selection import as_received
 UNDEFINED = "#d9d9d9"
 
 
-@plain_defaults()
+@checked_arguments()
 @own_colours()
 def sink_strength(
     sinks: SinkProfile | Received | Recording, detector: Detector | str | None = None, *, title: str = ""

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dlm_lens.arguments import INDICES, checked_arguments
 from dlm_lens.attention import HookLike
-from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import counted
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.attention_snapshot import Snapshot, rows_sum, snapshot
@@ -24,7 +24,7 @@ ENTRIES = 2**18
 COLOUR = "#08519c"
 
 
-@plain_defaults()
+@checked_arguments(positions=INDICES)
 def attention_heads(
     run: DenoisingRun,
     model: Any,
@@ -63,7 +63,7 @@ def attention_heads(
     return View(f"Attention heads of layer {shot.layer} at step {step}", about, (Piece("AttentionHeads", props),))
 
 
-@plain_defaults()
+@checked_arguments(positions=INDICES)
 def attention_pattern(
     run: DenoisingRun,
     model: Any,
@@ -86,7 +86,7 @@ def attention_pattern(
     return _one_head(shot, run, head, positions, shot.pattern, "Attention", f"attention A_ij, {rows_sum(shot)}")
 
 
-@plain_defaults()
+@checked_arguments(positions=INDICES)
 def value_weighted_pattern(
     run: DenoisingRun,
     model: Any,

@@ -6,8 +6,9 @@ from rich.text import Text
 
 from dlm_lens.display import RICH_STYLES
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.emerging_text import emerging_cells
-from dlm_lens.viz.selection import step_places
+from dlm_lens.viz.selection import index_of, step_places
 
 
 def emerging_lines(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
@@ -22,10 +23,11 @@ def emerging_lines(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | No
         steps: the steps of the run to show; None for all that the row ran.
 
     Raises:
+        TypeError: the run is not a `DenoisingRun`.
         ValueError: a row or a step that the run does not have.
     """
-    if not 0 <= row < len(run.tokens):
-        raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
+    check_run(run)
+    index_of("row", row, range(len(run.tokens)))
     for step in range(int(run.row_steps[row])) if steps is None else step_places(steps, run.step_numbers):
         cells = emerging_cells(run, row, step)
         yield Text(" ").join(Text(cell.text, style=RICH_STYLES[cell.kind]) for cell in cells)

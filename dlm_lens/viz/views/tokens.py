@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.placement import plain_defaults
+from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun
@@ -17,7 +17,7 @@ from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import as_received, choose, step_places
+from dlm_lens.viz.selection import as_received, choose, index_of, step_places
 from dlm_lens.viz.views.view import Piece, View, rounded, web_labels
 
 TOKENS = 4096
@@ -33,7 +33,7 @@ UNSCORED = "†"
 """After a token without a defined score."""
 
 
-@plain_defaults()
+@checked_arguments(steps=None)
 def received_tokens(
     received: Received | Recording,
     *,
@@ -95,7 +95,7 @@ def received_tokens(
     return View("Received attention of every token", about, tuple(pieces))
 
 
-@plain_defaults()
+@checked_arguments(steps=None)
 def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> View:
     """The canvas after a few steps: open positions as ▢, tokens that were decoded since the previous line in green.
 
@@ -111,8 +111,7 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         ValueError: a row or step that the run does not have.
     """
     check_run(run)
-    if not 0 <= row < len(run.tokens):
-        raise ValueError(f"row {row} of {len(run.tokens)}: rows go from 0")
+    index_of("row", row, range(len(run.tokens)))
     chosen = _steps(steps, run.step_numbers, int(run.row_steps[row]))
     content, cropped = _last_positions(run.attention_mask[row].nonzero().flatten(), len(chosen))
     pieces, before, last = [], run.masked[0, row, content], 0
