@@ -76,6 +76,8 @@ def choose_positions(
     if isinstance(positions, Tensor):
         return _given(run, positions, steps, layers, canvas + learned)
     chosen = range(canvas + learned) if positions is None else list(positions)
+    if positions is not None and not len(chosen):
+        raise ValueError("positions is empty; give at least one, or None for all")
     for position in chosen:
         if not -canvas <= position < canvas + learned:
             raise ValueError(

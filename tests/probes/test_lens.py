@@ -420,6 +420,7 @@ def test_what_cannot_be_read_is_refused() -> None:
         ({"steps": []}, "steps is empty"),
         ({"layers": [2]}, "layer 2 of 2"),
         ({"positions": [40]}, "position 40"),
+        ({"positions": []}, "positions is empty; give at least one, or None for all"),
         ({"top": 0}, "top is 0"),
         ({"positions": "sinks"}, "positions is 'sinks'; give Sinks, canvas positions, a mask, or one of 'masked'"),
         ({"positions": run.unmasked[:2]}, r"needs a mask of shape \[2, 17\] or \[4, 2, 17\], or a list"),
