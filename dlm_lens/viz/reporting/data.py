@@ -29,7 +29,7 @@ Source = Recording | tuple[Received, DenoisingRun]
 """A recording, or received attention and its run."""
 
 BUDGET = 4_900_000
-"""Characters of the data of one recording, so that a report stays below 5 MB."""
+"""Characters of the data of one recording, so that a report of it stays below 5 MB."""
 
 START = AboveMean(3.0)
 """The rule with which a page starts, unless another one is given."""

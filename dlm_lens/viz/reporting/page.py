@@ -43,8 +43,8 @@ def report(
 ) -> Path:
     """Write one HTML file that shows the sinks of a run step by step, in any browser, without a network.
 
-    The file holds the canvases, and all scores exactly where they fit into 5 MB. Otherwise it holds the highest
-    scores of every (step, layer, head) and of the means exactly, and of the other scores the bin of their colour:
+    The file holds the canvases, and all scores of a source exactly where they fit into 5 MB. Otherwise it holds the
+    highest scores of every (step, layer, head) and of the means exactly, and of the other scores the bin of their colour:
     64 steps of 32 layers of 32 heads of 128 keys fit this way. The page states what is exact, and finds the sinks
     that `find_sinks` finds.
 
@@ -52,7 +52,7 @@ def report(
         source: a `Recording` with received attention of all queries, or a `Received` and its `DenoisingRun` as a
             tuple.
         path: the .html or .htm file to write; an existing one is replaced.
-        compare: another source, to show next to the first one.
+        compare: another source, to show next to the first one; the file then holds up to 5 MB of each.
         detector: the rule with which the page starts, or its text, such as "attention-share:0.1";
             `AboveMean(3.0)` by default. The page computes the sinks by `AboveMean(eps)`, `AboveStd(k)`,
             `SoftSigmoid(alpha)` and `TopK(k)` for any setting. By other rules it holds the sinks that `find_sinks`
