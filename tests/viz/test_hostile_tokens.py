@@ -3,11 +3,14 @@
 import io
 import json
 import re
+import warnings
 from dataclasses import replace
 from weakref import WeakSet
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
+from matplotlib.text import Text
 from tqdm import tqdm
 from typer.testing import CliRunner
 
@@ -17,7 +20,9 @@ from dlm_lens.probes import logit_lens
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.token_text import StoredTokenizer, shown
 from dlm_lens.testing import tiny
-from dlm_lens.viz.figures.labels import note
+from dlm_lens.viz.figures import labels
+from dlm_lens.viz.figures.labels import caption, note
+from dlm_lens.viz.views.view import Piece, View
 
 HOSTILE = [
     "\x1b[2J\x1b[31m", "\x1b]0;owned\x07", "\x00", "\x9b31m", "\x7f", "\u202eevil", "\u2066\u2069", "\ufeff",
@@ -181,3 +186,36 @@ def test_errors_and_warnings_of_commands_are_inert(monkeypatch, capsys, tmp_path
     with pytest.raises(SystemExit):
         cli.main()
     assert "weights model.\\u001b[31m.\\u0000layers\\u0007\\u202e.q_proj" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("title", ["你好 🙂", "\x1b[31m\x00\u202e\ud800"])
+def test_a_title_has_codes_for_what_the_font_lacks_and_no_warning(hostile, title: str) -> None:
+    _, rec, _ = hostile
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns of every missing glyph
+        figures = [
+            dl.viz.incoming_attention(rec, layer=0, head=0, title=title),
+            dl.viz.sink_positions_by_model({title: rec}, RULE, heads={title: (0, 0)}, title=title),
+        ]
+        for figure in figures:
+            figure.savefig(io.BytesIO(), format="svg")
+    for figure in figures:
+        texts = [one.get_text() for one in figure.findobj(Text)]
+        coded = "\\u4f60\\u597d \\U0001f642" if title.isprintable() else "\\u001b[31m\\u0000\\u202e\\ud800"
+        assert any(coded in text for text in texts)
+        assert all(inert(text) for text in texts)
+
+
+def test_a_font_that_has_the_characters_draws_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labels, "_drawable", lambda character, font: character != "你" or "Mono" in font)
+    assert caption(["你好"], 6.0) == "\\u4f60好"
+    with matplotlib.rc_context({"font.family": ["DejaVu Sans", "DejaVu Sans Mono"]}):
+        assert caption(["你好"], 6.0) == "你好"
+
+
+def test_a_view_holds_no_lone_surrogate() -> None:
+    view = View("\ud800", ("\x1b",), (Piece("ColoredTokens", {"tokens": ["a"], "values": [1.0]}, "<\udc80>"),))
+    page = view._repr_html_()
+    for coded in ("\\ud800", "\\u001b", "&lt;\\udc80&gt;"):
+        assert coded in page
+    page.encode()  # as a notebook stores it

@@ -50,9 +50,15 @@ def token_labels(ids: Sequence[int], tokenizer: Any = None, length: int = 12) ->
 
 
 def _drawn(label: str, length: int) -> str:
-    font = font_manager.findfont(font_manager.FontProperties())
-    drawn = "".join(c if _drawable(c, font) else escaped(c) for c in label)
+    drawn = _in_font(label)
     return drawn if len(drawn) <= length else drawn[: length - 1] + MORE
+
+
+def _in_font(text: str) -> str:
+    """A text with codes for the characters that no font of the figure has: boxes, and a warning for each."""
+    properties = font_manager.FontProperties
+    fonts = [font_manager.findfont(properties(family=[one])) for one in properties().get_family()]
+    return "".join(c if c in "\n\t" or any(_drawable(c, font) for font in fonts) else escaped(c) for c in text)
 
 
 @cache
@@ -121,11 +127,12 @@ def note(axes: Axes, text: str, height: float = 0.5) -> None:
 def caption(parts: Sequence[str], width: float) -> str:
     """A caption of 8 points in lines of `width` inches, which breaks between its parts where they fit.
 
-    Control characters, such as the name of a model may hold, are written as their codes: an SVG file has none.
+    Control characters, such as the name of a model may hold, are written as their codes: an SVG file has none. So
+    are characters that the font does not have.
     """
     room = max(40, int(width * 14))
     lines: list[str] = []
-    for part in map(printable, parts):
+    for part in (_in_font(printable(part)) for part in parts):
         if lines and len(lines[-1]) + len(part) + 3 <= room:
             lines[-1] += f" · {part}"
         else:

@@ -44,9 +44,9 @@ def report(
     """Write one HTML file that shows the sinks of a run step by step, in any browser, without a network.
 
     The file holds the canvases, and all scores of a source exactly where they fit into 5 MB. Otherwise it holds the
-    highest scores of every (step, layer, head) and of the means exactly, and of the other scores the bin of their colour:
-    64 steps of 32 layers of 32 heads of 128 keys fit this way. The page states what is exact, and finds the sinks
-    that `find_sinks` finds.
+    highest scores of every (step, layer, head) and of the means exactly, and of the other scores the bin of their
+    colour: 64 steps of 32 layers of 32 heads of 128 keys fit this way. The page states what is exact, and finds the
+    sinks that `find_sinks` finds.
 
     Args:
         source: a `Recording` with received attention of all queries, or a `Received` and its `DenoisingRun` as a

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.paths import check_file
+from dlm_lens.printable import printable
 from dlm_lens.sampling.token_text import TokenTexts
 
 Component = Literal["AttentionHeads", "AttentionPattern", "ColoredTokens"]
@@ -73,9 +74,9 @@ class View:
     def _parts(self) -> tuple[str, str]:
         """The markup, and the script that fills it: a module, so that views on one page share no names."""
         names = [f"dlm-lens-{uuid4().hex}" for _ in self.pieces]
-        about = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.sentences)
+        about = "".join(f"<p>{_text(sentence)}</p>" for sentence in self.sentences)
         places = "".join(
-            (f"<h2>{html.escape(piece.heading)}</h2>" if piece.heading else "")
+            (f"<h2>{_text(piece.heading)}</h2>" if piece.heading else "")
             + f'<div id="{name}" style="margin: 10px 0; position: relative"></div>'
             for piece, name in zip(self.pieces, names, strict=True)
         )
@@ -83,7 +84,7 @@ class View:
             f'CircuitsVis.render("{name}", CircuitsVis.{piece.component}, {_props(piece)});'
             for piece, name in zip(self.pieces, names, strict=True)
         )
-        return f"<h1>{html.escape(self.title)}</h1>{about}{places}", f"{_bundle()}\n{calls}"
+        return f"<h1>{_text(self.title)}</h1>{about}{places}", f"{_bundle()}\n{calls}"
 
     def save(self, path: str | Path) -> Path:
         """Write one HTML file that needs no network, and return its path.
@@ -101,10 +102,15 @@ class View:
         page = (
             '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY.format(digest)}">'
-            f"<title>{html.escape(self.title)}</title><style>{STYLE}</style></head>"
+            f"<title>{_text(self.title)}</title><style>{STYLE}</style></head>"
             f'<body>{body}<script type="module">{script}</script></body></html>\n'
         )
         return write_file(path, page)
+
+
+def _text(given: str) -> str:
+    """A text in the markup: control characters and lone surrogates, which no file or message can hold, as codes."""
+    return html.escape(printable(given))
 
 
 def _props(piece: Piece) -> str:
