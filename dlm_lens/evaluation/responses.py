@@ -16,6 +16,7 @@ from dlm_lens.files.locks import lock
 from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.files.sealed_lines import append_lines, cut_incomplete_line, line_of, read_lines
 from dlm_lens.placement import float32_products, input_device
+from dlm_lens.printable import LONGEST_NAME, printable_name
 from dlm_lens.recording.model_identity import config_fields, weights_digest
 
 logger = logging.getLogger(__name__)
@@ -154,9 +155,10 @@ class Responses:
         # The fingerprint identifies a model, whatever its path.
         for name in sorted({*theirs, *self.identity} - {"model"}):
             if theirs.get(name) != self.identity.get(name):
+                where, one, other = _difference(name, theirs.get(name), self.identity.get(name))
                 raise ValueError(
-                    f"{self.path} holds answers with {name}={theirs.get(name)!r:.120}, this evaluation has "
-                    f"{self.identity.get(name)!r:.120}; choose another file, or the same settings"
+                    f"{self.path} holds answers with {where}={one}, this evaluation has {other}; choose another "
+                    "file, or the same settings"
                 )
 
     @property
@@ -180,6 +182,23 @@ class Responses:
 def _first_line(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.readline()
+
+
+def _difference(name: str, one: Any, other: Any) -> tuple[str, str, str]:
+    """The name of the part of a setting that differs, and both values, in at most 120 characters each.
+
+    Long values, such as a config or a list of hooks, begin alike: they are shown from where they differ.
+    """
+    texts = repr(one), repr(other)
+    if max(map(len, texts)) <= LONGEST_NAME:
+        return name, *texts
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        inner = min(key for key in {*one, *other} if one.get(key) != other.get(key))
+        return _difference(f"{name}.{inner}", one.get(inner), other.get(inner))
+    same = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len({*pair}) > 1), 0)
+    start = max(0, same - 40)
+    first, second = (f"{'...' * (start > 0)}{printable_name(text[start:])}" for text in texts)
+    return name, first, second
 
 
 def _finite(answer: Any) -> Any:

@@ -84,6 +84,23 @@ def test_answers_of_another_evaluation_are_not_mixed_in(llada: Any, tmp_path: Pa
     HarnessLM(llada, responses=path, batch_size=7)
 
 
+def test_long_settings_are_told_where_they_differ(tmp_path: Path) -> None:
+    same = [f"mask_positions({position})" for position in range(40)]
+    cases = (
+        ([*same, "first()"], [*same, "second()"], "hooks=...", "first()"),
+        ({"same": same, "steps": 3}, {"same": same, "steps": 4}, "hooks.steps=3, this evaluation has 4;", ""),
+    )
+    for number, (one, other, begins, holds) in enumerate(cases):
+        path = tmp_path / f"{number}.jsonl"
+        Responses(path, {"hooks": one})
+        with pytest.raises(ValueError, match="choose another file, or the same settings") as caught:
+            Responses(path, {"hooks": other})
+        text = str(caught.value)
+        assert f"holds answers with {begins}" in text
+        assert holds in text
+        assert len(text) < 500
+
+
 def test_answers_of_other_defaults_and_of_another_tokenizer_are_not_mixed_in(tmp_path: Path) -> None:
     """The weights and the config are the same: generation_config.json and tokenizer.json have changed."""
     path, fixed = tmp_path / "responses.jsonl", tmp_path / "fixed.jsonl"
