@@ -330,7 +330,10 @@ def find_tasks(names: Sequence[str]) -> Any:
         raise ValueError(f"no task given; tasks that need no network are {', '.join(shipped_tasks())}")
     manager = _manager(include_defaults=False)
     if not all(name in manager.all_tasks or _is_task_file(name) for name in names):
-        manager = _manager(include_defaults=True)
+        files = [name for name in names if Path(name).is_file() and not _is_task_file(name)]
+        beside = dict.fromkeys(str(Path(name).resolve().parent) for name in files)
+        # The members of a group in a file may be tasks of files beside it, which change between two calls.
+        manager = _manager.__wrapped__(True, *beside) if beside else _manager(include_defaults=True)
     for name in names:
         if name not in manager.all_tasks and not Path(name).is_file():
             near = ", ".join(get_close_matches(name, manager.all_tasks, 3)) or ", ".join(shipped_tasks())
@@ -345,7 +348,7 @@ def load_tasks(manager: Any, names: Sequence[str]) -> Any:
         ValueError: a task file or data that cannot be read; the harness raises what its parsers raise.
     """
     try:
-        return manager.load(list(names))
+        return manager.load([_by_name(manager, name) for name in names])
     except (OSError, ImportError):
         raise  # of the hub, and of packages that a task needs: sentences of their own
     except Exception as error:
@@ -368,11 +371,18 @@ def _is_task_file(name: str) -> bool:
 
 
 @cache
-def _manager(include_defaults: bool) -> Any:
+def _manager(include_defaults: bool, *folders: str) -> Any:
     """Cached, because reading the harness's task files takes seconds."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=str(TASKS), include_defaults=include_defaults)
+    return TaskManager(include_path=[str(TASKS), *folders], include_defaults=include_defaults)
+
+
+def _by_name(manager: Any, name: str) -> str:
+    """The name of the group in a file; for the file the harness would take the list of its members as the name."""
+    found = manager.task_index.items() if Path(name).is_file() else ()
+    groups = (key for key, one in found if one.kind.name == "GROUP" and one.yaml_path == Path(name).resolve())
+    return next(groups, name)
 
 
 def check_code(manager: Any, names: Sequence[str], confirmed: bool) -> None:

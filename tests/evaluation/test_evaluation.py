@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.api import metrics as harness_metrics
+from lm_eval.tasks import TaskManager
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM, evaluate, evaluation, shipped_tasks
@@ -326,6 +327,25 @@ def test_unknown_names_are_refused_with_near_ones(toy: Any, few_tasks: None) -> 
         evaluate(toy, "toy_lists", generation={"lenght": 3})
     with pytest.raises(ValueError, match="given with a HarnessLM"):
         evaluate(HarnessLM(toy), "toy_lists", seed=3)
+
+
+def test_a_group_in_a_file_has_the_tasks_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[bool] = []
+
+    class Manager(TaskManager):
+        """Without the harness's own 14,000 files, which take seconds."""
+
+        def __init__(self, include_path: Any, include_defaults: bool) -> None:
+            loaded.append(include_defaults)
+            super().__init__(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", Manager)
+    changed_task(tmp_path, "toy_lists")
+    group = tmp_path / "both.yaml"
+    group.write_text("group: both\ntask:\n  - toy_lists_changed\n  - toy_choice\n")
+    manager = find_tasks([str(group)])
+    assert loaded[-1]  # a member may be one of the harness's own
+    assert set(load_tasks(manager, [str(group)])["tasks"]) == {"toy_lists_changed", "toy_choice"}
 
 
 @pytest.mark.parametrize("named", [False, True])
