@@ -6,7 +6,7 @@ from typing import Any
 from dlm_lens.experiments.attention_sinks.problems import chat, is_right, problems_of, starts
 from dlm_lens.experiments.attention_sinks.prompt_scores import correct_by_prompt, exact_match
 from dlm_lens.experiments.attention_sinks.prompt_scores import difference as paired
-from dlm_lens.experiments.experiment import Cost, Experiment, Rendering, Table
+from dlm_lens.experiments.experiment import Bench, Cost, Experiment, Rendering, Table
 from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.results import Item, Results, Settings
 
@@ -38,28 +38,47 @@ def items(conditions: Conditions) -> Callable[[Settings], Iterator[Item]]:
     return listed
 
 
-def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
-    """Whether each problem is answered correctly.
+def runner(conditions: Conditions) -> Callable[[Item, Settings, Bench], Mapping[str, Any]]:
+    """The function that computes an item: whether each problem is answered correctly.
+
+    It raises a ValueError at a model's first item where any of the model's conditions cannot run, before the
+    conditions that can are computed.
+    """
+
+    def run(item: Item, settings: Settings, bench: Bench) -> dict[str, Any]:
+        import dlm_lens as dl
+        from dlm_lens.hooks import parse_hooks
+
+        model, these = bench.model(item["model"]), problems_of(settings, item["start"])
+        prompts = chat(model, these, settings)
+        every = conditions(settings, item["model"])
+        bench.once(("checked", item["model"]), lambda: _check(model, prompts, every, settings))
+        hooks = parse_hooks(item["hook"]) if item["hook"] else ()
+        done = dl.denoise(model, prompts, hooks=hooks, **settings["sampler"])
+        return {
+            "correct": [
+                is_right(settings["task"], text, problem) for text, problem in zip(done.answers, these, strict=True)
+            ]
+        }
+
+    return run
+
+
+def _check(model: Any, prompts: Sequence[Any], conditions: Mapping[str, str], settings: Settings) -> None:
+    """Raise where a condition cannot run.
 
     Raises:
-        ValueError: the setting `layers` names one that the model does not have.
+        ValueError: a hook needs a step or a layer that the run or the model does not have.
     """
-    import dlm_lens as dl
-    from dlm_lens.attention import attention_blocks
     from dlm_lens.hooks import parse_hooks
+    from dlm_lens.sampling.denoising import check_recorded_run
 
-    model, these = bench.model(item["model"]), problems_of(settings, item["start"])
-    # At the first item: the hook itself is refused after the conditions of all layers before it.
-    depth = len(attention_blocks(model))
-    if any(not -depth <= layer < depth for layer in settings.get("layers", ())):
-        raise ValueError(f"layers is {settings['layers']}; {item['model']} has layers 0 to {depth - 1}")
-    hooks = parse_hooks(item["hook"]) if item["hook"] else ()
-    done = dl.denoise(model, chat(model, these, settings), hooks=hooks, **settings["sampler"])
-    return {
-        "correct": [
-            is_right(settings["task"], text, problem) for text, problem in zip(done.answers, these, strict=True)
-        ]
-    }
+    for name, hook in conditions.items():
+        try:
+            check_recorded_run(model, prompts, parse_hooks(hook) if hook else (), **settings["sampler"])
+        except ValueError as error:
+            own = ", ".join(f"{one}={value!r}" for one, value in settings.items() if one not in SMALL)
+            raise ValueError(f"the condition {name!r} of the settings {own} cannot run: {error}") from error
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:
@@ -89,7 +108,7 @@ def experiment(
         small={**SMALL, **(small or {})},
         full={**FULL, **(full or {})},
         items=items(conditions),
-        run=run,
+        run=runner(conditions),
         render=render,
         cost=cost,
     )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,9 +101,25 @@ def test_prompts_that_changed_are_not_mixed_with_the_stored_ones(tmp_path: Path)
     assert "files" not in experiment.config(True)
 
 
-def test_layers_that_a_model_does_not_have_are_refused_before_any_condition(tmp_path: Path) -> None:
-    experiment = find_experiment("beyond-places")
-    for layers in ([0, 4], [-5]):
-        with pytest.raises(ValueError, match=r"layers is \[.*\]; toy has layers 0 to 3"):
-            run_experiment(experiment, tmp_path, small=True, models=["toy"], settings={"layers": layers})
-        assert '"item"' not in (tmp_path / "results-00000.jsonl").read_text()
+@pytest.mark.parametrize(
+    ("name", "settings", "match"),
+    [
+        ("beyond-places", {"layers": [0, 4]}, r"'layer 4' of .* layers=\[0, 4\] .* layers go from 0 to 3"),
+        ("beyond-places", {"layers": [-5]}, r"'layer -5' of .* layers=\[-5\] cannot run: .*layer -5 of 4"),
+        ("beyond-freezing", {}, r"'followed from 4' .*steps=32 cannot run: .*the run has steps 0 to 13"),
+        ("beyond-freezing", {"steps": 14}, "'frozen at 16' .*: step 16 is not there; the run has steps 0 to 13"),
+    ],
+)
+def test_conditions_that_cannot_run_are_refused_before_any_condition(
+    tmp_path: Path, name: str, settings: dict[str, Any], match: str
+) -> None:
+    short = {"prompts": 2, "batch": 2, "sampler": {"gen_length": 14}}
+    with pytest.raises(ValueError, match=match):
+        run_experiment(find_experiment(name), tmp_path, small=True, models=["toy"], settings={**short, **settings})
+    assert '"item"' not in (tmp_path / "results-00000.jsonl").read_text()
+
+
+def test_freezing_runs_with_another_length(tmp_path: Path) -> None:
+    settings = {"prompts": 2, "batch": 2, "sampler": {"gen_length": 7}, "steps": 7, "from_steps": [3]}
+    found = run_experiment(find_experiment("beyond-freezing"), tmp_path, small=True, settings=settings)
+    assert [len(record.value["correct"]) for record in found.records] == [2] * 5
