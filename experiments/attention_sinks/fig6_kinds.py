@@ -32,10 +32,13 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
     parts have one too ("cases"), "state" is how often the classes differ and "null" how often the parts do, a mean
     over the draws of each case. Lives are those of sinks that were seen to end, also with the steps shuffled.
 
+    Of a model with sliding windows the layers without one are measured.
+
     Raises:
-        ValueError: an AR model.
+        ValueError: an AR model, or one with a sliding window in all its layers.
     """
     from dlm_lens.adapters import family_of
+    from dlm_lens.attention import attention_blocks
     from dlm_lens.sinks import SplitAttention
 
     model = model_of(item, settings, bench)
@@ -46,10 +49,12 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
         )
 
     names = ("lives", "transient", "shuffled_lives", "shuffled_transient")
-    found: dict[str, Any] = {name: [] for name in (*COUNTS, *names)}
+    left_out = _layers_with_window(model, item["model"])
+    found: dict[str, Any] = {name: [] for name in (*COUNTS, *names)} | {"left_out": left_out}
+    layers = [layer for layer in range(len(attention_blocks(model))) if layer not in left_out]
     splits = [SplitAttention(settings["draws"]), SplitAttention(1, "position")]
     for number, prompt_run in enumerate(
-        record_prompts(item, settings, bench, ("all", "masked", "unmasked"), reducers=splits)
+        record_prompts(item, settings, bench, ("all", "masked", "unmasked"), splits, layers)
     ):
         for name, value in _separate(prompt_run, settings).items():
             found[name].append(value)
@@ -64,6 +69,26 @@ def run(item: Item, settings: Settings, bench: Any) -> dict[str, Any]:
                 shown["separate"] = kind_maps.separate(model, prompt_run, sink_rule(settings))
             if not shown.get("transient"):
                 shown["transient"] = kind_maps.transient(model, prompt_run, sink_rule(settings))
+    return found
+
+
+def _layers_with_window(model: Any, name: str) -> list[int]:
+    """The layers in which each query sees other keys, so that parts of as many queries cannot be compared.
+
+    Raises:
+        ValueError: all of them.
+    """
+    from dlm_lens.attention.sliding_windows import layer_windows
+
+    if "encoder" in getattr(model, "attention_stacks", {}):
+        return []  # a decoder's window reaches from its canvas, which is seen whole, back into the encoder's text
+    windows = layer_windows(model)
+    found = [layer for layer, window in enumerate(windows) if window is not None]
+    if len(found) == len(windows):
+        raise ValueError(
+            f"{name} has a sliding window in all of its layers, so that each query sees other keys; Figure 6 "
+            "compares queries that see the same keys: leave it out of the models"
+        )
     return found
 
 
@@ -126,17 +151,17 @@ def render(results: Results) -> Rendering:
 
     rows, curves, styles, short = [], {}, {}, []
     for number, model in enumerate(results.models):
-        layers = range(_layers(results, model))
+        layers = list(enumerate(_layers(results, model)))
         for line, (name, split) in enumerate((("by state", None), *((f"by {s}", s) for s in SPLITS))):
-            points = [(layer, differing(results, model, layer, split)) for layer in layers]
+            points = [(layer, differing(results, model, place, split)) for place, layer in layers]
             name = {"by random": "at random"}.get(name, name)
             curves[f"{model}, split {name}"], styles[f"{model}, split {name}"] = points, (number, line)
-        for layer in layers:
-            cases = sum(sum(one[layer] for one in part) for part in per_network(results, "both", model=model))
+        for place, layer in layers:
+            cases = sum(sum(one[place] for one in part) for part in per_network(results, "both", model=model))
             rows.append([
-                model, str(layer), str(differing(results, model, layer)),
-                *(str(differing(results, model, layer, split)) for split in SPLITS),
-                *(str(excess(results, model, layer, split)) for split in SPLITS), f"{cases:.0f}",
+                model, str(layer), str(differing(results, model, place)),
+                *(str(differing(results, model, place, split)) for split in SPLITS),
+                *(str(excess(results, model, place, split)) for split in SPLITS), f"{cases:.0f}",
             ])  # fmt: skip
         short.append([model, str(transient(results, model)), str(transient(results, model, "shuffled_")),
                       str(sum(results.listed("lives", model=model)))])  # fmt: skip
@@ -152,17 +177,35 @@ def render(results: Results) -> Rendering:
     ]  # fmt: skip
     figures = {"split": line_chart(
         curves, x="layer", y="main sinks of both sets differ", styles=styles,
-        ticks=[str(layer) for layer in range(max(_layers(results, model) for model in results.models))],
+        ticks=[str(layer) for layer in range(max(_layers(results, model)[-1] for model in results.models) + 1)],
     )}  # fmt: skip
-    return Rendering(tables, {**kind_maps.figures(results), **figures}, list(findings(results)), [kind_maps.NOTE])
+    notes = [kind_maps.NOTE, *_notes(results)]
+    return Rendering(tables, {**kind_maps.figures(results), **figures}, list(findings(results)), notes)
 
 
-def _layers(results: Results, model: str) -> int:
-    return len(results.listed("both", model=model)[0])
+def _layers(results: Results, model: str) -> list[int]:
+    """The measured layers."""
+    first = results.where(model=model)[0].value
+    left_out = first.get("left_out", ())  # not in results stored before models with sliding windows were measured
+    return [layer for layer in range(len(first["both"][0]) + len(left_out)) if layer not in left_out]
+
+
+def _notes(results: Results) -> list[str]:
+    """What is not measured."""
+    windows = {model: results.where(model=model)[0].value.get("left_out", ()) for model in results.models}
+    return [
+        f"{model} is measured without the layers {', '.join(map(str, left_out))}: they have a sliding window, in "
+        "which each query sees other keys."
+        for model, left_out in windows.items()
+        if left_out
+    ]
 
 
 def differing(results: Results, model: str, layer: int, split: str | None = None) -> Interval:
-    """Share of a layer's cases in which the main sinks differ: of the classes, or of a split's parts."""
+    """Share of a layer's cases in which the main sinks differ: of the classes, or of a split's parts.
+
+    `layer` is a place among the measured layers, here and in `excess`.
+    """
     names = ["differ", "both"] if split is None else [f"{split}_null", f"{split}_cases"]
     return per_prompt(results, model, names, lambda top, bottom: (top[layer], bottom[layer]), bounds=(0, 1))
 
@@ -194,29 +237,31 @@ def transient(results: Results, model: str, prefix: str = "") -> Interval:
 def findings(results: Results) -> Iterator[Finding]:
     """Figure 6a against random splits of the same sizes, and Figure 6b."""
     for model in results.models:
-        last = _layers(results, model) - 1
-        more, null = excess(results, model, last), differing(results, model, last, "random")
+        layers = _layers(results, model)
+        first, last = layers[0], layers[-1]
+        more, null = excess(results, model, -1), differing(results, model, -1, "random")
         yield Finding.of(
             "LLaDA, deepest layers: masked and unmasked tokens maintain separate sinks (6a)",
-            f"{model}, layer {last}: they differ in {differing(results, model, last)} of the cases, {more} more "
+            f"{model}, layer {last}: they differ in {differing(results, model, -1)} of the cases, {more} more "
             "than random sets of queries",
             is_above(more, 0),
             why="agreement: more often than for random sets of the same sizes, paired by step and head",
             null=f"random sets: {null}; the last queries against the first: "
-            f"{differing(results, model, last, 'position')}",
+            f"{differing(results, model, -1, 'position')}",
         )
         yield Finding.of(
             '"the deepest layers showcase a particular type": separate sinks are a matter of depth (6a)',
-            f"{model}: the excess over random sets is {deeper(results, model)} larger in layer {last} than in 0",
+            f"{model}: the excess over random sets is {deeper(results, model)} larger in layer {last} than in "
+            f"{first}",
             is_above(deeper(results, model), 0),
             why="agreement: a larger excess in the last layer than in the first, paired by prompt",
             null="0: the same excess in both",
         )
-        place = excess(results, model, last, "position")
+        place = excess(results, model, -1, "position")
         yield Finding(
             "whether masks or places separate the sinks is not measured",
             f"{model}, layer {last}: the classes differ {place} more often than the last queries and the first do, "
-            f"which differ in {differing(results, model, last, 'position')}",
+            f"which differ in {differing(results, model, -1, 'position')}",
             "no counterpart",
             "masked queries are mostly the last ones; above 0: the state matters beyond the place",
         )

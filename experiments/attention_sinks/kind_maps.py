@@ -44,7 +44,7 @@ def clearest(masked: Any, unmasked: Any, rule: Any) -> tuple[int, int, int, int,
     if not bool(apart.any()):
         return None
     step, layer, head = (int(place) for place in np.unravel_index(int(contrast.argmax()), contrast.shape))
-    return step, layer, head, int(one[step, layer, head]), int(other[step, layer, head])
+    return step, masked.layers[layer], head, int(one[step, layer, head]), int(other[step, layer, head])
 
 
 def separate(model: Any, prompt_run: Any, rule: Any) -> dict[str, Any] | None:

@@ -63,12 +63,17 @@ def items(settings: Settings, networks: Callable[[str, Settings], range] = netwo
 
 
 def record_prompts(
-    item: Item, settings: Settings, bench: Any, queries: Sequence[str] = ("all",), reducers: Sequence[Any] = ()
+    item: Item,
+    settings: Settings,
+    bench: Any,
+    queries: Sequence[str] = ("all",),
+    reducers: Sequence[Any] = (),
+    layers: Sequence[int] | None = None,
 ) -> list[PromptRun]:
     """Denoise the item's prompts and record the attention that every key receives, per class of queries.
 
-    Further `reducers` are recorded beside it. The setting `keep` names a directory for the recordings. A figure
-    with equal settings reads them again.
+    Further `reducers` are recorded beside it; `layers` chooses layers, None for all. The setting `keep` names a
+    directory for the recordings. A figure with equal settings reads them again.
     """
     import dlm_lens as dl
 
@@ -80,7 +85,7 @@ def record_prompts(
         name = item["model"].replace("/", "--")
         kinds = "-".join([*queries, *(reducer.name for reducer in reducers)])
         to = Path(settings["keep"]) / f"{name}-{item.get('network', 0)}-{item['start']}-{kinds}"
-    recording = dl.record(model, texts, [*classes, *reducers], to=to, **settings["sampler"])
+    recording = dl.record(model, texts, [*classes, *reducers], to=to, layers=layers, **settings["sampler"])
     found = {kind: dl.received_of(recording, kind) for kind in queries}  # type: ignore[arg-type]
 
     def own(row: int, steps: int) -> dict[str, Any]:

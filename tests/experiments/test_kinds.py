@@ -152,3 +152,36 @@ def test_an_ar_model_has_no_masked_queries_to_compare() -> None:
     settings = {**fig6_kinds.EXPERIMENT.small, "prompts": 1, "batch": 1}
     with pytest.raises(ValueError, match=r"toy-ar is an AR model.*leave it out of the models"):
         fig6_kinds.run({"model": "toy-ar", "network": 0, "start": 0}, settings, SimpleNamespace(model=dl.load))
+
+
+def test_layers_with_a_sliding_window_are_left_out() -> None:
+    """With three layers of which the middle one has a window; the maps are those of the model's own layers."""
+    layers = ["full_attention", "sliding_attention", "full_attention"]
+    model = tiny("modernbert", num_hidden_layers=3, layer_types=layers)
+    settings = {**fig6_kinds.EXPERIMENT.small, "prompts": 2, "batch": 2, "draws": 2, "eps": 0.05,
+                "sampler": {"gen_length": 10, "steps": 10}}  # fmt: skip
+    value = fig6_kinds.run({"model": "m", "start": 0}, settings, SimpleNamespace(model=lambda name: model))
+    assert value["left_out"] == [1]
+    assert [len(one) for one in value["both"]] == [2, 2]
+    assert {one["layer"] for one in value["examples"].values() if one} <= {0, 2}
+    results = Results({"settings": settings}, [Record({"model": "m", "start": 0}, value, 0.0)])
+    page = fig6_kinds.render(results)
+    assert [row[1] for row in page.tables[0].rows] == ["0", "2"]
+    assert "m is measured without the layers 1: they have a sliding window" in page.notes[-1]
+    assert "m, layer 2:" in page.findings[0].here
+
+
+def test_a_sliding_window_in_all_layers_is_refused() -> None:
+    model = tiny("modernbert", layer_types=["sliding_attention"] * 2)
+    settings = {**fig6_kinds.EXPERIMENT.small, "prompts": 1, "batch": 1}
+    with pytest.raises(ValueError, match=r"m has a sliding window in all of its layers.*leave it out of the models"):
+        fig6_kinds.run({"model": "m", "start": 0}, settings, SimpleNamespace(model=lambda name: model))
+
+
+def test_the_clearest_sinks_name_the_layer_of_the_model() -> None:
+    values = torch.full((2, 1, 2, 3, 24), 0.5)
+    first, second = values.clone(), values.clone()
+    first[1, 0, 1, 0, 5], second[1, 0, 1, 0, 9] = 9, 8
+    fields = {"expected": torch.ones(2, 1, 1, 1, 24), "counted": torch.full((2, 1), 24), "layers": (0, 3)}
+    masked, written = Received(values=first, queries="masked", **fields), Received(values=second, **fields)
+    assert kind_maps.clearest(masked, written, AboveMean(3.0)) == (1, 3, 0, 5, 9)
