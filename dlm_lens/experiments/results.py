@@ -321,6 +321,11 @@ def check_config(
         ValueError: naming the first setting that differs.
     """
     for name, before, now in _differences(theirs, ours):
+        if name == "files" and before is None and isinstance(now, Mapping):
+            raise ValueError(
+                f"{directory} holds results of an earlier version, which did not record the content of "
+                f"{', '.join(now)}; it may have changed since, so that nothing is added: choose another --out"
+            )
         growing = name.removeprefix("settings.") in grows
         if growing and now > before:
             continue

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dlm_lens.experiments import find_experiment, list_items, run_experiment
+from dlm_lens.experiments import find_experiment, list_items, read_results, run_experiment
 from dlm_lens.experiments.attention_sinks import table1
 from dlm_lens.experiments.attention_sinks.problems import Problem, is_right, problems
 
@@ -99,6 +99,18 @@ def test_prompts_that_changed_are_not_mixed_with_the_stored_ones(tmp_path: Path)
     written(tmp_path / "mine.jsonl", lines)
     assert run() == 1
     assert "files" not in experiment.config(True)
+
+    from dlm_lens.files.sealed_lines import line_of
+
+    path = tmp_path / "out" / "results-00000.jsonl"
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in stored:
+        line.pop("checksum")
+        line.get("config", {}).pop("files", None)
+    path.write_bytes(b"".join(map(line_of, stored)))  # as before files had digests
+    with pytest.raises(ValueError, match=r"results of an earlier version, .*mine.jsonl; it may have"):
+        run()
+    assert len(read_results(tmp_path / "out").records) == 1
 
 
 @pytest.mark.parametrize(
