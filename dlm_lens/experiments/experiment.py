@@ -158,6 +158,7 @@ class Experiment:
             results may be continued with a greater one.
         trains: whether it trains its networks and measures them as they were trained, so that dtype and device of
             a run do not apply.
+        paired: whether items compare models with each other, so that no setting differs between the models.
 
     Raises:
         ValueError: settings of different names, or a name that cannot be a folder's.
@@ -177,6 +178,7 @@ class Experiment:
     own: Mapping[str, Settings] = field(default_factory=dict)
     grows: Sequence[str] = ()
     trains: bool = False
+    paired: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("-", "").isalnum():
@@ -196,8 +198,8 @@ class Experiment:
         models that it does not name. Of files that settings name, such as prompts, the config has the digests.
 
         Raises:
-            ValueError: an unknown setting, a value of the wrong kind, models for an experiment without models, or a
-                value for a model that is not in the run.
+            ValueError: an unknown setting, a value of the wrong kind, models for an experiment without models, a
+                value for a model that is not in the run, or a mapping where the experiment is `paired`.
         """
         settings: dict[str, Any] = dict(self.small if small else self.full)
         if models and "models" not in settings:
@@ -213,6 +215,11 @@ class Experiment:
         settings |= given
         if "models" in settings:
             for name in filter(lambda name: is_by_model(name, given[name]), given):
+                if self.paired:
+                    raise ValueError(
+                        f"{name} is {given[name]!r}; {self.name} compares its models with each other, and all need "
+                        "the same value: give one for all, or run each pair with its own --out"
+                    )
                 check_models(name, given[name], settings["models"])
             settings = with_own(settings, self.own, list(given), settings["models"])
         found: dict[str, Any] = json.loads(json.dumps(settings))

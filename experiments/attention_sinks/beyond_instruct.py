@@ -95,6 +95,7 @@ EXPERIMENT = Experiment(
     run=run,
     render=render,
     cost=cost,
+    paired=True,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -126,6 +126,13 @@ def test_a_model_that_is_given_twice_is_refused() -> None:
         list_items(paths, paths.config(small=True, models=["toy", "toy-ar", "toy"]))
 
 
+def test_models_that_are_compared_have_the_same_settings() -> None:
+    instruct = find_experiment("beyond-instruct")
+    with pytest.raises(ValueError, match=r"batch is \{'': 8, 'toy': 4\};.* give one for all"):
+        instruct.config(small=True, given={"batch": {"": 8, "toy": 4}})
+    assert instruct.config(small=True, given={"batch": 4})["settings"]["batch"] == 4
+
+
 def test_pairs_may_share_a_base_model() -> None:
     instruct = find_experiment("beyond-instruct")
     config = instruct.config(small=True, models=["toy", "toy+sft", "toy", "toy+pretraining"])
