@@ -79,7 +79,10 @@ def student_quantile(degrees: float) -> float:
 
 
 def wilson_bounds(successes: int, n: int, z: float = Z) -> Bounds:
-    """Wilson's score interval of a share p, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n); n > 0."""
+    """Wilson's score interval of a share p, (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n); n > 0.
+
+    Wilson 1927, "Probable inference, the law of succession, and statistical inference", J. Am. Stat. Assoc. 22.
+    """
     p, scale = successes / n, 1 + z**2 / n
     centre = (p + z**2 / (2 * n)) / scale
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / scale
@@ -115,21 +118,24 @@ ROUNDING = 1e-6
 """A share this near to 0 or 1 is 0 or 1: sums of attention in float32 are off by a few 2^-24, by device."""
 
 
-def _within(value: float, found: Bounds, cases: Floats, bounds: Bounds | None) -> Bounds:
-    """An interval cut at the bounds.
+def within(value: float, found: Bounds, prompts: int, bounds: Bounds | None) -> Bounds:
+    """An interval over prompts, cut at the bounds; a share of 0 or 1 has Wilson's (`wilson_bounds`).
 
-    Where every prompt has one case, and all are 0 or all 1, the draws are equal, and a share has Wilson's interval.
+    Where no prompt has any of its cases, or every prompt has all of them, all draws are equal, and a bootstrap's
+    interval has no width: it says that the share is certain. Wilson's interval of 0 (or n) of the n prompts says
+    what so few prompts leave open. The cases of a prompt (its steps, heads, positions, and its rows, such as those
+    of several seeds) count as one, as far as they may depend on each other: more of them do not make it narrower.
 
     Args:
         value: of all prompts.
-        found: its interval.
-        cases: of each prompt that counts.
+        found: its interval (`expanded`); NaN where there is none, which stays.
+        prompts: n, how many prompts have cases.
         bounds: as for `estimate`.
     """
     if bounds is None or math.isnan(found[0]):
         return found
-    if bounds == SHARE_BOUNDS and min(value, 1 - value) < ROUNDING and bool((cases == 1).all()):
-        return wilson_bounds(round(value) * len(cases), len(cases))
+    if bounds == SHARE_BOUNDS and min(value, 1 - value) < ROUNDING:
+        return wilson_bounds(round(value) * prompts, prompts)
     return max(bounds[0], found[0]), min(bounds[1], found[1])
 
 
@@ -149,7 +155,7 @@ def estimate(
     Args:
         sums: [prompt, summand]; a prompt whose row is all zeros is left out.
         statistic: from sums over prompts [*draws, summand] to numbers [*draws].
-        bounds: where the interval is cut: `SHARE_BOUNDS` of a mean, whose last summand counts cases;
+        bounds: where the interval is cut (`within`): `SHARE_BOUNDS` of a mean, whose last summand counts cases;
             `POSITIVE_BOUNDS`, `CORRELATION_BOUNDS`, `R2_BOUNDS`; None for nowhere.
         resamples: how many draws of as many prompts, with replacement.
         seed: of the draws.
@@ -162,7 +168,7 @@ def estimate(
     least = min((int((sums[:, place] > 0).sum()) for place in COUNTS_OF_MEANS.get(statistic, ())), default=prompts)
     if least < 2:
         return replace(found, low=math.nan, high=math.nan, prompts=least)
-    low, high = _within(found.value, (found.low, found.high), sums[:, -1], bounds)
+    low, high = within(found.value, (found.low, found.high), prompts, bounds)
     return replace(found, low=low, high=high)
 
 
@@ -311,6 +317,6 @@ def ratio_by_prompt(
     low, high = np.full((2, flat.shape[1]), np.nan)
     columns = zip(ratio.ravel().tolist(), flat.T, denominator.reshape(prompts, -1).T, strict=True)
     for entry, (value, drawn, below) in enumerate(columns):
-        cases = below[below > 0]
-        low[entry], high[entry] = _within(value, expanded(value, drawn, len(cases)), cases, bounds)
+        cases = int((below > 0).sum())
+        low[entry], high[entry] = within(value, expanded(value, drawn, cases), cases, bounds)
     return ratio, low.reshape(ratio.shape), high.reshape(ratio.shape)

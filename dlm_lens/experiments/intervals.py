@@ -9,6 +9,8 @@ import numpy as np
 
 from dlm_lens.statistics import (
     RESAMPLES,
+    SHARE_BOUNDS,
+    Bounds,
     Floats,
     Z,
     difference_of,
@@ -17,6 +19,7 @@ from dlm_lens.statistics import (
     mean_of,
     student_quantile,
     wilson_bounds,
+    within,
 )
 
 
@@ -60,17 +63,13 @@ def bounded_share(found: Interval, cases: float) -> Interval:
     return found
 
 
-def mean_over_prompts(
-    values: Sequence[float | None], seed: int = 0, bounds: tuple[float, float] | None = None
-) -> Interval:
+def mean_over_prompts(values: Sequence[float | None], seed: int = 0, bounds: Bounds | None = None) -> Interval:
     """As `ratio_over_prompts`, the mean of one number per prompt; None and NaN are left out."""
     known = np.asarray([value for value in values if value is not None and not math.isnan(value)], float)
     return ratio_over_prompts(known, np.ones(len(known)), seed, bounds)
 
 
-def ratio_over_prompts(
-    numerators: Any, denominators: Any, seed: int = 0, bounds: tuple[float, float] | None = None
-) -> Interval:
+def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0, bounds: Bounds | None = None) -> Interval:
     """Ratio of sums over prompts, with the interval of a bootstrap that draws whole prompts (`estimate_in_draws`).
 
     Where the prompts of a share have none of their cases, or all have all, it has Wilson's interval.
@@ -86,37 +85,33 @@ def ratio_over_prompts(
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     found = _over_prompts(mean_of, seed, (top, bottom))
     bounds = _share_bounds(top, bottom) if bounds is None else bounds
-    return _cut(_at_bound(found, top, bottom, bottom > 0, bounds), bounds) if len(top) > 1 else found
+    return _bounded(found, top, bottom, bounds)
 
 
-def _share_bounds(numerators: Any, denominators: Any) -> tuple[float, float] | None:
+def _share_bounds(numerators: Any, denominators: Any) -> Bounds | None:
     """(0, 1) where all numerators are so many whole cases of so many; None for other numbers."""
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
-    return (0.0, 1.0) if bool(((top >= 0) & (top <= bottom) & (top == np.round(top))).all()) else None
+    return SHARE_BOUNDS if bool(((top >= 0) & (top <= bottom) & (top == np.round(top))).all()) else None
 
 
-def _at_bound(found: Interval, top: Any, bottom: Any, cases: Any, bounds: tuple[float, float] | None) -> Interval:
-    """An interval, with Wilson's where all prompts (of all networks) have 0 of their cases, or all have all.
+def _bounded(found: Interval, top: Any, bottom: Any, bounds: Bounds | None) -> Interval:
+    """An interval cut at the bounds; a share of 0 or 1 has Wilson's (`statistics.within`).
 
-    Only shares and differences of them: equal counts, scores or entropies say nothing about their spread.
+    A difference of shares that is 0 for all n prompts has the interval that `paired_difference` has. Equal counts,
+    scores or entropies say nothing about their spread.
 
     Args:
         found: the interval over n prompts.
         top: numerators.
         bottom: denominators; only where they are whole numbers do they count cases.
-        cases: whether each prompt has any.
-        bounds: (0, 1) of a share, or those of a difference; any others leave the interval.
+        bounds: (0, 1) of a share, or those of a difference; None for nowhere.
     """
-    if bounds is None or not (bounds == (0.0, 1.0) or bounds[0] < 0):
-        return found
-    most = 0.0 if bounds[0] >= 0 else bounds[1]
-    n, none = int(cases.sum()), bool((top == 0).all())
-    if not n or not (bottom == np.round(bottom)).all() or not (none or (not most and (top == bottom).all())):
-        return found
-    if not most:
-        return wilson([not none] * n)._replace(n=found.n)
-    half = most * Z**2 / (n + Z**2)
-    return Interval(0.0, -half, half, found.n)
+    counted = bounds is not None and bounds[0] < 0 and bool((bottom == np.round(bottom)).all())
+    if bounds is not None and counted and not top.any() and not math.isnan(found.low):
+        half = bounds[1] * Z**2 / (found.n + Z**2)
+        found = Interval(0.0, -half, half, found.n)
+    low, high = within(found.value, (found.low, found.high), found.n, bounds)
+    return found._replace(low=low, high=high)
 
 
 def _drawn(columns: Floats, seed: int) -> Floats:
@@ -169,7 +164,7 @@ def difference_of_ratios(one: tuple[Any, Any], other: tuple[Any, Any], seed: int
 
 
 def paired_difference(
-    one: Sequence[Any], other: Sequence[Any], seed: int = 0, bounds: tuple[float, float] | None = None
+    one: Sequence[Any], other: Sequence[Any], seed: int = 0, bounds: Bounds | None = None
 ) -> Interval:
     """Mean of one - other over the same prompts, with a bootstrap over prompts.
 
@@ -193,7 +188,8 @@ def paired_difference(
     found = _over_prompts(mean_of, seed, (known, np.ones(len(known))))
     values = {*map(float, one), *map(float, other)}
     if len(differences) < 2 or len({*differences}) > 1 or not values <= {-1.0, 0.0, 1.0}:
-        return _cut(found, bounds)
+        low, high = within(found.value, (found.low, found.high), found.n, bounds)
+        return found._replace(low=low, high=high)
     unseen, most = Z**2 / (len(differences) + Z**2), 2 if -1.0 in values else 1
     low, high = found.value - unseen * (most + found.value), found.value + unseen * (most - found.value)
     return found._replace(low=low, high=high)
@@ -215,7 +211,7 @@ def unpaired_difference(one: Interval, other: Interval) -> Interval:
 def over_networks(
     per_network: Sequence[tuple[Sequence[float], Sequence[float]]],
     seed: int = 0,
-    bounds: tuple[float, float] | None = None,
+    bounds: Bounds | None = None,
 ) -> Interval:
     """Mean over networks of a ratio of sums over prompts, with an interval over both networks and prompts.
 
@@ -265,18 +261,12 @@ def over_networks(
         within = float(np.nanvar((_drawn(top, seed) / drawn).mean(0)[(drawn > 0).all(0)])) if n > 1 else 0.0
     within *= n / max(1, n - 1)  # a bootstrap has the variance of n draws
     spread = between**2 / (networks - 1) + (within**2 / (n - 1) if n > 1 else 0.0)
+    # All networks see the same prompts, which are no further cases.
     if not spread:
         bounds = _share_bounds(top, bottom) if bounds is None else bounds
-        # All networks see the same prompts, which are no further cases.
-        return _cut(_at_bound(Interval(value, value, value, n), top, bottom, cases, bounds), bounds)
+        return _bounded(Interval(value, value, value, n), top, bottom, bounds)
     half = student_quantile((between + within) ** 2 / spread) * math.sqrt(between + within)
-    return _cut(Interval(value, value - half, value + half, n), bounds)
-
-
-def _cut(found: Interval, bounds: tuple[float, float] | None) -> Interval:
-    if bounds is None or math.isnan(found.low):
-        return found
-    return found._replace(low=max(bounds[0], found.low), high=min(bounds[1], found.high))
+    return _bounded(Interval(value, value - half, value + half, n), top, bottom, bounds)
 
 
 def _unknown(n: int) -> Interval:

@@ -47,10 +47,7 @@ BLOCK = dl.ReceivedAttention("block", min_viewers=1)
 HALF = [hooks.scale_attention([0], 0.5)]
 
 TABLES: dict[str, Callable[[Any, DenoisingRun], Any]] = {
-    # A share of 0 or 1 has Wilson's interval where every prompt is one row, and no width where it is several.
-    "region_flow": lambda model, run: (
-        probes.region_flow(dl.recording.rerun(model, run, [dl.RegionMass()])).table().query("0.01 < mass < 0.99")
-    ),
+    "region_flow": lambda model, run: probes.region_flow(dl.recording.rerun(model, run, [dl.RegionMass()])).table(),
     "sink_updates": lambda model, run: probes.sink_updates(model, run, sinks_of(model, run), attends=0.1).table(),
     "pattern_stability": lambda model, run: probes.pattern_stability(model, run, RULE).by_change(),
     "sink_anatomy": lambda model, run: probes.sink_anatomy(model, run, RULE).causes(),
