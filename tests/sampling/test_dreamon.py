@@ -240,6 +240,22 @@ def test_hooks_act_in_every_row_as_alone(hooks: list[Any]) -> None:
     assert not together.tokens.equal(dl.denoise(model, prompts, **GREEDY).tokens)
 
 
+def test_joined_recordings_keep_the_room_of_their_rows(tmp_path: Path) -> None:
+    model, given = resizing(seed=5), GREEDY | {"batch_size": 2}
+    prompts = [*PROMPTS, [5, *[MASK] * 7, 7, 8, 9]]
+    recording = dl.record(model, prompts, [dl.ReceivedAttention(min_viewers=1)], to=tmp_path / "joined", **given)
+    run, values = recording.run, dl.received_of(recording).values
+    for row, prompt in enumerate(prompts):
+        alone, kept = dl.denoise(model, [prompt], **GREEDY), run.attention_mask[row]
+        assert int(run.row_steps[row]) == alone.steps
+        assert run.seen_content[: alone.steps, row, kept].equal(alone.seen_content[:, 0])
+        assert run.texts[row] == alone.texts[0]
+    again = dl.received_over_steps(model, run, min_viewers=1).values
+    torch.testing.assert_close(
+        again, values, atol=1e-5, rtol=1e-4, equal_nan=True
+    )  # other rows of the same product
+
+
 def test_a_traced_run_is_the_run() -> None:
     model = resizing(seed=5)
     plain = dl.denoise(model, PROMPTS, **RUN)

@@ -46,6 +46,8 @@ FAMILY = Family(
         "apple/DiffuCoder-7B-Base",
         "apple/DiffuCoder-7B-Instruct",
         "apple/DiffuCoder-7B-cpGRPO",
+        "d3LLM/d3LLM_Dream",
+        "d3LLM/d3LLM_Dream_Coder",
     ),
     special_ids={152064: {"mask": 151666, "eos": 151643}},
     # The released tokenizers are vocab.json and merges.txt, and a class with Qwen2's normalisation and splitting.

@@ -112,7 +112,13 @@ FAMILY = Family(
     name="llada",
     layouts={"llada": (LLaDAConfig, LLaDAModelLM)},
     samplers={"llada": LLADA_SAMPLER, "p2": P2_SAMPLER, "d2f": D2F_SAMPLER},
-    hub_names=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5", "GSAI-ML/iLLaDA-8B-Base"),
+    hub_names=(
+        "GSAI-ML/LLaDA-8B-Base",
+        "GSAI-ML/LLaDA-8B-Instruct",
+        "GSAI-ML/LLaDA-1.5",
+        "GSAI-ML/iLLaDA-8B-Base",
+        "d3LLM/d3LLM_LLaDA",
+    ),
     special_ids={126464: {"mask": 126336, "eos": 126081, "eot": 126348}, 155136: {"mask": 5}},
     renames=(
         (r"model\.transformer\.wte", "model.embed_tokens"),
