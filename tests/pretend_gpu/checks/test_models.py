@@ -181,16 +181,18 @@ def test_a_tuned_lens_of_an_offloaded_model(tmp_path: Path) -> None:
         ("llada", "d2f", {"threshold": 0.05}),
         ("dream", "d2f", {"threshold": 0.05, "temperature": 0.7}),
         ("llada2", "dmax", {"threshold": 0.05}),
+        ("dreamon", "dreamon", {"temperature": 0.9}),
     ],
 )
 def test_other_samplers_of_a_family(family: str, sampler: str, given: dict[str, Any]) -> None:
     recorded = []
+    given = given if family == "dreamon" else {**given, "block_length": 4}
     for device in ("cpu", "cuda:0"):
         model: Any = tiny(family, sampler=sampler)
         model.config._experts_implementation = "eager"
         model.to(device)
         reducers = [dl.ReceivedAttention(min_viewers=1), dl.ValueNorm()]
-        recorded.append(dl.record(model, PROMPTS, reducers, gen_length=12, block_length=4, **given))
+        recorded.append(dl.record(model, PROMPTS, reducers, gen_length=12, **given))
     cpu, gpu = recorded
     assert cpu.run.canvases.equal(gpu.run.canvases)
     assert cpu.run.in_block.equal(gpu.run.in_block)
