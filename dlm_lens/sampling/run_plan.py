@@ -12,12 +12,18 @@ from dlm_lens.printable import counted
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.denoising import prepared_run
 from dlm_lens.sampling.denoising_run import StepPlan
+from dlm_lens.sampling.network import ENTRIES
 from dlm_lens.sampling.prompts import MOST_CONTEXTS, Prompts
 from dlm_lens.sampling.samplers.base import Sampler
 
-LOGIT_BYTES = 52
-"""Of every logit of a step: five float32 copies (logits, scaled, log-softmax, probabilities, conditioning) and four
-float64 ones (random numbers, and the Gumbel scores that they become), counted in the samplers; not measured."""
+LOGIT_BYTES = 20
+"""Of every logit of a step: five float32 copies (logits, scaled, log-softmax, probabilities, conditioning).
+
+Counted in the samplers; not measured."""
+
+PART_BYTES = 32
+"""Of every logit that is read at a time, at most `ENTRIES` on a GPU: four float64 copies (random numbers, and the
+Gumbel scores that they become), counted likewise."""
 
 
 LONGEST = 2**20
@@ -42,7 +48,7 @@ class RunPlan:
             masked product computes them.
         weight_bytes: of the weights.
         cache_bytes: of all keys and values, in the dtype of 2 bytes.
-        logit_bytes: of the logits of a step and their copies, `LOGIT_BYTES` each.
+        logit_bytes: of the logits of a step and their copies, `LOGIT_BYTES` each, and `PART_BYTES` of a part.
         rows: of the batch.
     """
 
@@ -136,6 +142,7 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
     passes = [(queries + sinks, keys + sinks) for queries, keys in passes]
     flops = sum(cost.layers(*each) for each in passes) + cost.head((len(plans) + conditioned) * logits)
     halves = rows * sampler.halves
+    count = halves * logits * cost.d_vocab
     return RunPlan(
         source,
         cost.parameters,
@@ -145,7 +152,7 @@ def _counted(source: str, model: Any, run: dict[str, Any], rows: int, bits: floa
         halves * float(flops),
         2 * (cost.parameters - cost.matrices) + cost.matrices * bits / 8,
         halves * (length + sinks) * sum(2 * 2 * width for width in cost.key_widths),
-        halves * logits * cost.d_vocab * LOGIT_BYTES,
+        count * LOGIT_BYTES + min(count, ENTRIES) * PART_BYTES,
         rows,
     )
 

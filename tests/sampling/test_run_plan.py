@@ -99,6 +99,15 @@ def test_guidance_takes_twice_the_memory_of_a_step(tmp_path: Path) -> None:
         assert plan.memory == pytest.approx(1.1 * (plan.weight_bytes + plan.cache_bytes + plan.logit_bytes))
 
 
+def test_float64_numbers_are_those_of_a_part_of_the_logits(tmp_path: Path) -> None:
+    """Samplers read 2^26 logits at a time on a GPU: 4,096 positions of 64 tokens in 512 rows are twice as many."""
+    tiny("llada", max_position_embeddings=8192).config.save_pretrained(tmp_path)
+    given: dict[str, Any] = {"gen_length": 4096, "block_length": 4096, "steps": 4}
+    half, two = (plan_run(str(tmp_path), rows=rows, **given) for rows in (256, 512))
+    assert half.logit_bytes == 2**26 * (20 + 32)
+    assert two.logit_bytes == 2**27 * 20 + 2**26 * 32
+
+
 def test_learned_sinks_have_keys_and_values_too(tmp_path: Path) -> None:
     tiny("sink_llama", num_sinks=16).config.save_pretrained(tmp_path)
     plan = plan_run(str(tmp_path), prompt_length=8, gen_length=4, steps=4)
