@@ -61,6 +61,8 @@ class StepCache:
         return torch.stack(found)
 
     def __contains__(self, key: object) -> bool:
+        if isinstance(key, tuple) and len(key) != 2:
+            return False
         name, steps = (key[0], key[1:]) if isinstance(key, tuple) else (key, self.steps[:1])
         own = self.aliases.get(str(name))
         return all((own, kept_step(step, self.steps)) in self.values for step in steps) and bool(steps)

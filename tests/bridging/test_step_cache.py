@@ -256,6 +256,7 @@ def test_a_cache_is_read_by_numbers_of_torch_iterated_and_pickled() -> None:
     assert pickle.loads(pickle.dumps(cache))[name].equal(cache[name])  # noqa: S301 - its own bytes
     with pytest.raises(KeyError, match=r"give cache\[name, step\]"):
         cache[name, 0, 1]  # type: ignore[index]
+    assert (name, 0, 1) not in cache
 
 
 def _refused_before_a_pass(bridge: Any, message: str, **settings: Any) -> None:
