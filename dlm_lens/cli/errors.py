@@ -28,7 +28,7 @@ PHRASES = (
 )
 """Advice for Python -> advice for a command line."""
 
-ALIASES = {"to": "out"}
+ALIASES = {"to": "out", "device_map": "device"}
 """Parameters in Python whose options have another name."""
 
 
@@ -41,6 +41,8 @@ def as_command_line(sentence: str, options: Mapping[str, str]) -> str:
         sentence: the sentence of the error.
         options: a parameter's name in Python -> its option.
     """
+    if "loading" in options:
+        sentence = _with_load(sentence)
     for pattern, replacement in PHRASES:
         sentence = re.sub(pattern, replacement, sentence)
     sentence = re.sub(r"\b(record with|or) (\w+)\(([^()]*)\)", _with_reducer, sentence)
@@ -51,6 +53,17 @@ def as_command_line(sentence: str, options: Mapping[str, str]) -> str:
     # Every second part is a call.
     parts[::2] = [_with_options(text, names, options) for text in parts[::2]]
     return "".join(parts)
+
+
+def _with_load(sentence: str) -> str:
+    """Advice of arguments as options: "pass size= to dlm_lens.load" is "give --load size="."""
+    sentence = re.sub(
+        r"\bpass ([^;:]*?) to dlm_lens\.load",
+        lambda found: "give " + re.sub(r"\b(\w+)=", r"--load \1=", found[1]),
+        sentence,
+    )
+    sentence = re.sub(r"\bpass revision= (?=one of the cached commits)", "give --load revision= ", sentence)
+    return re.sub(r"(?<=give its base model and )adapter=", "--load adapter=", sentence)
 
 
 def _with_reducer(found: re.Match[str]) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from dlm_lens.cli.options import LOADING, SETTINGS, check_least, loading_options, sampler_settings
+from dlm_lens.cli.options import SETTINGS, check_least, loading_options, sampler_settings
 from dlm_lens.option_values import one_of
 from dlm_lens.printable import echo
 from dlm_lens.training.gpus import DEVICES, UTILISATION
@@ -20,7 +20,13 @@ def plan_command(
     gen_length: Annotated[int | None, typer.Option(help="Tokens of the answer.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     settings: Annotated[list[str] | None, SETTINGS] = None,
-    loading: Annotated[list[str] | None, LOADING] = None,
+    sampler_choice: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--load",
+            help="The checkpoint's sampler, such as sampler=dmax; a plan takes no other argument of load.",
+        ),
+    ] = None,
     rows: Annotated[int, typer.Option(help="Prompts in one run.")] = 1,
     bits: Annotated[int, typer.Option(help="Per weight: 16, or 8 or 4 after quantisation.")] = 16,
 ) -> None:
@@ -28,7 +34,7 @@ def plan_command(
     one_of("--device", device, tuple(DEVICES))
     one_of("--bits", str(bits), ("4", "8", "16"))
     check_least(1, prompt_length=prompt_length, gen_length=gen_length, steps=steps, rows=rows)
-    chosen_model = loading_options(loading)
+    chosen_model = loading_options(sampler_choice)
     if other := next((name for name in chosen_model if name != "sampler"), None):
         raise ValueError(f"--load {other}: a plan reads config.json alone, and takes sampler; leave it out")
     from dlm_lens.adapters.model_names import check_model_name

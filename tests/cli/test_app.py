@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import dlm_lens
 from dlm_lens import requirements
 from dlm_lens.cli import app as cli
-from dlm_lens.cli import errors
 from dlm_lens.cli import installation as doctor
 from dlm_lens.cli.demo_run import run_demo
 from dlm_lens.experiments.experiment import declared_experiments
@@ -296,45 +295,6 @@ def test_the_doctor_finds_the_models_well_in_every_host() -> None:
     checks = {finding.subject: finding for finding in doctor.findings()}
     assert all(checks[name].good for name in ("toy:denoise", "toy:nnsight", "toy:bridge", "torch"))
     assert "5 + 4 =" in checks["toy:denoise"].found
-
-
-@pytest.mark.parametrize(
-    ("sentence", "shown"),
-    [
-        ("pass seed=... to repeat it", "pass --seed to repeat it"),
-        ("no seed; pass seed=3", "no seed; pass --seed 3"),
-        ("use scope='answer' or cfg_scale=0", "use scope='answer' or cfg_scale=0"),
-        ("gen_length is 3; block_length=3 divides it", "--gen-length is 3; --block-length 3 divides it"),
-        ("steps is 0; it must be at least 1", "--steps is 0; it must be at least 1"),
-        ("3 steps; AboveMean(seed=1, steps=2) stays", "3 steps; AboveMean(seed=1, steps=2) stays"),
-        ("give layers=, or none", "give --layers, or none"),
-        ("the run has batch_size 3 (batch_size=4)", "the run has --batch-size 3 (--batch-size 4)"),
-        ("no recording; dlm_lens.record(..., to=) writes one", "no recording; dlm-lens record writes one"),
-        ("record with ReceivedAttention(queries='masked')", "record with --reducers received:masked"),
-        ("record with ReceivedAttention(queries='all'), it has x", "record with --reducers received:all, it has x"),
-        ("no norms; record with ValueNorm()", "no norms; record with --reducers value-norm"),
-        (
-            "record with ValueNorm() or ValueNorm('mean')",
-            "record with --reducers value-norm or --reducers value-norm:mean",
-        ),
-        ("no x; record with MassiveActivations()", "no x; record with --reducers massive"),
-        ("record with Mine() or TopK(k=f(x))", "record with Mine() or TopK(k=f(x))"),
-        ("pass mask_token_id= to dlm_lens.load", "put mask_token_id into its config.json"),
-        ("a path /data/batch_size/x and my_steps=3", "a path /data/batch_size/x and my_steps=3"),
-        ("give another directory, to=x", "give another directory, --out x"),
-        (
-            "toy has no learned sink tokens; give the Sinks of find_sinks",
-            "toy has no learned sink tokens; leave out --learned",
-        ),
-        (
-            "prompt 0: this model has no tokenizer, so it takes token ids only; or set model.tokenizer",
-            "prompt 0: this model has no tokenizer, which texts and chats need: put its files (tokenizer.json) "
-            'into the directory of the weights, or give ids, {"input_ids": [...]}',
-        ),
-    ],
-)  # fmt: skip
-def test_advice_names_the_options_of_the_command(sentence: str, shown: str) -> None:
-    assert errors.as_command_line(sentence, cli._options(["record", "toy"])) == shown
 
 
 @pytest.mark.long

@@ -1,0 +1,61 @@
+"""Advice for Python as advice for a command line."""
+
+import pytest
+
+from dlm_lens.cli import app as cli
+from dlm_lens.cli import errors
+
+
+@pytest.mark.parametrize(
+    ("sentence", "shown"),
+    [
+        ("pass seed=... to repeat it", "pass --seed to repeat it"),
+        ("no seed; pass seed=3", "no seed; pass --seed 3"),
+        ("use scope='answer' or cfg_scale=0", "use scope='answer' or cfg_scale=0"),
+        ("gen_length is 3; block_length=3 divides it", "--gen-length is 3; --block-length 3 divides it"),
+        ("steps is 0; it must be at least 1", "--steps is 0; it must be at least 1"),
+        ("3 steps; AboveMean(seed=1, steps=2) stays", "3 steps; AboveMean(seed=1, steps=2) stays"),
+        ("give layers=, or none", "give --layers, or none"),
+        ("the run has batch_size 3 (batch_size=4)", "the run has --batch-size 3 (--batch-size 4)"),
+        ("no recording; dlm_lens.record(..., to=) writes one", "no recording; dlm-lens record writes one"),
+        ("record with ReceivedAttention(queries='masked')", "record with --reducers received:masked"),
+        ("record with ReceivedAttention(queries='all'), it has x", "record with --reducers received:all, it has x"),
+        ("no norms; record with ValueNorm()", "no norms; record with --reducers value-norm"),
+        (
+            "record with ValueNorm() or ValueNorm('mean')",
+            "record with --reducers value-norm or --reducers value-norm:mean",
+        ),
+        ("no x; record with MassiveActivations()", "no x; record with --reducers massive"),
+        ("record with Mine() or TopK(k=f(x))", "record with Mine() or TopK(k=f(x))"),
+        ("pass mask_token_id= to dlm_lens.load", "give --load mask_token_id="),
+        (
+            "pass the right mask_token_id= or eos_token_id= to dlm_lens.load",
+            "give the right --load mask_token_id= or --load eos_token_id=",
+        ),
+        ("pass size= (170, 340) to dlm_lens.load, or", "give --load size= (170, 340), or"),
+        ("pass revision= one of the cached commits (a)", "give --load revision= one of the cached commits (a)"),
+        ("give its base model and adapter='x', or", "give its base model and --load adapter='x', or"),
+        ("device_map 'gpu' names no device", "--device 'gpu' names no device"),
+        ("a path /data/batch_size/x and my_steps=3", "a path /data/batch_size/x and my_steps=3"),
+        ("give another directory, to=x", "give another directory, --out x"),
+        (
+            "toy has no learned sink tokens; give the Sinks of find_sinks",
+            "toy has no learned sink tokens; leave out --learned",
+        ),
+        (
+            "prompt 0: this model has no tokenizer, so it takes token ids only; or set model.tokenizer",
+            "prompt 0: this model has no tokenizer, which texts and chats need: put its files (tokenizer.json) "
+            'into the directory of the weights, or give ids, {"input_ids": [...]}',
+        ),
+    ],
+)  # fmt: skip
+def test_advice_names_the_options_of_the_command(sentence: str, shown: str) -> None:
+    assert errors.as_command_line(sentence, cli._options(["record", "toy"])) == shown
+
+
+@pytest.mark.parametrize("command", ["experiment", "plan"])
+def test_a_command_without_arguments_of_load_does_not_advise_them(command: str) -> None:
+    options = cli._options([command, "x"])
+    shown = errors.as_command_line("pass mask_token_id= to dlm_lens.load", options)
+    assert shown == "put mask_token_id into its config.json"
+    assert "--load" not in errors.as_command_line("pass revision= one of the cached commits (a)", options)
