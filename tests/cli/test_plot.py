@@ -119,11 +119,12 @@ def test_every_recording_has_its_own_panel_and_label(files, tmp_path, monkeypatc
             assert set(part.specs) == ({"value_norm"} if path.name == "norms" else {*parts[0].specs})
 
 
-def test_list_names_every_kind():
+def test_list_names_every_kind_and_which_run_the_model():
     result, _ = plot("list")
     assert result.exit_code == 0
-    for kind in plots():
+    for kind, one in plots().items():
         assert kind in result.output
+        assert one.about.endswith("; runs the model") == ("model" in one.options)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,11 @@ def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = No
     return figure
 
 
-@plot("clock-scores", "denoising time read from every layer, held-out prompts (2607.01774)", options=("model",))
+@plot(
+    "clock-scores",
+    "denoising time read from every layer, held-out prompts (2607.01774); runs the model",
+    options=("model",),
+)
 def _draw(options: PlotOptions) -> Figure:
     return clock_scores(denoising_clock(options.network, options.run), title=options.name)
 
