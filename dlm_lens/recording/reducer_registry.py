@@ -12,8 +12,11 @@ from typing import Any
 
 from dlm_lens.arguments import near_name
 from dlm_lens.declarations import Declaration, by_name, declarations
-from dlm_lens.option_values import whole_number, words
+from dlm_lens.option_values import one_of, whole_number, words
 from dlm_lens.recording.query_classes import OTHER_NAMES, QUERY_CLASSES
+
+_VALUES = ("count", "query class", "query classes", "path")
+"""What the text after a colon may be, beside one of given words."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class ReducerEntry:
         values: what that text may be: "count" (a whole number of at least 1), "query class", "query classes"
             (several, with + between them), "path" (of a file or directory; it must be given), or a tuple of words.
         module: the module of the class; filled in by the registry.
+
+    Raises:
+        ValueError: `values` is a text that is none of these.
     """
 
     name: str
@@ -36,6 +42,10 @@ class ReducerEntry:
     setting: str | None = None
     values: str | tuple[str, ...] = ()
     module: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.values, str):
+            one_of(f"values of {self.name}", self.values, _VALUES)
 
     @property
     def usage(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from dlm_lens.arguments import near_name
 from dlm_lens.declarations import Declaration, by_name, declarations
+from dlm_lens.option_values import one_of
 
 Range = Literal["not negative", "positive", "fraction", "count"]
 """The values that a setting takes: x >= 0, x > 0, 0 < x < 1, or whole numbers of at least 1."""
@@ -66,6 +67,9 @@ class DetectorEntry:
         formula: when a key is a sink, in one line, such as "score > mean + k std".
         default: the number where the text has none; None for the class's own default.
         module: the module of the class; filled in by the registry.
+
+    Raises:
+        ValueError: there is no such range.
     """
 
     name: str
@@ -75,6 +79,9 @@ class DetectorEntry:
     formula: str
     default: float | None = None
     module: str = ""
+
+    def __post_init__(self) -> None:
+        one_of(f"values of {self.name}", self.values, _RANGES)
 
     @property
     def function(self) -> str:

@@ -21,6 +21,12 @@ def test_every_entry_describes_its_class():
         assert text_of(rule).build() == rule
 
 
+def test_a_range_that_is_not_there_is_told_where_the_entry_is_made():
+    # A KeyError at the first text that the rule is given would not say what is wrong.
+    with pytest.raises(ValueError, match="values of mine is 'postive'; did you mean positive"):
+        registry.DetectorEntry(name="mine", kind="Mine", setting="k", values="postive", formula="score > k")
+
+
 def test_text_of_a_rule_with_further_settings_is_none():
     assert text_of(AboveStd(2.5)).value == 2.5
     assert text_of(AboveMean(0.03, literal=True)) is None
