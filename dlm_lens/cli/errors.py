@@ -28,7 +28,7 @@ PHRASES = (
 )
 """Advice for Python -> advice for a command line."""
 
-ALIASES = {"to": "out", "device_map": "device"}
+ALIASES = {"to": "out", "device_map": "device", "apply_chat_template": "chat"}
 """Parameters in Python whose options have another name."""
 
 

@@ -100,7 +100,10 @@ def lens_command(
             )
         raise ValueError(f"there is no sink by {sinks.rule} in these steps; lower the threshold")
     about = {"lens": lens.lens, "rule": "positions" if sinks is None else sinks.rule, "hooks": list(lens.hooks)}
-    show_tables(as_json, about, {"layers": lens.summary(), "entries": lens.table(lens.layers[-1]).head(lines)})
+    tables = {"layers": lens.summary()}
+    if lines or as_json:  # as text an empty table would say that there is none
+        tables["entries"] = lens.table(lens.layers[-1]).head(lines)
+    show_tables(as_json, about, tables)
 
 
 def _places(text: str) -> list[int] | str:

@@ -46,7 +46,10 @@ def sinks_command(
     listed = _lines_of(found.table(int(found.is_sink.sum())), layer, head, found).head(top)
     place = {name: value for name, value in (("layer", layer), ("head", head)) if value is not None}
     about = {"rule": found.rule, "found": f"{found!r}{' in every layer and head' if place else ''}", **place}
-    show_tables(as_json, about, {"layers": per_layer(found, layer, head), "sinks": listed})
+    tables = {"layers": per_layer(found, layer, head)}
+    if top or as_json:  # as text an empty table would say that there is none
+        tables["sinks"] = listed
+    show_tables(as_json, about, tables)
 
 
 def _lines_of(table: "pd.DataFrame", layer: int | None, head: int | None, found: "Sinks") -> "pd.DataFrame":

@@ -59,3 +59,10 @@ def test_a_command_without_arguments_of_load_does_not_advise_them(command: str) 
     shown = errors.as_command_line("pass mask_token_id= to dlm_lens.load", options)
     assert shown == "put mask_token_id into its config.json"
     assert "--load" not in errors.as_command_line("pass revision= one of the cached commits (a)", options)
+
+
+def test_a_model_without_a_chat_template_is_evaluated_without_the_option() -> None:
+    shown = errors.as_command_line(
+        "no template; evaluate without apply_chat_template", cli._options(["eval", "toy"])
+    )
+    assert shown == "no template; evaluate without --chat"

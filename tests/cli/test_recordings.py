@@ -169,6 +169,15 @@ def test_the_insertion_is_that_of_the_library(saved: Any, tmp_path: Path) -> Non
     assert [line["added"] for line in found["steps"]] == pytest.approx(loss.by_step().added.tolist(), rel=1e-6)
 
 
+@pytest.mark.parametrize(("command", "option"), [("sinks", "--top"), ("lens", "--lines")])
+def test_a_list_that_is_not_wanted_is_not_said_to_be_empty(saved: Any, command: str, option: str) -> None:
+    arguments = [command, saved[0], "--detector", "above-mean:1", option, "0"]
+    result = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+    assert "\nlayers\n" in result.stdout
+    assert "(none)" not in result.stdout
+    assert printed(*arguments)["sinks" if command == "sinks" else "entries"] == []
+
+
 def test_what_cannot_work_is_a_sentence(saved: Any) -> None:
     path = saved[0]
     for arguments, sentence in (
