@@ -270,11 +270,9 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
     run = run.run if isinstance(run, Recording) else run
     if not isinstance(run, DenoisingRun):
         raise TypeError(f"the run is a {type(run).__name__}; give one of dlm_lens.denoise, or a recording")
-    temperature = run.settings.get("temperature")
-    if temperature != 0 or run.uniform_noise:
-        kind = "holds random tokens at open positions" if run.uniform_noise else f"has temperature {temperature}"
+    if drawn := why_drawn(run):
         raise ValueError(
-            f"proposed_commitment: the run {kind}, so that what it proposes is not always its most likely token; "
+            f"proposed_commitment: the run {drawn}, so that what it proposes is not always its most likely token; "
             "commitment(model, run) reads the predictions themselves"
         )
     # Where nothing is proposed, the proposal is the canvas's own token: [MASK].
@@ -285,3 +283,11 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
     confidence = run.confidence.masked_fill(~predicted | run.confidence.isinf(), torch.nan) if probable else unknown
     right = right_tokens(run.tokens.masked_fill(run.open[-1], -1), reference)
     return Commitment(run, token, confidence, unknown, unknown, right)
+
+
+def why_drawn(run: DenoisingRun) -> str:
+    """Why a run's proposals are not always its most likely tokens; "" where they are."""
+    temperature = run.settings.get("temperature")
+    if run.uniform_noise:
+        return "holds random tokens at open positions"
+    return "" if temperature == 0 else f"has temperature {temperature}"

@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from dlm_lens.sampling import StoredRun, denoise
 from dlm_lens.sampling.run_parts import RunPart
 from dlm_lens.testing import tiny
 from dlm_lens.viz import commitment_map
+from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_registry import find_plot, write_plot
 from tests.probes.test_decisions import run_of
 from tests.recording.reference import PROMPTS
 
@@ -366,3 +369,24 @@ def test_where_steps_rewrite_the_last_one_decides(family: str) -> None:
             assert math.isnan(unread.lead[row, place])
     assert rewritten
     assert settled
+
+
+@pytest.mark.parametrize(("family", "settings"), [("llada", {"temperature": 0.7}), ("diffusion_gemma", {})])
+def test_the_command_line_draws_a_run_whose_proposals_are_drawn(
+    family: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(family)
+    recording = dl.record(model, PROMPTS, [dl.ValueNorm()], steps=4, gen_length=8, **settings)
+    with pytest.raises(ValueError, match=r"proposed_commitment: the run (has temperature|holds random tokens)"):
+        proposed_commitment(recording)
+    monkeypatch.setattr(PlotOptions, "network", model)
+    options = PlotOptions({"rec": recording}, row=1)
+    found, wanted = (
+        figure.axes[0].collections[0].get_array()
+        for figure in (
+            find_plot("commitment-map").draw(options),
+            commitment_map(commitment(model, recording.run), row=1),
+        )
+    )
+    assert (found == wanted).all()
+    assert write_plot("commitment-map", options, tmp_path / "map.svg").is_file()

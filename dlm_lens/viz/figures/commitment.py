@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from dlm_lens.arguments import checked_arguments
-from dlm_lens.probes.commitments import Commitment, proposed_commitment
+from dlm_lens.probes.commitments import Commitment, commitment, proposed_commitment, why_drawn
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
@@ -120,6 +120,15 @@ def _draw_confidence(axes: Axes, found: Commitment) -> None:
     axes.legend(fontsize=7, frameon=False, loc="lower right")
 
 
-@plot("commitment-map", "when the run's own proposals settle on their final tokens", options=("row",))
+@plot(
+    "commitment-map",
+    "when a run's own proposals settle on their final tokens; where they are drawn (a temperature, uniform noise) or "
+    "with --model the model's predictions, for which it runs the model",
+    options=("row", "model"),
+)
 def _draw(options: PlotOptions) -> Figure:
-    return commitment_map(proposed_commitment(options.recording), row=options.row, title=options.name)
+    if options.model or why_drawn(options.run):
+        found = commitment(options.network, options.run, progress=True)
+    else:
+        found = proposed_commitment(options.recording)
+    return commitment_map(found, row=options.row, title=options.name)
