@@ -66,6 +66,8 @@ class RecordingFields:
                 f"{len(self.steps)} steps and {len(self.rows)} rows, but the run has {self.run.steps} and "
                 f"{len(self.run.tokens)}"
             )
+        if self.run.row_numbers != self.rows:
+            object.__setattr__(self, "run", replace(self.run, rows=self.rows))
         if self.hooks is None:
             object.__setattr__(self, "hooks", self.run_hooks)
         if all(window is None for window in self.windows):

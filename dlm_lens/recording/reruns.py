@@ -102,7 +102,7 @@ def rerun(
         run=own,
         answer=own.answer,
         steps=own.step_numbers,
-        rows=seen,
+        rows=own.row_numbers,
         hooks=tuple(map(repr, stored.hooks)),
     )
     return recording if seen == places else recording.select(batch=places)

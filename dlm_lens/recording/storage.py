@@ -333,6 +333,7 @@ def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> Deno
         model=facts.model,
         planned=facts.steps_planned,
         part=_part(facts, held),
+        rows=None,  # `RecordingFields` gives the run its own
     )
 
 

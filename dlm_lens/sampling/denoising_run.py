@@ -101,6 +101,7 @@ class DenoisingRun(ShowsItself):
             were padded with when they were joined; None: every row's canvas is this one.
         rows_planned: `planned` of each row, where joined rows differ in it; then `settings["steps"]` is so too.
         part: of a part of a run (`Recording.select(step=)`), its place in the whole run; None: these are all steps.
+        rows: of some rows of a run (`Recording.select(batch=)`), their numbers in the whole; None: these are all.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -126,6 +127,7 @@ class DenoisingRun(ShowsItself):
     joined_at: tuple[int, ...] | None = None
     rows_planned: tuple[int, ...] | None = None
     part: RunPart | None = field(default=None, repr=False)
+    rows: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         steps, batch, positions = self.unmasked.shape
@@ -293,6 +295,11 @@ class DenoisingRun(ShowsItself):
     def step_numbers(self) -> tuple[int, ...]:
         """The number of each step: 0, 1, ..., in a part of a run those of the whole run."""
         return tuple(range(self.steps)) if self.part is None else self.part.numbers
+
+    @property
+    def row_numbers(self) -> tuple[int, ...]:
+        """The number of each row: 0, 1, ..., in some rows of a run those of the whole run."""
+        return tuple(range(len(self.tokens))) if self.rows is None else self.rows
 
     @property
     def block_numbers(self) -> tuple[int, ...]:

@@ -78,6 +78,7 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
         planned=run.steps if planned is None and not whole else planned,
         rows_planned=rows_planned,
         part=None if whole else _place(run, chosen, rows),
+        rows=run.rows if rows == list(range(len(run.tokens))) else tuple(run.row_numbers[row] for row in rows),
     )
 
 

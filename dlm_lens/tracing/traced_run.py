@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -33,7 +33,8 @@ class RowBatcher(Batcher):
     def narrow(self, value: Any, group: Any) -> Any:
         """The rows of a value that belong to an invoke."""
         if isinstance(value, DenoisingRun) and self.batching and group is not None:
-            return part_of_run(value, None, range(group[0], group[0] + group[1]))
+            own = part_of_run(value, None, range(group[0], group[0] + group[1]))
+            return replace(own, rows=None)  # an invoke counts its own rows
         return super().narrow(value, group)
 
     def _narrow_tensor(self, tensor: Tensor, group: Any) -> Tensor:

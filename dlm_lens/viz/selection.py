@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.arguments import INDICES, is_whole, meant
 from dlm_lens.printable import is_array, shown
 from dlm_lens.recording import Recording
+from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Level, Received, Trajectories, received_of
 from dlm_lens.sinks.key_axes import AXES
 
@@ -91,10 +92,11 @@ def choose(received: Any, layer: int | None, head: int | None, row: int) -> Sele
 
 
 def row_number(given: Any, row: int) -> int:
-    """The number that a row has in the whole recording, of which `given` may be a part; else its place."""
+    """The number that a row has in the whole recording or run, of which `given` may be a part; else its place."""
     given = meant(given)
-    known = isinstance(given, Recording) and is_whole(row) and 0 <= row < len(given.rows)
-    return int(given.rows[row]) if known else row
+    run = given.run if isinstance(given, Recording) else given
+    known = isinstance(run, DenoisingRun) and is_whole(row) and 0 <= row < len(run.tokens)
+    return int(run.row_numbers[row]) if known else row
 
 
 def as_received(given: Any) -> Received:

@@ -4,12 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import dlm_lens as dl
 from dlm_lens import viz
 from dlm_lens.cli import app as cli
-from dlm_lens.probes import logit_lens, proposed_commitment
+from dlm_lens.probes import activation_patching, logit_lens, proposed_commitment
 from dlm_lens.recording import Recording
 from dlm_lens.testing import tiny
 from dlm_lens.viz.attention_snapshot import snapshot
@@ -153,6 +154,28 @@ def test_captions_name_the_heads_layers_and_row_of_a_part(tmp_path: Path) -> Non
     assert "(row 1)" in view.sentences[0]
     about = canvas_content(Subject.of(some, 0))
     assert (about["row"], about["some_rows"], about["some_layers"], about["some_heads"]) == (1, True, [1], [1, 3])
+
+
+def test_figures_of_a_run_name_its_row_in_the_whole(tmp_path: Path) -> None:
+    model = tiny("llada")
+    whole = dl.record(model, [[1, 2, 3], [4, 5], [6, 7]], [dl.ReceivedAttention()], steps=2, gen_length=4)
+    part = whole.select(batch=[2, 1])
+    saved = Recording.load(part.save(tmp_path / "part"))
+    rerun = dl.recording.rerun(model, part.run, [dl.ValueNorm()], rows=[1])
+    assert part.run.row_numbers == part.rows == saved.run.row_numbers == (2, 1)
+    assert rerun.rows == rerun.run.row_numbers == part.select(batch=1).run.row_numbers == (1,)
+    for run in (part.run, saved.run):
+        effects = activation_patching(model, run, [[8, 7], [9, 5]], steps=[0])
+        figures = [
+            viz.attribution_map(effects, row=1),
+            viz.lens_table(logit_lens(model, run), step=0, row=1),
+            viz.sink_discount(torch.ones(run.unmasked.shape), run, row=1),
+            viz.commitment_map(proposed_commitment(run), row=1),
+            viz.attention_maps(model, run, steps=[0], layer=0, head=0, row=1),
+        ]
+        for figure in figures:
+            assert "(row 1)" in (figure.get_suptitle().replace("\n", " ") or titled(figure))
+        assert "(row 2)" in titled(viz.attribution_map(effects, row=0))
 
 
 def sentences(text: str) -> list[str]:

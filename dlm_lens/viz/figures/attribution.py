@@ -9,7 +9,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
-from dlm_lens.viz.selection import index_of
+from dlm_lens.viz.selection import index_of, row_number
 
 MOST_TOKENS = 2
 """Tokens of a step's label; a step that decides more ends with an ellipsis."""
@@ -73,7 +73,7 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
         f"Effect of each node ({kind}): {found.contract.method}",
         f"target: {found.contract.score}",
         f"values from {found.contract.baseline}",
-        f"n = 1 sequence (row {row})",
+        f"n = 1 sequence (row {row_number(run, row)})",
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=7, **PLAIN)
     return figure

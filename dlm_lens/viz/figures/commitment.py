@@ -16,7 +16,7 @@ from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import index_of
+from dlm_lens.viz.selection import index_of, row_number
 
 STATES = {
     "decided, or not predicted": "#ffffff",
@@ -86,7 +86,7 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
     sentences = [
         *([title] if title else []),
         "When predictions settle",
-        f"left: n = 1 sequence (row {row}); right: n = {prompts}",
+        f"left: n = 1 sequence (row {row_number(run, row)}); right: n = {prompts}",
         f"mean lead {found.mean_lead} steps",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
@@ -122,7 +122,7 @@ def _draw_confidence(axes: Axes, found: Commitment) -> None:
 
 @plot(
     "commitment-map",
-    "when a run's own proposals settle on their final tokens; where they are drawn (a temperature, uniform noise) or "
+    "when a run's own proposals settle on their final tokens; where they are drawn (temperature, uniform noise) or "
     "with --model the model's predictions, for which it runs the model",
     options=("row", "model"),
 )

@@ -11,7 +11,7 @@ from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.viz.figures.cells import draw_cells, many
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
-from dlm_lens.viz.selection import index_of
+from dlm_lens.viz.selection import index_of, row_number
 
 
 @checked_arguments(weights=instance(Tensor, "the weights of sink_weights, [step, batch, position]"))
@@ -56,7 +56,7 @@ def sink_discount(
     sentences = [
         *([title] if title else []),
         "How much of a sink each position is, over layers and heads",
-        f"{mean:.2f} positions discounted per canvas; dots: open; n = 1 sequence (row {row})",
+        f"{mean:.2f} positions discounted per canvas; dots: open; n = 1 sequence (row {row_number(run, row)})",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure

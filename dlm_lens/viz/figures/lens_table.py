@@ -14,7 +14,7 @@ from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.figures.positions import MASKED
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import step_places
+from dlm_lens.viz.selection import row_number, step_places
 from dlm_lens.viz.sink_tracks import row_blocks
 
 MOST_COLUMNS = 20
@@ -94,7 +94,7 @@ def lens_table(
         "scale: probability",
         "level: residual stream after each layer",
         *hooks,
-        f"{where}, n = 1 sequence (row {row})",
+        f"{where}, n = 1 sequence (row {row_number(lens.run, row)})",
     ]
     axes.set_title(caption(sentences, width), loc="left", fontsize=8, pad=12, **PLAIN)
     return figure

@@ -28,7 +28,7 @@ from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.figures.positions import MASKED, SINK
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import index_of, listed_steps
+from dlm_lens.viz.selection import index_of, listed_steps, row_number
 
 INVISIBLE = "#d9d9d9"
 MOST_MAPS = 4
@@ -107,7 +107,7 @@ def attention_maps(
         level,
         *([f"under {', '.join(shots[0].hooks)}"] if shots[0].hooks else []),
         f"rule: {rule}; scale: {shots[0].received().read(rule.quantity)[1]}",
-        f"{' / '.join(counts)}, n = 1 sequence (row {row})",
+        f"{' / '.join(counts)}, n = 1 sequence (row {row_number(run, row)})",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure

@@ -86,9 +86,8 @@ def sink_positions(
         ValueError: an unknown layer, head or row, a layer without a head or the reverse, another level, another
             number of blocks than steps, rewritten tokens of other steps, or no head with a sink.
     """
-    moving = [isinstance(one, str) and one == "moving" for one in (layer, head)]
-    chosen = all(moving)
-    if any(moving):
+    chosen = isinstance(layer, str) and isinstance(head, str) and layer == head == "moving"
+    if isinstance(layer, str) or isinstance(head, str):
         if not chosen:
             raise ValueError(
                 f"layer={shown(layer)}, head={shown(head)}: give both, or neither for the head that moves most"

@@ -13,7 +13,7 @@ from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.commitment import MOST_LABELS
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
-from dlm_lens.viz.selection import index_of
+from dlm_lens.viz.selection import index_of, row_number
 
 STATES = {
     "same token": "#ffffff",
@@ -65,7 +65,8 @@ def remask_spread(found: RemaskSensitivity, *, row: int = 0, title: str = "") ->
     sentences = [
         *([title] if title else []),
         "Tokens that change when decided positions are masked again",
-        f"left: n = 1 sequence (row {row}); right: n = {prompts}" + ", band: 95% interval" * (prompts > 1),
+        f"left: n = 1 sequence (row {row_number(found.run, row)}); right: n = {prompts}"
+        + ", band: 95% interval" * (prompts > 1),
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
     return figure
