@@ -24,6 +24,7 @@ from dlm_lens.attention import (
 )
 from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import remove_stale
+from dlm_lens.files.sealed_json import naming
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
 from dlm_lens.placement import in_float64
@@ -150,9 +151,10 @@ class MeanActivations(ShowsItself):
             raise ValueError(f"{path} is damaged (it holds {sorted(tensors)}); {remedy}")
         site: Any = metadata.get("site")
         about = {name: metadata.get(name, "") for name in ("model", "digest")}  # earlier versions wrote neither
-        found = cls(site, tensors["means"], tensors["counts"], **about)
-        if model is not None:
-            found.check(model)
+        with naming(Path(path), remedy):
+            found = cls(site, tensors["means"], tensors["counts"], **about)
+            if model is not None:
+                found.check(model)
         return found
 
 

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict
 
 from dlm_lens.evaluation.evaluation import RATIOS, Evaluation, Score
 from dlm_lens.files.json_objects import read_json_lines, read_object
+from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.printable import shown
 from dlm_lens.statistics import Floats
 
@@ -17,6 +19,38 @@ if TYPE_CHECKING:
 
 Sample = Mapping[str, Any]
 """A document with its answers and its metrics, as the harness logs it."""
+
+
+Number = float | Literal["inf", "-inf"] | None
+"""A number as `json_of` writes it."""
+
+
+class ScoreLine(Document):
+    """A `Score` in results.json."""
+
+    task: str
+    metric: str
+    filter: str
+    value: Number
+    standard_error: Number
+    n: int
+
+
+class ScoresFile(Document):
+    """What is read of results.json."""
+
+    model_config = ConfigDict(extra="ignore")
+    scores: list[ScoreLine]
+
+
+class SampleLine(Document):
+    """What every line of samples.jsonl has beside answers and metrics."""
+
+    model_config = ConfigDict(extra="ignore")
+    task: str
+    filter: str
+    doc_id: int
+    doc_hash: str
 
 
 class _Scored(NamedTuple):
@@ -93,20 +127,23 @@ def _saved(directory: Path) -> _Scored:
             raise ValueError(f"{path} does not exist; give the directory of a saved evaluation")
     samples: dict[str, list[Sample]] = {}
     remedy = "give the directory of a saved evaluation"
-    try:
-        found = read_object(results, str(results), remedy)["scores"]
-        numbers = [{name: _number(score[name]) for name in ("value", "standard_error")} for score in found]
-        scores = [Score(**{**score, **both}) for score, both in zip(found, numbers, strict=True)]
-        for _, _, sample in read_json_lines(lines, "a document", "a JSON object"):
-            samples.setdefault(sample["task"], []).append(sample)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{directory} holds other files of these names ({shown(error)}); {remedy}") from None
+    given = fitted(ScoresFile, read_object(results, str(results), remedy), results, remedy).scores
+    numbers = [{name: _number(getattr(one, name)) for name in ("value", "standard_error")} for one in given]
+    scores = [Score(**{**one.model_dump(), **both}) for one, both in zip(given, numbers, strict=True)]
+    for where, _, sample in read_json_lines(lines, "a document", "a JSON object"):
+        line = fitted(SampleLine, sample if isinstance(sample, dict) else {}, where, remedy)
+        samples.setdefault(line.task, []).append(sample)
     return _Scored(scores, samples)
 
 
 def _number(value: Any) -> float:
     """A number as `json_of` writes it."""
     return math.nan if value is None else float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number as `json_of` writes it."""
+    return value is None or isinstance(value, int | float) or value in ("inf", "-inf")
 
 
 def _values(samples: Sequence[Sample], score: Score) -> dict[int, tuple[Floats, str]]:
@@ -117,7 +154,7 @@ def _values(samples: Sequence[Sample], score: Score) -> dict[int, tuple[Floats, 
             continue
         value = sample[score.metric]
         several = value if isinstance(value, list | tuple) else [value]
-        if all(one is None or isinstance(one, int | float | str) for one in several):
+        if several and all(map(_is_number, several)):
             numbers = np.array([_number(one) for one in several])
             found[int(sample["doc_id"])] = numbers, str(sample["doc_hash"])
     return dict(sorted(found.items()))
@@ -137,7 +174,7 @@ def _check_documents(task: str, one: Mapping[int, Any], other: Mapping[int, Any]
 
 
 def _paired_error(pairs: Sequence[tuple[Floats, Floats]], one: Score, other: Score) -> float:
-    if len(pairs) < 2:
+    if len(pairs) < 2 or len({values.shape for pair in pairs for values in pair}) > 1:
         return math.nan
     n, parts = len(pairs), []
     for values, score in zip(map(np.stack, zip(*pairs, strict=True)), (one, other), strict=True):

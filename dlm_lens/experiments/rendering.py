@@ -9,6 +9,7 @@ from dlm_lens.experiments.results import Item, Results, read_results
 from dlm_lens.experiments.runner import list_items
 from dlm_lens.experiments.verdicts import RATE
 from dlm_lens.files.atomic_writes import write_figure, write_file
+from dlm_lens.files.sealed_json import naming
 
 
 def render_experiment(experiment: Experiment, out: str | Path) -> Path:
@@ -20,7 +21,8 @@ def render_experiment(experiment: Experiment, out: str | Path) -> Path:
     """
     directory = Path(out)
     results = load_results(experiment, directory)
-    rendering = experiment.render(results)
+    with naming(directory, "move its files away, or choose another --out"):
+        rendering = experiment.render(results)
     for name, figure in rendering.figures.items():
         write_figure(directory / f"{experiment.name}-{name}.png", figure)
     page = directory / f"{experiment.name}.md"

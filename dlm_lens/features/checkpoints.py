@@ -17,6 +17,7 @@ from dlm_lens.features.sparse_autoencoder import FeatureSite, SparseAutoencoder
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.files.paths import check_directory
+from dlm_lens.files.sealed_json import naming
 from dlm_lens.files.tensor_files import write_tensors
 from dlm_lens.placement import input_device
 from dlm_lens.printable import printable_name
@@ -61,25 +62,26 @@ def load_sae(
     if not (path / "cfg.json").is_file():
         raise FileNotFoundError(f"{path} holds {weights.name} but no cfg.json, which says what the weights are")
     settings = read_object(path / "cfg.json", str(path / "cfg.json"))
-    form: Any = saelens if weights.name == saelens.WEIGHTS else sparsify
-    shapes = form.shapes_of(settings)
-    _compare(weights, read_header(weights), shapes, form.optional_shapes_of(settings))
-    if model is not None and shapes["b_dec"][0] != int(model.config.hidden_size):
-        raise ValueError(
-            f"{path} is an autoencoder of vectors of {shapes['b_dec'][0]} entries; the model's have "
-            f"{model.config.hidden_size}"
-        )
-    if device is None:
-        device = "cpu" if model is None else input_device(model)
-    tensors = _read(weights, dtype)
-    sae = saelens.read(settings, tensors) if form is saelens else sparsify.read(settings, tensors, path)
-    named: dict[str, Any] = {"layer": layer, "site": site}
-    if site is not None:
-        named["of_module"] = False
-    sae = replace(sae, **{name: value for name, value in named.items() if value is not None}).to(device)
-    if model is not None:
-        sae.check(model)
-    return sae
+    with naming(path, "give another autoencoder"):
+        form: Any = saelens if weights.name == saelens.WEIGHTS else sparsify
+        shapes = form.shapes_of(settings)
+        _compare(weights, read_header(weights), shapes, form.optional_shapes_of(settings))
+        if model is not None and shapes["b_dec"][0] != int(model.config.hidden_size):
+            raise ValueError(
+                f"{path} is an autoencoder of vectors of {shapes['b_dec'][0]} entries; the model's have "
+                f"{model.config.hidden_size}"
+            )
+        if device is None:
+            device = "cpu" if model is None else input_device(model)
+        tensors = _read(weights, dtype)
+        sae = saelens.read(settings, tensors) if form is saelens else sparsify.read(settings, tensors, path)
+        named: dict[str, Any] = {"layer": layer, "site": site}
+        if site is not None:
+            named["of_module"] = False
+        sae = replace(sae, **{name: value for name, value in named.items() if value is not None}).to(device)
+        if model is not None:
+            sae.check(model)
+        return sae
 
 
 def save_sae(sae: SparseAutoencoder, path: str | Path) -> Path:

@@ -2,13 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dlm_lens.files.json_objects import parse_json
+from dlm_lens.printable import one_line
 
 CHECKSUM = "checksum"
 
@@ -93,6 +95,25 @@ def fitted(schema: type[Schema], values: Mapping[str, Any], where: object, remed
         raise DamagedFileError(f"{where} is damaged ({name:.80}: {first['msg']:.200}); {remedy}") from None
     except RecursionError:
         raise DamagedFileError(f"{where} is damaged (nested too deeply); {remedy}") from None
+
+
+@contextmanager
+def naming(path: Path, remedy: str) -> Iterator[None]:
+    """Name a file in the errors of what reads its values: they may be of other kinds than were written.
+
+    Raises:
+        DamagedFileError: where the values raise an error that is no sentence, such as a TypeError.
+        ValueError: what they raise, with the path where it does not have it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {one_line(error)}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        kind = type(error).__name__
+        raise DamagedFileError(f"{path} is damaged ({kind}: {one_line(error):.200}); {remedy}") from error
 
 
 def file_bytes(path: Path, remedy: str) -> bytes:

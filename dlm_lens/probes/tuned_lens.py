@@ -29,7 +29,7 @@ from dlm_lens.attention import (
     exclusive,
 )
 from dlm_lens.files.atomic_writes import remove_stale
-from dlm_lens.files.sealed_json import Document, fitted, parsed
+from dlm_lens.files.sealed_json import Document, fitted, naming, parsed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.files.text_files import read_utf8
 from dlm_lens.placement import input_device
@@ -138,8 +138,9 @@ class TunedLens:
         if set(tensors) != {"weight", "bias"}:
             raise ValueError(f"{path} is damaged (it holds {sorted(tensors)}); {remedy}")
         layers = tuple(about.layers)
-        lens = cls(tensors["weight"], tensors["bias"], layers, about.model, about.digest, about.training)
-        lens.check(model)
+        with naming(path, remedy):
+            lens = cls(tensors["weight"], tensors["bias"], layers, about.model, about.digest, about.training)
+            lens.check(model)
         return lens
 
 

@@ -10,10 +10,12 @@ from jaxtyping import Bool
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dlm_lens.arguments import RULES, check_values, is_whole, rules_of
 from dlm_lens.files.locks import held, other_files
 from dlm_lens.files.paths import check_directory, check_utf8
 from dlm_lens.files.sealed_json import DamagedFileError
 from dlm_lens.placement import plain_defaults
+from dlm_lens.printable import shown
 from dlm_lens.recording.arrays import PADDED, ArraySpec, as_plain, blank, blank_ended_, from_plain, with_zeros_
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import HEADER, check_recording
@@ -21,6 +23,7 @@ from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.recording.schema import RunFacts
 from dlm_lens.recording.shards import RUN, TENSORS, ShardDirectory
 from dlm_lens.sampling import DenoisingRun, FinishedStep, Proposal, RunPart, StepPlan
+from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.token_text import StoredTokenizer
 
 RUN_TENSORS = ("canvases", "masked", "proposals", "confidence", "unmasked", "attention_mask")
@@ -295,6 +298,7 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
         raise _ContradictionError(f"rows_ran {facts.rows_ran} for {rows} rows and {steps} steps")
     if facts.rows_ran_in_all is not None and len(facts.rows_ran_in_all) != rows:
         raise _ContradictionError(f"rows_ran_in_all {facts.rows_ran_in_all} for {rows} rows")
+    _check_settings(facts.settings, rows)
     starts = facts.joined_at
     if starts is not None and (len(starts) != rows or max(starts, default=0) > facts.prompt_length):
         raise _ContradictionError(f"joined_at {starts} for {rows} rows and a prompt of {facts.prompt_length}")
@@ -315,6 +319,21 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
         raise _ContradictionError(f"sliding windows of {len(facts.windows)} layers for {len(facts.layers)} layers")
     if len({spec.name for spec in facts.specs}) != len(facts.specs):
         raise _ContradictionError("two arrays have one name")
+
+
+def _check_settings(settings: Mapping[str, Any], rows: int) -> None:
+    """Raise for settings of a run that its sampler could not have had; steps are a list where batches differ."""
+    seeds = settings.get("seeds")
+    known = algorithms().get(str(settings.get("sampler")))
+    rules = {**RULES, **({} if known is None else rules_of(known.settings))}
+    alike = {name: value for name, value in settings.items() if name != "steps" or not isinstance(value, list)}
+    try:
+        check_values(alike, rules)
+    except ValueError as error:
+        raise _ContradictionError(f"settings: {error}") from None
+    whole = isinstance(seeds, list) and all(map(is_whole, seeds))
+    if seeds is not None and (not whole or (known is not None and len(seeds) != rows)):
+        raise _ContradictionError(f"the seeds {shown(seeds)} for {rows} rows")
 
 
 def _run_of(facts: RunFacts, held: Mapping[str, Tensor], tokenizer: Any) -> DenoisingRun:

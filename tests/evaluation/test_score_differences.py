@@ -84,7 +84,7 @@ def test_other_documents_are_refused(tmp_path: Path) -> None:
         score_differences(3, one)  # type: ignore[arg-type]
     (tmp_path / "results.json").write_text('{"accuracy": 1}')
     (tmp_path / "samples.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"holds other files of these names \(.*scores.*\); give the directory"):
+    with pytest.raises(ValueError, match=r"results.json is damaged \(scores: Field required\); give the dir"):
         score_differences(one, tmp_path)
 
 

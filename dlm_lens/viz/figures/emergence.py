@@ -1,6 +1,5 @@
 """`sink_emergence`: sink statistics of a model during training."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.arguments import checked_arguments
+from dlm_lens.files.json_objects import read_object
 from dlm_lens.printable import shown
 from dlm_lens.viz.figures.labels import PLAIN, caption
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
@@ -87,7 +87,9 @@ def _entries(history: Sequence[Mapping[str, Any]] | str | Path) -> Sequence[Mapp
         file = Path(history) / "trainer_state.json"
         if not file.is_file():
             raise FileNotFoundError(f"{file} does not exist; give the directory of a checkpoint of a training run")
-        log: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["log_history"]
+        log: Any = read_object(file, str(file)).get("log_history")
+        if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
+            raise ValueError(f"{file} holds no log_history of a training run; give another checkpoint")
         return log
     if isinstance(history, list | tuple) and all(isinstance(entry, Mapping) for entry in history):
         return history
