@@ -24,6 +24,7 @@ from dlm_lens.attention import (
 )
 from dlm_lens.display import ShowsItself
 from dlm_lens.files.atomic_writes import remove_stale
+from dlm_lens.files.paths import user_path
 from dlm_lens.files.sealed_json import naming
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
@@ -126,9 +127,10 @@ class MeanActivations(ShowsItself):
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file."""
-        remove_stale(Path(path).parent)
+        path = user_path(path)
+        remove_stale(path.parent)
         metadata = {"kind": "MeanActivations", "site": self.site, "model": self.model, "digest": self.digest}
-        write_tensors(Path(path), {"means": self.means, "counts": self.counts}, metadata)
+        write_tensors(path, {"means": self.means, "counts": self.counts}, metadata)
 
     @classmethod
     def load(cls, path: str | Path, model: Any = None) -> "MeanActivations":
@@ -141,17 +143,18 @@ class MeanActivations(ShowsItself):
         Raises:
             ValueError: no such file, another kind of file, a damaged one, or means of another model.
         """
-        if not Path(path).is_file():
+        path = user_path(path)
+        if not path.is_file():
             raise ValueError(f"{path} is no file; write one with mean_activations(...).save(path)")
         remedy = "write one with mean_activations(...).save(path)"
-        if metadata_of(Path(path), remedy).get("kind") != "MeanActivations":
+        if metadata_of(path, remedy).get("kind") != "MeanActivations":
             raise ValueError(f"{path} holds no MeanActivations; {remedy}")
-        tensors, metadata = read_with_metadata(Path(path), remedy)
+        tensors, metadata = read_with_metadata(path, remedy)
         if set(tensors) != {"means", "counts"}:
             raise ValueError(f"{path} is damaged (it holds {sorted(tensors)}); {remedy}")
         site: Any = metadata.get("site")
         about = {name: metadata.get(name, "") for name in ("model", "digest")}  # earlier versions wrote neither
-        with naming(Path(path), remedy):
+        with naming(path, remedy):
             found = cls(site, tensors["means"], tensors["counts"], **about)
             if model is not None:
                 found.check(model)

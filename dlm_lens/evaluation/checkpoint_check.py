@@ -20,6 +20,7 @@ from dlm_lens.adapters.registry import family_of, fills_masks
 from dlm_lens.attention import hooked_attentions
 from dlm_lens.evaluation.reference_logits import ReferenceLogits, relative_gap, rounding_limit
 from dlm_lens.files.json_objects import parse_json
+from dlm_lens.files.paths import user_path
 from dlm_lens.findings import Finding, checked
 from dlm_lens.placement import input_device
 from dlm_lens.printable import counted, one_line, printable_name, shown
@@ -95,7 +96,7 @@ def check_checkpoint(
             )
     if not texts:
         raise ValueError("texts is empty; give at least one text, or leave it out for English sentences")
-    stored = None if reference is None else ReferenceLogits.read(Path(reference), model)
+    stored = None if reference is None else ReferenceLogits.read(user_path(reference), model)
     return _Checks(model, texts, stored, gen_length, seed).findings()
 
 

@@ -22,6 +22,7 @@ from dlm_lens.attention import in_use
 from dlm_lens.display import ShowsItself
 from dlm_lens.evaluation.settings import GenerationSettings, LikelihoodSettings, read_settings
 from dlm_lens.files.atomic_writes import replacing, write_file
+from dlm_lens.files.paths import user_path
 from dlm_lens.files.text_files import read_utf8
 from dlm_lens.hooks.expressions import parse_hooks
 from dlm_lens.placement import seeded
@@ -92,7 +93,7 @@ class Evaluation(ShowsItself):
 
         JSON has neither NaN, which is null, nor infinities, which are the texts "inf" and "-inf".
         """
-        directory = Path(directory)
+        directory = user_path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         kept = {name: self.results.get(name) for name in ("versions", "n-shot", "lm_eval_version", "date")}
         kept["arguments"] = self.results.get("config", {}).get("arguments")

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from dlm_lens.files.atomic_writes import open_to_append
 from dlm_lens.files.locks import lock
+from dlm_lens.files.paths import user_path
 from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.files.sealed_lines import append_lines, cut_incomplete_line, line_of, read_lines
 from dlm_lens.placement import float32_products, input_device
@@ -50,7 +51,7 @@ class Responses:
     """
 
     def __init__(self, path: str | Path | None, identity: Mapping[str, Any]) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else user_path(path)
         self.identity = json.loads(json.dumps(dict(identity), default=repr))
         self._answers: dict[str, Any] = {}
         self._made: list[Path] = []

@@ -10,6 +10,7 @@ from pydantic import ConfigDict
 
 from dlm_lens.evaluation.evaluation import RATIOS, Evaluation, Score
 from dlm_lens.files.json_objects import read_json_lines, read_object
+from dlm_lens.files.paths import user_path
 from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.printable import shown
 from dlm_lens.statistics import Floats
@@ -112,7 +113,7 @@ def _scored(given: Evaluation | str | Path) -> _Scored:
         return _Scored(given.scores, given.results.get("samples", {}))
     if not isinstance(given, str | Path):
         raise ValueError(f"{shown(given)} is no evaluation; give an Evaluation, or the directory of a saved one")
-    return _saved(Path(given))
+    return _saved(user_path(given))
 
 
 def _saved(directory: Path) -> _Scored:

@@ -9,6 +9,7 @@ from dlm_lens.experiments.results import Item, Results, read_results
 from dlm_lens.experiments.runner import list_items
 from dlm_lens.experiments.verdicts import RATE
 from dlm_lens.files.atomic_writes import write_figure, write_file
+from dlm_lens.files.paths import user_path
 from dlm_lens.files.sealed_json import naming
 
 
@@ -19,7 +20,7 @@ def render_experiment(experiment: Experiment, out: str | Path) -> Path:
         FileNotFoundError: the directory holds no results.
         ValueError: the results are of another experiment, or no item is finished.
     """
-    directory = Path(out)
+    directory = user_path(out)
     results = load_results(experiment, directory)
     with naming(directory, "move its files away, or choose another --out"):
         rendering = experiment.render(results)

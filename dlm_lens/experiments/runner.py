@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from dlm_lens.experiments.experiment import Bench, Experiment
 from dlm_lens.experiments.model_settings import is_by_model, settings_of, settings_of_item
 from dlm_lens.experiments.results import Item, Record, Results, ResultsFile, key_of, read_results
+from dlm_lens.files.paths import user_path
 from dlm_lens.option_values import process_of_run
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def run_experiment(
             trains its networks.
     """
     rank, world = process_of_run()
-    loading = dict(loading or {})
+    loading, out = dict(loading or {}), user_path(out)
     if experiment.trains and loading:
         names = " and ".join({"device_map": "device"}.get(name, name) + "=" for name in loading)
         raise ValueError(
@@ -57,7 +58,7 @@ def run_experiment(
         "dtype": None if dtype is None else str(dtype).removeprefix("torch.")
     }
     items = list_items(experiment, config)
-    with ResultsFile(Path(out), config, _session(rank, world), rank, experiment.grows) as file:
+    with ResultsFile(out, config, _session(rank, world), rank, experiment.grows) as file:
         bench = Bench(loading, file.note_weights)
         mine = items[rank::world]
         left = [item for item in mine if key_of(item) not in file.done]
@@ -70,7 +71,7 @@ def run_experiment(
                 value = experiment.run(item, settings_of_item(config["settings"], item), bench)
                 file.append(Record(item, value, time.perf_counter() - start))
                 bar.update()
-    return read_results(Path(out), lambda found: list_items(experiment, found))
+    return read_results(out, lambda found: list_items(experiment, found))
 
 
 def list_items(experiment: Experiment, config: Mapping[str, Any]) -> list[Item]:

@@ -16,7 +16,7 @@ from dlm_lens.features import saelens, sparsify
 from dlm_lens.features.sparse_autoencoder import FeatureSite, SparseAutoencoder
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.json_objects import read_object
-from dlm_lens.files.paths import check_directory
+from dlm_lens.files.paths import check_directory, user_path
 from dlm_lens.files.sealed_json import naming
 from dlm_lens.files.tensor_files import write_tensors
 from dlm_lens.placement import input_device
@@ -57,7 +57,7 @@ def load_sae(
     DIRECTORY.check("path", path)
     if not str(path).strip():
         raise ValueError(f"path is {str(path)!r}; give the directory of a sparse autoencoder")
-    path = Path(path)
+    path = user_path(path)
     weights = _weights(path)
     if not (path / "cfg.json").is_file():
         raise FileNotFoundError(f"{path} holds {weights.name} but no cfg.json, which says what the weights are")
@@ -93,7 +93,7 @@ def save_sae(sae: SparseAutoencoder, path: str | Path) -> Path:
         ValueError: what SAELens does not have: "groupmax", and `rescaled` of others than "topk".
         OSError: the disk is full, or takes no files.
     """
-    path = Path(path)
+    path = user_path(path)
     settings, weights = saelens.settings_of(sae), saelens.weights_of(sae)
     check_directory(path)
     path.mkdir(parents=True, exist_ok=True)

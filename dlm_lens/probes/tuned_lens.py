@@ -29,6 +29,7 @@ from dlm_lens.attention import (
     exclusive,
 )
 from dlm_lens.files.atomic_writes import remove_stale
+from dlm_lens.files.paths import user_path
 from dlm_lens.files.sealed_json import Document, fitted, naming, parsed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.files.text_files import read_utf8
@@ -110,7 +111,7 @@ class TunedLens:
         Raises:
             OSError: the disk is full, or takes no files; a file that was there stays as it is.
         """
-        path = Path(path)
+        path = user_path(path)
         about = {"model": self.model, "digest": self.digest, "layers": list(self.layers), "training": self.training}
         remove_stale(path.parent)
         write_tensors(
@@ -126,7 +127,7 @@ class TunedLens:
             FileNotFoundError: there is no such file.
             ValueError: it is no tuned lens, damaged, or another model's.
         """
-        path = Path(path)
+        path = user_path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not there; TunedLens.save writes one")
         remedy = "train one with train_tuned_lens"

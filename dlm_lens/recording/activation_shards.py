@@ -18,6 +18,7 @@ from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.files.atomic_writes import remove_stale, write_file
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.files.locks import held, other_files
+from dlm_lens.files.paths import user_path
 from dlm_lens.files.sealed_json import Document, fitted, parsed, sealed, unsealed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.printable import shown
@@ -55,7 +56,7 @@ class ActivationShards:
     path: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", Path(self.path))
+        object.__setattr__(self, "path", user_path(self.path))
         if not (self.path / HEADER).is_file():
             raise FileNotFoundError(f"{self.path} holds no activations; write_activations(..., to=) writes them")
 
@@ -158,7 +159,7 @@ def write_activations(
     request, batches, collect, recorder = prepared_stream(
         model, prompts, layer, classes, share, batch_size, DTYPES[dtype], seed, settings
     )
-    values, path = checked(hooks), Path(to)
+    values, path = checked(hooks), user_path(to)
     about = {
         "model": {"name": name_of(model), "dtype": str(model.dtype), "weights": weights_digest(model)},
         "prompts": hashlib.sha256(repr(batches.ids).encode()).hexdigest()[:16],

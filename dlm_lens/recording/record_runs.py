@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from dlm_lens.arguments import DIRECTORY, checked_arguments
 from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.files.locks import held
-from dlm_lens.files.paths import check_directory
+from dlm_lens.files.paths import check_directory, user_path
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.model_identity import check_named
@@ -85,14 +85,14 @@ def record(
         batches,
         reducers,
         hooks=hooks,
-        to=None if to is None else Path(to),
+        to=None if to is None else user_path(to),
         layers=layers,
         dtype=dtype,
         progress=progress,
         **settings,
     )
     # Stored batches are all made first, since each can be read on its own.
-    return joined(made) if to is None else joined(list(made), Path(to))
+    return joined(made) if to is None else joined(list(made), user_path(to))
 
 
 class BatchError(ValueError):

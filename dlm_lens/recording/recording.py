@@ -18,6 +18,7 @@ from torch import Tensor
 from dlm_lens.arguments import DIRECTORY, check_index, meant
 from dlm_lens.attention import beside_sinks
 from dlm_lens.display import Preview, ShowsItself
+from dlm_lens.files.paths import user_path
 from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import printable_name, shown
 from dlm_lens.recording.canvas_facts import CanvasFacts
@@ -258,7 +259,7 @@ class Recording(ShowsItself, RecordingFields):
             OSError: the disk is full; the files written so far are removed.
         """
         DIRECTORY.check("directory", directory)
-        return save_recording(self, Path(directory))
+        return save_recording(self, user_path(directory))
 
     @classmethod
     @plain_defaults()
@@ -277,7 +278,7 @@ class Recording(ShowsItself, RecordingFields):
         """
         if not isinstance(directory, str | Path):
             raise ValueError(f"Recording.load: {shown(directory)} is no directory; give the path of a recording")
-        return cls.of(load_recording(Path(directory), verify=verify))
+        return cls.of(load_recording(user_path(directory), verify=verify))
 
     @classmethod
     def of(cls, fields: RecordingFields) -> "Recording":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_lens.display import ShowsItself
+from dlm_lens.files.paths import user_path
 from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.shards import ShardDirectory
@@ -26,7 +27,7 @@ class RecordingSet(ShowsItself, Sequence[Recording]):
     """
 
     def __init__(self, directory: str | Path, tokenizer: Any = None) -> None:
-        self.directory, self.tokenizer = Path(directory), tokenizer
+        self.directory, self.tokenizer = user_path(directory), tokenizer
         found = parts_of(self.directory)
         if not found:
             raise FileNotFoundError(f"{self.directory} holds no recording; dlm_lens.record(..., to=) writes some")

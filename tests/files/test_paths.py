@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from dlm_lens.experiments import find_experiment, render_experiment, run_experiment
 from dlm_lens.features import SparseAutoencoder, load_sae, save_sae
 from dlm_lens.files.paths import check_directory, check_file, check_utf8, user_path
 from dlm_lens.hooks import MeanActivations
@@ -25,12 +26,38 @@ def test_a_home_directory_is_not_made_as_one_of_that_name(tmp_path: Path, monkey
         assert user_path(path) == full
     with pytest.raises(FileNotFoundError, match=r"^~nobody-here/run begins with the home directory of a user who"):
         check_directory(Path("~nobody-here/run"))
-    with pytest.raises(FileNotFoundError, match="begins with ~"):
-        dl.record(tiny("llada"), ["w1"], [dl.ReceivedAttention()], to="~/run", steps=1, gen_length=2)
     check_file(Path("~draft.html"))
     assert [*tmp_path.iterdir()] == []
     (tmp_path / "~").mkdir()
     check_directory(Path("~/run"))
+
+
+def test_functions_that_read_and_write_expand_a_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path / "work")
+    model = tiny("llada")
+    recording = dl.record(model, ["w1"], [dl.ReceivedAttention()], to="~/run", steps=2, gen_length=2)
+    recording.save("~/saved")
+    weights = torch.eye(4, 6)
+    sae = SparseAutoencoder(weights, torch.zeros(6), weights.T.contiguous(), torch.zeros(4), activation="relu")
+    save_sae(sae, "~/sae")
+    MeanActivations("z", torch.zeros(1, 3, 1, 2), torch.ones(3, 1).long()).save("~/means.safetensors")
+    settings = {"prompts": 1, "batch": 1, "sampler": {"gen_length": 4}}
+    run_experiment(find_experiment("fig5-depth"), "~/results", small=True, models=["toy"], settings=settings)
+    for path in ("~/run", "~/saved"):
+        assert dl.Recording.load(path).received.shape == recording.received.shape
+    assert len(dl.RecordingSet("~/run")) == 1
+    assert load_sae("~/sae").features == 6
+    assert MeanActivations.load("~/means.safetensors").site == "z"
+    assert render_experiment(find_experiment("fig5-depth"), "~/results").is_relative_to(home)
+    written = {one.name for one in home.iterdir() if not one.name.startswith(".")}  # matplotlib has caches there
+    assert written == {"run", "saved", "sae", "means.safetensors", "results"}
+    assert not any((tmp_path / "work").iterdir())
 
 
 @pytest.mark.skipif(os.name == "nt", reason="names are UTF-16 there")

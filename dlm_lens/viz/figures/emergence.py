@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.files.json_objects import read_object
+from dlm_lens.files.paths import user_path
 from dlm_lens.printable import shown
 from dlm_lens.viz.figures.labels import PLAIN, caption
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
@@ -84,7 +85,7 @@ def sink_emergence(history: Sequence[Mapping[str, Any]] | str | Path, *, title: 
 
 def _entries(history: Sequence[Mapping[str, Any]] | str | Path) -> Sequence[Mapping[str, Any]]:
     if isinstance(history, str | Path):
-        file = Path(history) / "trainer_state.json"
+        file = user_path(history) / "trainer_state.json"
         if not file.is_file():
             raise FileNotFoundError(f"{file} does not exist; give the directory of a checkpoint of a training run")
         log: Any = read_object(file, str(file)).get("log_history")

@@ -16,7 +16,7 @@ from uuid import uuid4
 from torch import Tensor
 
 from dlm_lens.files.atomic_writes import write_file
-from dlm_lens.files.paths import check_file
+from dlm_lens.files.paths import check_file, user_path
 from dlm_lens.printable import printable
 from dlm_lens.sampling.token_text import TokenTexts
 
@@ -94,7 +94,7 @@ class View:
             IsADirectoryError: it is a directory.
             ValueError: the name does not end in .html or .htm.
         """
-        path = Path(path)
+        path = user_path(path)
         check_file(path, (".html", ".htm"))
         body, script = self._parts()
         # The policy allows this script alone, by its hash, so that no markup from a token could run one.
