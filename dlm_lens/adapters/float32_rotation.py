@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from dlm_lens.attention.cache_argument import NEW, OLD
 
@@ -46,37 +46,27 @@ class RoundedKeys:
         return found
 
 
-class KeyRounding(nn.Module):
-    """Mixin before an attention of transformers whose keys are rotated in float32.
+def round_keys(attention: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    """A hook before the forward pass of an attention that rotates in float32: its cache gets `RoundedKeys`.
 
     The authors' rotation returns keys in the dtype of the projections, and `attention.functions.attend` rounds them
-    to that of the values. The module gives them to a cache before: kept in float32 they would take twice the
-    memory, and transformers before 5.24 then keeps the values in float32 too, which the output projection of a
-    model in half precision refuses.
+    to that of the values. A cache gets them before: kept in float32 they would take twice the memory, and
+    transformers before 5.24 then keeps the values in float32 too, which the output projection of a model in half
+    precision refuses.
     """
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """As the host's."""
-        for name in (NEW, OLD):
-            if options.get(name) is not None:
-                options[name] = RoundedKeys(options[name])
-        return super().forward(*args, **options)
+    caches = {name: RoundedKeys(options[name]) for name in (NEW, OLD) if options.get(name) is not None}
+    return args, options | caches
 
 
-class Float32RotatedAttention(KeyRounding, LlamaAttention):
-    """Llama's attention with keys that are rotated in float32."""
+def rotate_in_float32(decoder: Any, tables: Float32RotaryEmbedding) -> None:
+    """Let a decoder of Llama's layers rotate queries and keys in float32, and round the keys for a cache.
 
-
-def rotate_in_float32(
-    decoder: Any, tables: Float32RotaryEmbedding, attention: type[KeyRounding] = Float32RotatedAttention
-) -> None:
-    """Let a decoder of Llama's layers rotate queries and keys in float32, and round them then.
+    A hook, so that attention keeps transformers' class and code, which nnsight's `source` shows.
 
     Args:
         decoder: whose rotary tables are replaced.
         tables: in float32.
-        attention: class of its attention modules, which have the same children.
     """
     decoder.rotary_emb = tables
     for layer in decoder.layers:
-        layer.self_attn.__class__ = attention
+        layer.self_attn.register_forward_pre_hook(round_keys, with_kwargs=True)

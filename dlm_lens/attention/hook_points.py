@@ -216,7 +216,7 @@ def attention_stack(model: Any, stack: str) -> nn.Module:
     Raises:
         ValueError: the model has no such stack, or is none.
     """
-    if not isinstance(model, nn.Module):
+    if not hasattr(model, "named_modules"):
         raise ValueError(f"{shown(model)} is no model; load one with dlm_lens.load")
     stacks = attention_stacks(model)
     if stack not in stacks:

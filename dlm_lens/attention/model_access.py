@@ -226,7 +226,7 @@ def exclusive(function: Callable[P, R]) -> Callable[P, R]:
             kwargs["model"] = model = network_of(kwargs["model"])
         else:
             return function(*given, **kwargs)  # which says that the model is missing
-        if not isinstance(model, nn.Module):
+        if not hasattr(model, "named_modules"):  # a scan has a stand-in that is no module
             raise ValueError(f"{function.__name__}: {shown(model)} is no model; load one with dlm_lens.load")
         with in_use(model), plain_defaults():
             return function(*given, **kwargs)

@@ -55,6 +55,15 @@ def of_every_token(model: Any, settings: LikelihoodSettings) -> LikelihoodSettin
     return replace(settings, options={**settings.options, "protect_ends": False})
 
 
+def greedy_settings(settings: LikelihoodSettings) -> LikelihoodSettings:
+    """The settings of the passes that say whether greedy decoding gives the continuation: the same blocks.
+
+    The other options, samples and strata are of "mc" and "chain_rule".
+    """
+    blocks = {name: value for name, value in settings.options.items() if name == "block_length"}
+    return LikelihoodSettings("greedy_completion", cfg_scale=settings.cfg_scale, options=blocks)
+
+
 class Item(NamedTuple):
     """A likelihood request in token ids: its index, its seed, and whether to decode it greedily too."""
 
@@ -199,9 +208,8 @@ class Likelihoods:
         if self.settings.method == "greedy_completion":
             greedy = {item.place: value == 0 for item, value in zip(items, values, strict=True)}
         elif checked:
-            # The other options are of "mc" and "chain_rule"; greedy decoding writes the same blocks.
-            blocks = {name: value for name, value in self.settings.options.items() if name == "block_length"}
-            exact = self._likelihood(checked, "greedy_completion", **blocks).is_greedy.tolist()
+            options = greedy_settings(self.settings).options
+            exact = self._likelihood(checked, "greedy_completion", **options).is_greedy.tolist()
             greedy = {item.place: same for item, same in zip(checked, exact, strict=True)}
         return [
             Answer(item.place, value, greedy.get(item.place, False))

@@ -10,7 +10,7 @@ from typing import Any
 from dlm_lens.adapters import family_of
 from dlm_lens.evaluation.canvas_recorder import CanvasRecorder
 from dlm_lens.evaluation.generation_requests import Job, Text, cut, end_ids
-from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods, check_items
+from dlm_lens.evaluation.likelihood_requests import Answer, Item, Likelihoods, check_items, greedy_settings
 from dlm_lens.evaluation.responses import Responses
 from dlm_lens.evaluation.settings import LikelihoodSettings, read_settings
 from dlm_lens.files.locks import held
@@ -291,7 +291,7 @@ class RecordedLikelihoods:
             or (self._causal and self._method == "chain_rule")
         ):
             return answer
-        (checked,) = self._answers(item, replace(self.settings, method="greedy_completion", options={}))
+        (checked,) = self._answers(item, greedy_settings(self.settings))
         return answer._replace(is_greedy=checked.is_greedy)
 
     def _described(self, item: Item) -> dict[str, Any]:

@@ -11,16 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.float32_rotation import (
-    Float32RotaryEmbedding,
-    Float32RotatedAttention,
-    KeyRounding,
-    rotate_in_float32,
-)
+from dlm_lens.adapters.float32_rotation import Float32RotaryEmbedding, rotate_in_float32
 from dlm_lens.adapters.masked_diffusion import SMDM_SAMPLER
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family, Shapes, WeightsOnly
-from dlm_lens.adapters.sink_tokens import GatedLlamaAttention, SinkDecoder, SinkMaskedDiffusion
+from dlm_lens.adapters.sink_tokens import SinkDecoder, SinkMaskedDiffusion
 from dlm_lens.adapters.weighted_norm import use_weighted_norms
 from dlm_lens.attention import Placement, SinkLayout
 
@@ -216,17 +211,12 @@ class RoundedRotaryEmbedding(Float32RotaryEmbedding):
         return cos.bfloat16().float(), sin.bfloat16().float()
 
 
-class GatedSMDMAttention(KeyRounding, GatedLlamaAttention):
-    """Llama's attention with a gate, and with keys that are rotated in float32."""
-
-
 class SMDMModel(SinkDecoder, LlamaModel):
     """Llama's decoder with SMDM's rotary tables, norms and embedding rows, and sinks around the canvas."""
 
     def __init__(self, config: SMDMConfig) -> None:
         super().__init__(config)
-        attention = GatedSMDMAttention if config.gated_attention else Float32RotatedAttention
-        rotate_in_float32(self, RoundedRotaryEmbedding(config), attention)
+        rotate_in_float32(self, RoundedRotaryEmbedding(config))
         use_weighted_norms(self)
 
 
