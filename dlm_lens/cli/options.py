@@ -13,8 +13,8 @@ from dlm_lens.arguments import near_name
 from dlm_lens.option_values import one_of, settings_of
 from dlm_lens.recording.query_classes import OTHER_NAMES, QUERY_CLASSES
 from dlm_lens.sinks.detector_registry import DETECTORS, parse_detector
+from dlm_lens.viz.plot_options import LEVELS
 
-LEVELS = ("head", "layer", "model")
 STORAGES = ("float32", "float16")
 DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float", "float64", "double")
 """Dtypes of a model's weights (`dlm_lens.load`)."""
@@ -190,7 +190,7 @@ def check_device(text: str | None) -> None:
 
 
 def check_rule(recording: Path, detector: str, level: str = "head", queries: str = "all") -> None:
-    """Raise unless a command can find sinks in a recording: checks the rule, the level and the directory.
+    """Raise unless a command can find sinks in a recording: checks rule, level, class of queries and directory.
 
     Raises:
         FileNotFoundError: there is no recording.
@@ -204,7 +204,7 @@ def check_rule(recording: Path, detector: str, level: str = "head", queries: str
     check_recording(recording)
 
 
-def check_place(layer: int | None, head: int | None, level: str) -> None:
+def check_place(layer: int | str | None, head: int | str | None, level: str) -> None:
     """Raise where a layer or a head is chosen that the level averages over.
 
     Raises:

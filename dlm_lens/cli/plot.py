@@ -9,7 +9,16 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from dlm_lens.cli.options import DEVICE, DTYPE, JSON, LOADING, check_network, device_or_gpu, loading_options
+from dlm_lens.cli.options import (
+    DEVICE,
+    DTYPE,
+    JSON,
+    LOADING,
+    check_network,
+    check_place,
+    device_or_gpu,
+    loading_options,
+)
 from dlm_lens.cli.output import show_json
 from dlm_lens.cli.recordings import path_ends
 from dlm_lens.printable import echo
@@ -67,6 +76,7 @@ def plot_command(
     if (device or dtype or arguments) and "model" not in find_plot(name).options:
         raise ValueError(f"{name} runs no model; leave --device, --dtype and --load out")
     check_plot(name, frozenset(options), len(recordings), file)
+    check_place(options.get("layer"), options.get("head"), options.get("level", "head"))
     for path in recordings:
         check_recording(path)
 

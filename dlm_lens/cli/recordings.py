@@ -64,17 +64,6 @@ def sinks_of(recording: "Recording", detector: str, level: str, queries: str = "
         ValueError: the recording lacks what the rule reads; a class of queries or another level for a rule that
             reads hidden states.
     """
-    from dlm_lens.sinks import find_sinks, received_of
-    from dlm_lens.sinks.from_recording import key_statistic_of
+    from dlm_lens.sinks.detection import sinks_of_recording
 
-    rule = detector_of(detector)
-    if not rule.reads_hidden_states:
-        return find_sinks(received_of(recording, queries), rule, level=level)  # type: ignore[arg-type]
-    if queries != "all":
-        raise ValueError(
-            f"--queries {queries}: {detector} reads hidden states, for which no queries count; leave --queries out"
-        )
-    own = key_statistic_of(recording, rule.quantity).level
-    if level not in ("head", own):
-        raise ValueError(f"--level {level}: {detector} finds the sinks of each {own}; leave --level out")
-    return find_sinks(recording, rule)
+    return sinks_of_recording(recording, detector_of(detector), level, queries)  # type: ignore[arg-type]

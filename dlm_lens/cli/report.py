@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from dlm_lens.cli.options import DETECTOR, RECORDING
-from dlm_lens.cli.recordings import load_recording, path_ends
+from dlm_lens.cli.options import DETECTOR, QUERIES, RECORDING, check_rule
+from dlm_lens.cli.recordings import detector_of, load_recording, path_ends
 from dlm_lens.files.paths import check_file
 from dlm_lens.printable import echo
 
@@ -16,6 +16,7 @@ def report_command(
     out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.")] = Path("report.html"),
     compare: Annotated[Path | None, typer.Option(help="Another recording, to show next to the first one.")] = None,
     detector: Annotated[str, DETECTOR] = "above-mean",
+    queries: Annotated[str, QUERIES] = "all",
     row: Annotated[
         int | None,
         typer.Option(min=0, help="Only this sequence; by default all, at most 16, with a menu to choose one."),
@@ -23,14 +24,10 @@ def report_command(
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "",
 ) -> None:
     """Write one HTML file that shows the sinks of a recording step by step, in any browser, without a network."""
-    from dlm_lens.recording.directories import check_recording
-    from dlm_lens.sinks.detector_registry import parse_detector
-
-    rule = parse_detector(detector)
     check_file(out, (".html", ".htm"))
     paths = [recording] if compare is None else [recording, compare]
     for path in paths:
-        check_recording(path)
+        check_rule(path, detector, queries=queries)
 
     from dlm_lens.viz import report
 
@@ -40,7 +37,8 @@ def report_command(
         first,
         out,
         compare=others[0] if others else None,
-        detector=rule.build(),
+        detector=detector_of(detector),
+        queries=queries,  # type: ignore[arg-type]
         row=row,
         title=title,
         progress=True,

@@ -23,6 +23,11 @@ def stored_name(name: str) -> str:
     return OTHER_NAMES.get(name, name)
 
 
+def received_name(queries: QueryClass) -> str:
+    """The name of a class's received attention in a recording: received of all queries, else received_CLASS."""
+    return "received" if queries == "all" else f"received_{stored_name(queries)}"
+
+
 def checked_class(name: str, owner: str) -> StoredClass:
     """The class of queries with this name, by the name under which it is stored.
 

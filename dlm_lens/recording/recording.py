@@ -22,7 +22,7 @@ from dlm_lens.files.paths import user_path
 from dlm_lens.placement import plain_defaults
 from dlm_lens.printable import printable_name, shown
 from dlm_lens.recording.canvas_facts import CanvasFacts
-from dlm_lens.recording.query_classes import QueryClass, checked_class, stored_name
+from dlm_lens.recording.query_classes import QueryClass, checked_class, received_name, stored_name
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.recording.storage import ShardArrays, load_recording, save_recording
 from dlm_lens.sampling import part_of_run
@@ -211,7 +211,7 @@ class Recording(ShowsItself, RecordingFields):
         Raises:
             ValueError: ReceivedAttention of this class was not recorded.
         """
-        name = "received" if queries == "all" else f"received_{checked_class(queries, 'received_sums')}"
+        name = received_name(checked_class(queries, "received_sums"))
         if name not in self.specs:
             raise ValueError(f"{name} was not recorded; record with ReceivedAttention(queries={queries!r})")
         return getattr(self, name) * self.expected_by_layer(queries)[:, :, :, None]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance, one_of, whole
 from dlm_lens.display import ROWS, Preview, ShowsItself
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.detectors.base import Detector, MedianDetector, as_detector, of_every_key
 from dlm_lens.sinks.from_patterns import received_from_pattern
-from dlm_lens.sinks.from_recording import scores_for
+from dlm_lens.sinks.from_recording import key_statistic_of, received_of, scores_for
 from dlm_lens.sinks.key_axes import AXES, KeyAxes, each_key_tensor, key_shapes, with_all_axes, without_absent_axes
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Level, Received, Scale
@@ -239,6 +239,33 @@ def find_sinks(
     else:
         received = received_from_pattern(attention, relative=relative is not False, **pattern_settings)
     return _detected(received.at_level(level), detector)
+
+
+def sinks_of_recording(
+    recording: Recording, detector: Detector, level: Level = "head", queries: QueryClass = "all"
+) -> Sinks:
+    """The sinks of a recording by a rule, on the received attention of a class of queries.
+
+    Args:
+        recording: that has what the rule reads.
+        detector: the rule.
+        level: as in `find_sinks`.
+        queries: which queries count.
+
+    Raises:
+        ValueError: the recording lacks what the rule reads; a class of queries or another level for a rule that
+            reads hidden states.
+    """
+    if not detector.reads_hidden_states:
+        return find_sinks(received_of(recording, queries), detector, level=level)
+    if queries != "all":
+        raise ValueError(
+            f"queries={queries}: {detector} reads hidden states, for which no queries count; leave queries= out"
+        )
+    own = key_statistic_of(recording, detector.quantity).level  # type: ignore[arg-type]
+    if level not in ("head", own):
+        raise ValueError(f"level={level}: {detector} finds the sinks of each {own}; leave level= out")
+    return find_sinks(recording, detector)
 
 
 def _detected(given: Received | KeyStatistic, detector: Detector) -> Sinks:

@@ -9,7 +9,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, meant
 from dlm_lens.attention import MIN_VIEWERS, HookLike
 from dlm_lens.recording import KeyNorm, MassiveActivations, QueryClass, ReceivedAttention, Recording, rerun
-from dlm_lens.recording.query_classes import checked_class
+from dlm_lens.recording.query_classes import checked_class, received_name
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
@@ -132,7 +132,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
     """
     recording = as_recording(recording)
     given, queries = queries, checked_class(queries, "received_of")
-    name = "received" if queries == "all" else f"received_{queries}"
+    name = received_name(queries)
     if name not in recording.specs:
         raise ValueError(
             f"this recording has no {name}; record with ReceivedAttention(queries={given!r}), it has "
@@ -220,12 +220,19 @@ def scores_for(recording: Recording, quantity: Quantity) -> Received | KeyStatis
     return received_of(recording)
 
 
-def has_scores(source: Recording | Received, quantity: Quantity) -> bool:
-    """Whether a recording, or received attention, has the scores that a detector of this quantity reads."""
+def has_scores(source: Recording | Received, quantity: Quantity, queries: QueryClass = "all") -> bool:
+    """Whether a recording, or received attention, has the scores that a detector of this quantity reads.
+
+    Args:
+        source: one of them.
+        quantity: that the detector reads.
+        queries: the class whose received attention is read from a recording.
+    """
     if isinstance(source, Received):
         return source.has(quantity)
-    name = HIDDEN[quantity][0] if quantity == "max activation" or quantity == "key norm" else "received"
-    return name in source.specs
+    if quantity == "max activation" or quantity == "key norm":
+        return HIDDEN[quantity][0] in source.specs
+    return received_name(queries) in source.specs
 
 
 def _groups(recording: Recording, values: Float[Tensor, "step batch layer kv_head key"]) -> int:

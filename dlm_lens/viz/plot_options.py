@@ -10,12 +10,15 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from dlm_lens.option_values import index_or_mean, one_of, whole_number, whole_numbers
+from dlm_lens.recording.query_classes import OTHER_NAMES, QUERY_CLASSES, received_name
 
 if TYPE_CHECKING:
-    from dlm_lens.recording import Recording
+    from dlm_lens.recording import QueryClass, Recording
     from dlm_lens.sampling import DenoisingRun
-    from dlm_lens.sinks import Detector, Received
+    from dlm_lens.sinks import Detector, Level, Received, Sinks
     from dlm_lens.sinks.detector_registry import DetectorText
+
+LEVELS = ("head", "layer", "model")
 
 PICKS = ("strongest", "moving")
 
@@ -74,12 +77,14 @@ class PlotOptions:
         position: the given position, counted from the prompt's first token.
         pick: which head where none is given: the "strongest", or the one whose sinks are "moving" most.
         detector: the rule that finds sinks; None for `AboveMean(3.0)`.
+        queries: which queries count in received attention.
+        level: whose patterns are judged, in pictures of all heads: head, layer (mean over heads) or model.
         hooks: expression of the hooks for pictures that run the model, or "run" for those of the recording.
         model: name of the model for pictures that run it; None for the recording's.
         loading: further arguments of `dlm_lens.load` for it.
 
     Raises:
-        ValueError: an unknown pick.
+        ValueError: an unknown pick or level.
     """
 
     recordings: "Mapping[str, Recording]"
@@ -111,6 +116,21 @@ class PlotOptions:
             _read_rule, "The rule that finds sinks, such as above-mean:3 (the default), above-std:3 or top-k:5."
         ),
     )
+    queries: "QueryClass" = field(
+        default="all",
+        metadata=_option(
+            partial(one_of, allowed=(*QUERY_CLASSES, *OTHER_NAMES)),
+            "Which queries count: all (the default), masked, unmasked, prompt or block, as recorded.",
+        ),
+    )
+    level: "Level" = field(
+        default="head",
+        metadata=_option(
+            partial(one_of, allowed=LEVELS),
+            "Which patterns are judged, in pictures of all heads: head (the default), layer (mean over heads) or "
+            "model.",
+        ),
+    )
     hooks: str | None = field(
         default=None,
         metadata=_option(
@@ -126,6 +146,7 @@ class PlotOptions:
 
     def __post_init__(self) -> None:
         one_of("pick", self.pick, PICKS)
+        one_of("level", self.level, LEVELS)
 
     @property
     def recording(self) -> "Recording":
@@ -155,10 +176,21 @@ class PlotOptions:
 
     @cached_property
     def received(self) -> "Received":
-        """Received attention of all queries."""
+        """Received attention of the queries that count."""
         from dlm_lens.viz.selection import as_received
 
-        return as_received(self.recording)
+        return as_received(self.recording, self.queries)
+
+    def sinks(self) -> "Sinks":
+        """The sinks of the recording by the rule, at the level and with the queries that are given.
+
+        Raises:
+            ValueError: the recording lacks what the rule reads; queries or another level for a rule that reads
+                hidden states.
+        """
+        from dlm_lens.sinks.detection import sinks_of_recording
+
+        return sinks_of_recording(self.recording, self.rule, self.level, self.queries)
 
     @property
     def run(self) -> "DenoisingRun":
@@ -278,6 +310,10 @@ class PlotOptions:
                 f"position {self.position}: positions of row {self.row} go from 0 to {canvas - padding - 1}"
             )
         return self.position + (padding if self.position >= 0 else canvas)
+
+    def statistic(self, needs: str) -> str:
+        """The array of a recording that a picture reads: received attention is that of the queries that count."""
+        return received_name(self.queries) if needs == "received" else needs
 
 
 PLOT_OPTIONS: Mapping[str, str] = {one.name: one.metadata["help"] for one in fields(PlotOptions) if one.metadata}

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dlm_lens.arguments import INDICES, is_whole, meant
 from dlm_lens.printable import is_array, shown
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
+from dlm_lens.recording.query_classes import stored_name
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Level, Received, Trajectories, received_of
 from dlm_lens.sinks.key_axes import AXES
@@ -74,14 +75,14 @@ class Selection:
         return None if self.received.tokens is None else [int(i) for i in self.received.tokens[-1, 0]]
 
 
-def choose(received: Any, layer: int | None, head: int | None, row: int) -> Selection:
+def choose(received: Any, layer: int | None, head: int | None, row: int, queries: QueryClass = "all") -> Selection:
     """Select a head of a layer, the head mean of a layer (head None), or the model mean (both None).
 
     Raises:
         TypeError: neither a `Received` nor a `Recording`.
-        ValueError: a head without its layer, or an unknown layer, head or row.
+        ValueError: a head without its layer, an unknown layer, head or row, or what `as_received` refuses.
     """
-    number, received = row_number(received, row), as_received(received)
+    number, received = row_number(received, row), as_received(received, queries)
     level, given = level_of(layer, head), received
     received = received.at_level(level)
     layers = slice(0, 1) if layer is None else _slice("layer", layer, received.layers)
@@ -99,16 +100,18 @@ def row_number(given: Any, row: int) -> int:
     return int(run.row_numbers[row]) if known else row
 
 
-def as_received(given: Any) -> Received:
-    """A `Received` as it is, or the received attention of all queries of a `Recording`.
+def as_received(given: Any, queries: QueryClass = "all") -> Received:
+    """A `Received` as it is, or the received attention of these queries of a `Recording`.
 
     Raises:
         TypeError: neither of them.
-        ValueError: a recording without received attention, or no steps, rows, layers, heads or keys.
+        ValueError: a recording without received attention of these queries, a `Received` of other queries, or no
+            steps, rows, layers, heads or keys.
     """
     given = meant(given)
     if isinstance(given, Recording):
-        given = received_of(given)
+        given = received_of(given, queries)
+    check_queries(given, queries)
     if not isinstance(given, Received):
         raise TypeError(
             f"the first argument is a {type(given).__name__}; give a Received (received_over_steps) or a Recording"
@@ -116,6 +119,20 @@ def as_received(given: Any) -> Received:
     if missing := [axis for axis, size in zip(AXES, given.values.shape, strict=True) if not size]:
         raise ValueError(f"{given!r} has no {missing[0]} to draw; select at least one")
     return given
+
+
+def check_queries(given: Any, queries: QueryClass) -> None:
+    """Raise where a class of queries is given with scores or sinks of another class; "all" leaves them their own.
+
+    Raises:
+        ValueError: it is.
+    """
+    own = getattr(given, "queries", None)
+    if queries != "all" and isinstance(own, str) and own != stored_name(queries):
+        raise ValueError(
+            f"queries is {shown(queries)}, and the {type(given).__name__} has queries {own!r}; queries= goes with "
+            "a Recording"
+        )
 
 
 def level_of(layer: int | None, head: int | None) -> Level:

@@ -9,11 +9,11 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dlm_lens.arguments import chosen_indices
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
-from dlm_lens.viz.selection import as_received, choose, index_of, level_of
+from dlm_lens.viz.selection import as_received, check_queries, choose, index_of, level_of
 
 Source = Received | Recording | Sinks | Trajectories
 
@@ -112,14 +112,20 @@ def row_blocks(run: DenoisingRun, row: int) -> list[tuple[int, int]]:
 
 
 def track_of(
-    given: Source, detector: Detector | str | None, layer: int | None, head: int | None, row: int
+    given: Source,
+    detector: Detector | str | None,
+    layer: int | None,
+    head: int | None,
+    row: int,
+    queries: QueryClass = "all",
 ) -> Track:
     """The track of one layer, head and row.
 
     Raises:
         TypeError: an input without steps, or a detector with `Sinks` or `Trajectories`.
-        ValueError: an unknown layer, head or row, or another level.
+        ValueError: an unknown layer, head or row, another level, or a class of queries for what has its own.
     """
+    check_queries(given, queries)
     if isinstance(given, Sinks | Trajectories):
         if detector is not None:
             raise TypeError(
@@ -130,7 +136,7 @@ def track_of(
             if isinstance(given, Sinks)
             else _of_trajectories(given, layer, head, row)
         )
-    shown = choose(given, layer, head, row)
+    shown = choose(given, layer, head, row, queries)
     padding = 0 if shown.received.padding is None else int(shown.received.padding[0])
     rule = AboveMean(3.0) if detector is None else detector
     found = find_sinks(shown.received, rule, level=shown.level)
@@ -140,17 +146,18 @@ def track_of(
     return replace(track, running=running, row=shown.row, layers=shown.layers, heads=shown.heads)
 
 
-def trajectories_of(given: Source, detector: Detector | str | None) -> Trajectories:
+def trajectories_of(given: Source, detector: Detector | str | None, queries: QueryClass = "all") -> Trajectories:
     """The trajectories of the sinks, by the same rule as `track_of`.
 
     Raises:
         TypeError: an input without steps, or a detector with `Trajectories`.
     """
+    check_queries(given, queries)
     if isinstance(given, Trajectories):
         return given
     if isinstance(given, Sinks):
         return trajectories(given, detector)
-    return trajectories(as_received(given), AboveMean(3.0) if detector is None else detector)
+    return trajectories(as_received(given, queries), AboveMean(3.0) if detector is None else detector)
 
 
 def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Track:

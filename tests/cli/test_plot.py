@@ -1,16 +1,19 @@
 """dlm-lens plot: every kind writes its file, and what cannot work is one sentence."""
 
 import errno
+from dataclasses import replace
 
 import pytest
 import torch
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from typer.testing import CliRunner
 
 import dlm_lens as dl
 from dlm_lens.cli import app as cli
 from dlm_lens.recording import ReceivedAttention, Recording, RegionMass, ValueNorm, record
-from dlm_lens.sinks import find_sinks
+from dlm_lens.sinks import find_sinks, received_of
+from dlm_lens.sinks.detector_registry import parse_detector
 from dlm_lens.testing import tiny
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plots
@@ -30,6 +33,8 @@ def files(tmp_path_factory):
     reducers = [ReceivedAttention(), ValueNorm(), RegionMass()]
     record(model, texts, reducers, steps=3, gen_length=8).save(path / "rec")
     record(model, texts, [ValueNorm()], steps=3, gen_length=8).save(path / "norms")
+    masked = [ReceivedAttention("masked", min_viewers=1), ValueNorm()]
+    record(model, texts, masked, steps=3, gen_length=8).save(path / "masked")
     return path
 
 
@@ -96,6 +101,35 @@ def test_a_head_picked_in_some_recorded_heads_is_that_head_of_the_model(files):
         assert PlotOptions(options.recordings, layer=1, head=3).one_head() == (1, 3)
 
 
+@pytest.mark.parametrize("kind", [name for name, one in plots().items() if "queries" in one.options])
+def test_pictures_are_of_the_queries_and_the_level_that_are_given(files, kind):
+    """The recording has received attention of masked queries alone, so that no picture can show another class."""
+    recording = Recording.load(files / "masked")
+    masked = received_of(recording, "masked")
+    options = PlotOptions({"rec": recording}, queries="masked", detector=parse_detector("above-mean:0.3"))
+    assert torch.equal(options.received.values.nan_to_num(nan=-1), masked.values.nan_to_num(nan=-1))
+    assert options.place() == strongest(masked)
+    levels = ("head", "layer") if "level" in plots()[kind].options else ("head",)
+    for level in levels:
+        made = plots()[kind].draw(replace(options, level=level))
+        if isinstance(made, Figure):
+            texts = " ".join(one.get_text() for one in made.findobj(Text)).replace("\n", " ")
+        else:
+            texts = " ".join(made.sentences)
+        assert "queries: masked" in texts
+        assert f"level: {level}" in texts
+
+
+def test_sinks_of_a_picture_are_those_of_the_library(files):
+    recording = Recording.load(files / "masked")
+    options = PlotOptions({"rec": recording}, queries="open", level="layer", detector=parse_detector("top-k:2"))
+    wanted = find_sinks(received_of(recording, "masked"), dl.TopK(2), level="layer")
+    assert torch.equal(options.sinks().is_sink, wanted.is_sink)
+    assert options.sinks().rule == wanted.rule
+    with pytest.raises(ValueError, match="level is 'heads'; did you mean head"):
+        PlotOptions({"rec": recording}, level="heads")
+
+
 def test_every_recording_has_its_own_panel_and_label(files, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(
@@ -148,6 +182,11 @@ def test_list_names_every_kind_and_which_run_the_model():
         (["attention-pattern", "rec", "--layer", "mean"], "is of one head"),
         (["lens-table", "rec", "--steps", 3], "step 3: the steps of row 0 go from 0 to 2"),
         (["lens-table", "rec", "--steps", -1], "step -1: the steps of row 0 go from 0 to 2"),
+        (["sink-strength", "rec", "--queries", "masked"], "has no received_masked, which sink-strength needs"),
+        (["sink-strength", "rec", "--queries", "mask"], "--queries is 'mask'; did you mean masked?"),
+        (["sink-strength", "masked", "--level", "layer"], "sink-strength takes no --level"),
+        (["sinks-over-eps", "rec", "--level", "token"], "--level is 'token'; it is one of head, layer, model"),
+        (["score-distribution", "rec", "--level", "layer", "--head", 1], "at --level layer there are no heads"),
         (["sinks-over-eps", "rec", "--detector", "top-k:2"], r"marks an eps of above-mean; TopK(k=2) has none"),
     ],
 )

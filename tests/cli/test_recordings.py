@@ -66,8 +66,8 @@ def test_a_rule_of_hidden_states_takes_no_queries_and_no_other_level(saved: Any,
     path, *_ = saved
     rule = [command, path, "--detector", "low-key-norm:0.9"]
     for option, value, sentence in (
-        ("--queries", "masked", "--queries masked: low-key-norm:0.9 reads hidden states"),
-        ("--level", "layer", "--level layer: low-key-norm:0.9 finds the sinks of each head; leave --level out"),
+        ("--queries", "masked", r"queries=masked: LowKeyNorm\(below=0.9\) reads hidden states.*leave queries= out"),
+        ("--level", "layer", r"level=layer: LowKeyNorm\(below=0.9\) finds the sinks of each head; leave level="),
     ):
         with pytest.raises(ValueError, match=sentence):
             CliRunner().invoke(cli.app, [*rule, option, value], catch_exceptions=False)

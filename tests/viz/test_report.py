@@ -388,6 +388,31 @@ def test_the_command(recording, tmp_path):
     assert "--detector 'loud': there are above-mean, above-median, above-std" in str(wrong.exception)
 
 
+def test_a_report_is_of_the_queries_that_are_given(tmp_path):
+    """Scores, stored rules and facts of masked queries are those of a report of their received attention."""
+    reducers = [dl.ReceivedAttention(("all", "masked"), 1), dl.KeyNorm()]
+    both = dl.record(tiny("llada"), ["w1 w2 w3 w4", "w5 w6"], reducers, steps=3, gen_length=8)
+    saved, out = both.save(tmp_path / "rec"), tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(saved), "-o", str(out), "--queries", "masked"])
+    assert done.exit_code == 0, done.output
+    data = json.loads(re.search(r'id="data">(.*?)</script>', out.read_text(), flags=re.DOTALL).group(1))
+    masked, (first,) = dl.received_of(both, "masked"), data["recordings"]
+    alone = content((masked, both.run))
+    assert first["queries"] == "masked"
+    assert exact_scores(first) == exact_scores(alone)
+    assert exact_scores(first) != exact_scores(content(both))
+    names = [one["name"] for one in first["stored"]]
+    assert [one["name"] for one in alone["stored"]] == [name for name in names if "LowKeyNorm" not in name]
+    assert any("LowKeyNorm" in name for name in names)
+    for one in alone["stored"]:
+        assert one == first["stored"][names.index(one["name"])]
+    with pytest.raises(ValueError, match="this recording has no received_prompt"):
+        report(both, out, queries="prompt")
+    with pytest.raises(ValueError, match="queries is 'prompt', and the Received has queries 'masked'"):
+        report((masked, both.run), out, queries="prompt")
+    assert report((masked, both.run), out, queries="masked") == out
+
+
 @pytest.mark.parametrize(
     "rule",
     [AttentionShare(0.05), dl.AboveMean(0.03, literal=True), LowKeyNorm(0.9), AboveMedian(5.0, 0.0)],

@@ -11,7 +11,7 @@ from dlm_lens.arguments import LARGEST_COUNT, RULES, store_plain_numbers, whole
 from dlm_lens.attention import MIN_VIEWERS
 from dlm_lens.attention.column_stats import largest
 from dlm_lens.printable import shown
-from dlm_lens.recording.query_classes import QueryClass, checked_class
+from dlm_lens.recording.query_classes import QueryClass, checked_class, received_name
 from dlm_lens.recording.reducer_registry import ReducerEntry
 from dlm_lens.recording.reducers.base import LayerStep, Reducer, ReducerGroup
 
@@ -66,7 +66,7 @@ class ReceivedAttention(Reducer):
     @property
     def name(self) -> str:
         """The array: received, or received_CLASS."""
-        return "received" if self._classes[0] == "all" else f"received_{self._classes[0]}"
+        return received_name(self._classes[0])
 
     @property
     def formula(self) -> str:

@@ -94,12 +94,13 @@ def score_distribution(
 @plot(
     "score-distribution",
     "share of keys whose score is at least x (Figures 3, 9)",
-    options=("layer", "head", "detector"),
+    options=("layer", "head", "detector", "queries", "level"),
     needs="received",
 )
 def _draw(options: PlotOptions) -> Figure:
     layer, head = options.layer_and_head
-    return score_distribution(options.received, layer=layer, head=head, detector=options.rule, title=options.name)
+    received = options.received.at_level(options.level)
+    return score_distribution(received, layer=layer, head=head, detector=options.rule, title=options.name)
 
 
 def _part(received: Received, layer: int | None, head: int | None) -> Received:

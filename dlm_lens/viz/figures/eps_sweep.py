@@ -103,13 +103,13 @@ def sinks_over_eps(
 @plot(
     "sinks-over-eps",
     "share of keys that are sinks as eps of Eq. 3 grows (Figure 10); marks the eps of --detector above-mean:EPS",
-    options=("detector",),
+    options=("detector", "queries", "level"),
     needs="received",
 )
 def _draw(options: PlotOptions) -> Figure:
     if not isinstance(options.rule, AboveMean):
         raise ValueError(f"sinks-over-eps marks an eps of above-mean; {options.rule} has none")
-    return sinks_over_eps(options.received, marked=options.rule.eps, title=options.name)
+    return sinks_over_eps(options.received, level=options.level, marked=options.rule.eps, title=options.name)
 
 
 def _draw_lengths(keys: Axes, patterns: Axes, table: pd.DataFrame, lengths: Sequence[int]) -> None:

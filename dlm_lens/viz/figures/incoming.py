@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.cells import draw_cells, many
@@ -46,6 +46,7 @@ def incoming_attention(
     head: int | None,
     row: int = 0,
     steps: Sequence[int] | None = None,
+    queries: QueryClass = "all",
     title: str = "",
 ) -> Figure:
     """Heat map of the attention that every position receives (across) at every step (down).
@@ -59,13 +60,14 @@ def incoming_attention(
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
         steps: the steps of the run to show, in this order; None for all that the row ran.
+        queries: which queries count, of a recording; a `Received` has its own.
         title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: neither a `Received` nor a `Recording`.
         ValueError: a layer, head, row or step that the recording does not have.
     """
-    shown, received = choose(received, layer, head, row), as_received(received)
+    shown, received = choose(received, layer, head, row, queries), as_received(received, queries)
     level = level_label(shown.level, layer, head, shown.layers, shown.heads)
     numbers = received.step_numbers
     # A row that has ended has no scores at later steps.
@@ -106,13 +108,19 @@ def incoming_attention(
 @plot(
     "incoming-attention",
     "what every token receives, step by step (2510.15731, Figure 1)",
-    options=("layer", "head", "row", "steps", "pick"),
+    options=("layer", "head", "row", "steps", "pick", "queries"),
     needs="received",
 )
 def _draw(options: PlotOptions) -> Figure:
     layer, head = options.place()
     return incoming_attention(
-        options.recording, layer=layer, head=head, row=options.row, steps=options.steps or None, title=options.name
+        options.recording,
+        layer=layer,
+        head=head,
+        row=options.row,
+        steps=options.steps or None,
+        queries=options.queries,
+        title=options.name,
     )
 
 

@@ -8,7 +8,6 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import ValueNorms, value_norms
-from dlm_lens.sinks import find_sinks
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
@@ -121,7 +120,7 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
 @plot(
     "value-norm-scatter",
     "value norms of sinks and of matched other tokens (2601.19657, Figure 1)",
-    options=("detector",),
+    options=("detector", "queries", "level"),
     needs="value_norm",
 )
 def _draw_scatter(options: PlotOptions) -> Figure:
@@ -131,7 +130,7 @@ def _draw_scatter(options: PlotOptions) -> Figure:
 @plot(
     "value-norm-layers",
     "value norms and received attention per layer (2601.19657, Figure 3)",
-    options=("detector",),
+    options=("detector", "queries", "level"),
     needs="value_norm",
 )
 def _draw_layers(options: PlotOptions) -> Figure:
@@ -139,7 +138,7 @@ def _draw_layers(options: PlotOptions) -> Figure:
 
 
 def _norms_of(options: PlotOptions) -> ValueNorms:
-    return value_norms(options.recording, find_sinks(options.recording, options.rule))
+    return value_norms(options.recording, options.sinks())
 
 
 def _draw_points(points: Axes, norms: ValueNorms) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import Rule, checked_arguments, instance, is_whole
 from dlm_lens.printable import counted, shown
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import (
@@ -57,6 +57,7 @@ def sink_positions(
     layer: int | Literal["moving"] | None = "moving",
     head: int | Literal["moving"] | None = "moving",
     row: int = 0,
+    queries: QueryClass = "all",
     blocks: Sequence[tuple[int, int]] | None = None,
     revised: Bool[Tensor, "step position"] | None = None,
     title: str = "",
@@ -75,6 +76,7 @@ def sink_positions(
             head whose sinks move most often; the caption names it.
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
+        queries: which queries count, of a recording; others have their own.
         blocks: the row's block at each step as (start, stop) canvas positions, to draw the borders:
             `row_blocks(run, row)`, or `DenoisingRun.spans` where all rows have the same.
         revised: which decided tokens of the row each step rewrote, `run.revised[:, row]`, to mark them; by default
@@ -92,8 +94,8 @@ def sink_positions(
             raise ValueError(
                 f"layer={shown(layer)}, head={shown(head)}: give both, or neither for the head that moves most"
             )
-        layer, head = most_moving(trajectories_of(sinks, detector), row)
-    track = track_of(sinks, detector, layer, head, row)
+        layer, head = most_moving(trajectories_of(sinks, detector, queries), row)
+    track = track_of(sinks, detector, layer, head, row, queries)
     steps, positions = len(track.largest), len(track.content)
     if revised is None and isinstance(sinks, Recording):
         revised = sinks.run.revised[:, row]
@@ -125,6 +127,7 @@ def sink_positions_by_model(
     *,
     heads: Mapping[str, tuple[int | None, int | None]],
     rows: Mapping[str, int] | None = None,
+    queries: QueryClass = "all",
     blocks: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     title: str = "",
 ) -> Figure:
@@ -135,6 +138,7 @@ def sink_positions_by_model(
         detector: the rule for `Received` and recordings; `AboveMean(3.0)`, Eq. 3, by default.
         heads: name -> (layer, head), with None as in `sink_positions`.
         rows: name -> sequence of the batch; 0 by default.
+        queries: which queries count, as in `sink_positions`.
         blocks: name -> the row's block at each step, as in `sink_positions`.
         title: the beginning of the caption.
 
@@ -157,7 +161,7 @@ def sink_positions_by_model(
     tracks, edits = {}, False
     for axes, (name, given) in zip(panels, models.items(), strict=False):
         rule = detector if not hasattr(given, "detector") else None
-        track = tracks[name] = track_of(given, rule, *heads[name], rows.get(name, 0))
+        track = tracks[name] = track_of(given, rule, *heads[name], rows.get(name, 0), queries)
         spans = blocks.get(name, ())
         if spans and len(spans) != len(track.largest):
             raise ValueError(f"{name}: {len(spans)} blocks for {len(track.largest)} steps; give run.spans")
@@ -185,7 +189,7 @@ def sink_positions_by_model(
 @plot(
     "sink-positions",
     "position of the largest sink at every step (Figure 7); several recordings side by side",
-    options=("layer", "head", "row", "pick", "detector"),
+    options=("layer", "head", "row", "pick", "detector", "queries"),
     needs="received",
     several=True,
 )
@@ -198,16 +202,18 @@ def _draw(options: PlotOptions) -> Figure:
             layer=layer,
             head=head,
             row=options.row,
+            queries=options.queries,
             blocks=row_blocks(options.run, options.row),
             revised=options.run.revised[:, options.row],
             title=options.name,
         )
-    received = {name: as_received(recording) for name, recording in options.recordings.items()}
+    received = {name: as_received(recording, options.queries) for name, recording in options.recordings.items()}
     return sink_positions_by_model(
         options.recordings,
         options.rule,
         heads={name: options.place(of_model) for name, of_model in received.items()},
         rows=dict.fromkeys(received, options.row),
+        queries=options.queries,
         blocks={name: row_blocks(recording.run, options.row) for name, recording in options.recordings.items()},
         title=", ".join(options.chosen) if options.title is None else options.title,
     )

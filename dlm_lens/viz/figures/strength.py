@@ -85,7 +85,7 @@ def sink_strength(
 @plot(
     "sink-strength",
     "the main sink's score per layer and head (Figure 5)",
-    options=("detector",),
+    options=("detector", "queries"),
     needs="received",
 )
 def _draw(options: PlotOptions) -> Figure:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.arguments import is_whole
 from dlm_lens.attention import beside_sinks
 from dlm_lens.printable import printable, shown
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, received_of
@@ -21,7 +21,7 @@ from dlm_lens.sinks.received import MERGED
 from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 from dlm_lens.viz.reporting.rules import kinds_of, stored_rules
 from dlm_lens.viz.reporting.score_precision import PRECISIONS, Scores
-from dlm_lens.viz.selection import row_number
+from dlm_lens.viz.selection import as_received, row_number
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +73,18 @@ class Subject:
     versions: Mapping[str, str]
 
     @classmethod
-    def of(cls, source: Any, row: int) -> "Subject":
-        """The subject of a source of `report`.
+    def of(cls, source: Any, row: int, queries: QueryClass = "all") -> "Subject":
+        """The subject of a source of `report`; of a recording the received attention of these queries.
 
         Raises:
             TypeError: neither a `Recording` nor a `Received` with its `DenoisingRun`.
-            ValueError: an unknown row, scores of another run, or too many of them.
+            ValueError: an unknown row, scores of another run or of other queries, or too many of them.
         """
         if isinstance(source, Recording):
-            received, run = received_of(source), source.run
+            received, run = received_of(source, queries), source.run
             model, steps, heads, versions = source.model, source.steps, source.heads, source.versions
         elif isinstance(source, tuple) and [type(part) for part in source] == [Received, DenoisingRun]:
-            received, run = source
+            received, run = as_received(source[0], queries), source[1]
             model, steps, heads, versions = "", run.step_numbers, None, {}
         else:
             raise TypeError(
@@ -134,7 +134,8 @@ def content_of(subject: Subject, budget: int = BUDGET, *, rule: Detector = START
     shown = shown_keys(subject)
     levels, values = patterns_of(subject.received, shown)
     steps = len(subject.steps)
-    stored = stored_rules(subject.source, rule, levels, shown, row=subject.row, steps=steps, budget=budget)
+    place: dict[str, Any] = {"row": subject.row, "steps": steps, "queries": subject.received.queries}
+    stored = stored_rules(subject.source, rule, levels, shown, **place, budget=budget)
     size = sum(len(one[name]["data"]) for one in stored for name in ("count", "key", "score", "threshold"))
     return {
         **canvas_content(subject, rule=rule),

@@ -16,7 +16,7 @@ from dlm_lens.arguments import meant
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.paths import check_file
 from dlm_lens.placement import plain_defaults
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Detector
 from dlm_lens.sinks.detectors.base import as_detector
@@ -36,6 +36,7 @@ def report(
     *,
     compare: Source | None = None,
     detector: Detector | str | None = None,
+    queries: QueryClass = "all",
     row: int | None = None,
     title: str = "",
     labels: tuple[str, str] | None = None,
@@ -49,7 +50,7 @@ def report(
     sinks that `find_sinks` finds.
 
     Args:
-        source: a `Recording` with received attention of all queries, or a `Received` and its `DenoisingRun` as a
+        source: a `Recording` with received attention of `queries`, or a `Received` and its `DenoisingRun` as a
             tuple.
         path: the .html or .htm file to write; an existing one is replaced.
         compare: another source, to show next to the first one; the file then holds up to 5 MB of each.
@@ -57,6 +58,7 @@ def report(
             `AboveMean(3.0)` by default. The page computes the sinks by `AboveMean(eps)`, `AboveStd(k)`,
             `SoftSigmoid(alpha)` and `TopK(k)` for any setting. By other rules it holds the sinks that `find_sinks`
             finds with the given or the default setting, where the recording has the statistic that the rule reads.
+        queries: which queries count, of recordings; a `Received` has its own.
         row: index of the sequence; None for all, at most the first 16, with a menu in the page. They share the 5 MB
             of one, so that fewer scores of each may be exact.
         title: heading of the page.
@@ -68,8 +70,9 @@ def report(
 
     Raises:
         TypeError: a source of another type.
-        ValueError: a row that the run does not have, a statistic for `detector` that was not recorded, or too many
-            scores, or a path that does not end in .html or .htm.
+        ValueError: a row that the run does not have, a statistic for `detector` or a class of queries that was not
+            recorded, a class of queries for a `Received` of another one, too many scores, or
+            a path that does not end in .html or .htm.
         IsADirectoryError: `path` is a directory.
         FileNotFoundError: its directory does not exist.
     """
@@ -77,7 +80,7 @@ def report(
     rule = START if detector is None else as_detector(detector)
     sources = [meant(one) for one in ([source] if compare is None else [source, compare])]
     rows = range(shown_rows(sources)) if row is None else [row]
-    prompts = [[Subject.of(given, one) for given in sources] for one in rows]
+    prompts = [[Subject.of(given, one, queries) for given in sources] for one in rows]
     subjects = prompts[0]
     names = labels or tuple(subject.model or name for subject, name in zip(subjects, "AB", strict=False))
     data: dict[str, Any] = {

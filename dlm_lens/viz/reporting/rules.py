@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, find_sinks, received_of, trajectories
 from dlm_lens.sinks.detector_registry import DETECTORS, DetectorText, text_of
 from dlm_lens.sinks.from_recording import has_scores
@@ -42,6 +42,7 @@ def stored_rules(
     row: int,
     steps: int,
     budget: int,
+    queries: QueryClass = "all",
     pack: Pack = packed,
 ) -> list[dict[str, Any]]:
     """The sinks of one row by every rule that the page does not compute and the recording has the statistics for.
@@ -56,6 +57,7 @@ def stored_rules(
         row: index of the sequence.
         steps: how many steps it ran.
         budget: characters of the whole file.
+        queries: which queries count, of a recording.
         pack: how arrays are given.
 
     Raises:
@@ -66,9 +68,9 @@ def stored_rules(
     if type(requested) not in [type(rule) for rule in rules] or rule_of(requested)["value"] is None:
         rules = [requested, *(rule for rule in rules if type(rule) is not type(requested) or _computed(rule))]
     for rule in rules:
-        if _computed(rule) or not (rule is requested or has_scores(source, rule.quantity)):
+        if _computed(rule) or not (rule is requested or has_scores(source, rule.quantity, queries)):
             continue
-        stored = _stored(source, rule, levels, keys, row=row, steps=steps, pack=pack)
+        stored = _stored(source, rule, levels, keys, row=row, steps=steps, queries=queries, pack=pack)
         size = sum(len(stored[name]["data"]) for name in ("count", "key", "score", "threshold"))
         if rule is requested or size <= budget // LARGEST_PART:
             found.append(stored)
@@ -89,10 +91,13 @@ def _stored(
     *,
     row: int,
     steps: int,
+    queries: QueryClass,
     pack: Pack,
 ) -> dict[str, Any]:
     """The sinks of every pattern and step, the strongest first: counts, keys, scores and thresholds."""
-    attention = received_of(source) if isinstance(source, Recording) and not rule.reads_hidden_states else source
+    attention = source
+    if isinstance(source, Recording) and not rule.reads_hidden_states:
+        attention = received_of(source, queries)
     first = find_sinks(attention, rule, level="head" if rule.reads_hidden_states else levels[0]["name"])
     found, parts, scale = [], [], first.scale
     for level in levels:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
-from dlm_lens.recording import Recording
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
 from dlm_lens.sampling.emerging_text import MASK, canvas_after
@@ -41,6 +41,7 @@ def received_tokens(
     head: int | None,
     row: int = 0,
     steps: Sequence[int] | None = None,
+    queries: QueryClass = "all",
 ) -> View:
     """The canvas at a few steps, every token coloured by the attention that it receives; its tooltip is the score.
 
@@ -52,12 +53,13 @@ def received_tokens(
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
         steps: the steps of the run; None for 8 that are evenly spread.
+        queries: which queries count, of a recording; a `Received` has its own.
 
     Raises:
         TypeError: neither a `Received` nor a `Recording`.
         ValueError: an unknown layer, head, row or step, or a `Received` without tokens.
     """
-    shown, received = choose(received, layer, head, row), as_received(received)
+    shown, received = choose(received, layer, head, row, queries), as_received(received, queries)
     level = level_label(shown.level, layer, head, shown.layers, shown.heads)
     if shown.received.tokens is None:
         raise ValueError("this Received has no tokens; those of received_over_steps and of recordings have")
@@ -140,14 +142,14 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
 @plot(
     "received-tokens",
     "circuitsvis: the text, coloured by received attention",
-    options=("layer", "head", "row", "steps", "pick"),
+    options=("layer", "head", "row", "steps", "pick", "queries"),
     needs="received",
     formats=(".html",),
 )
 def _draw_received(options: PlotOptions) -> View:
     layer, head = options.place()
-    steps = options.steps or None
-    return received_tokens(options.recording, layer=layer, head=head, row=options.row, steps=steps)
+    steps, queries = options.steps or None, options.queries
+    return received_tokens(options.recording, layer=layer, head=head, row=options.row, steps=steps, queries=queries)
 
 
 @plot(
