@@ -78,6 +78,18 @@ def check_parallel(cache: str | None, threshold: float | None, factor: float | N
         raise ValueError("--threshold and --factor both say how many positions a step unmasks; give one of them")
 
 
+def check_csv(table: str | None, tables: Iterable[str], as_json: bool) -> None:
+    """Raise where `--csv` names no table of the command, or is given with `--json`.
+
+    Raises:
+        ValueError: it does, or is.
+    """
+    if table is not None:
+        one_of("--csv", table, tables)
+        if as_json:
+            raise ValueError("--json and --csv: give one of the two")
+
+
 def options_of(command: Any) -> dict[str, str]:
     """Names of a command's parameters -> options."""
     return {one.name: max(one.opts, key=len) for one in command.params if one.opts[0][0] == "-"}

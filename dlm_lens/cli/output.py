@@ -1,6 +1,7 @@
-"""How commands print: tables as text, and everything as JSON."""
+"""How commands print: tables as text or CSV, and everything as JSON."""
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,11 @@ def show_tables(as_json: bool, about: Mapping[str, Any], tables: "Mapping[str, p
             echo("(none)")
             continue
         echo(_measured(table).to_string(index=False, na_rep="-", float_format=lambda x: f"{x:.4g}"))
+
+
+def show_csv(table: "pd.DataFrame") -> None:
+    """Print a table as CSV, with all its columns."""
+    table.to_csv(sys.stdout, index=False)
 
 
 def _measured(table: "pd.DataFrame") -> "pd.DataFrame":

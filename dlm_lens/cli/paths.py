@@ -1,6 +1,5 @@
 """`dlm-lens paths`: lifetimes, moves and switches of the sinks of a recording, as text, JSON or CSV."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +13,11 @@ from dlm_lens.cli.options import (
     LEVEL,
     QUERIES,
     RECORDING,
+    check_csv,
     check_place,
     check_rule,
 )
-from dlm_lens.cli.output import show_tables
+from dlm_lens.cli.output import show_csv, show_tables
 from dlm_lens.cli.recordings import detector_of, load_recording
 from dlm_lens.option_values import one_of
 
@@ -73,10 +73,7 @@ def paths_command(
     """
     check_place(layer, head, level)
     one_of("--by", by, GROUPINGS)
-    if csv is not None:
-        one_of("--csv", csv, TABLES)
-        if as_json:
-            raise ValueError("--json and --csv: give one of the two")
+    check_csv(csv, TABLES, as_json)
     if hysteresis == 0:
         raise ValueError("--hysteresis is 0.0; it is above 0 and at most 1")
     check_rule(recording, detector, level, queries)
@@ -93,7 +90,7 @@ def paths_command(
     paths = trajectories(received, rule, level=level, hysteresis=hysteresis)  # type: ignore[arg-type]
     tables = tables_of(paths, by, place)
     if csv is not None:
-        tables[csv].to_csv(sys.stdout, index=False)
+        show_csv(tables[csv])
         return
     about: dict[str, Any] = {"rule": paths.rule, "found": repr(paths)}
     about |= {_OPTIONS.get(name, name): value for name, value in place.items() if value is not None}

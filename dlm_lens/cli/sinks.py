@@ -14,16 +14,20 @@ from dlm_lens.cli.options import (
     LEVEL,
     QUERIES,
     RECORDING,
+    check_csv,
     check_place,
     check_rule,
 )
-from dlm_lens.cli.output import show_tables
+from dlm_lens.cli.output import show_csv, show_tables
 from dlm_lens.cli.recordings import load_recording, sinks_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from dlm_lens.sinks import Sinks
+
+
+TABLES = ("layers", "sinks")
 
 
 def sinks_command(
@@ -37,18 +41,23 @@ def sinks_command(
         int, typer.Option(min=0, help="How many sinks to list, each at its strongest step, strongest first.")
     ] = 20,
     as_json: Annotated[bool, JSON] = False,
+    csv: Annotated[str | None, typer.Option(help="Print one table as CSV instead: layers or sinks.")] = None,
 ) -> None:
     """Find the attention sinks of a recording: how many per layer, and the strongest ones."""
     check_place(layer, head, level)
+    check_csv(csv, TABLES, as_json)
     check_rule(recording, detector, level, queries)
     found = sinks_of(load_recording(recording), detector, level, queries)
     # All sinks first, then those of the layer and head, so that --top counts only lines that are shown.
     listed = _lines_of(found.table(int(found.is_sink.sum())), layer, head, found).head(top)
     place = {name: value for name, value in (("layer", layer), ("head", head)) if value is not None}
     about = {"rule": found.rule, "found": f"{found!r}{' in every layer and head' if place else ''}", **place}
-    tables = {"layers": per_layer(found, layer, head)}
-    if top or as_json:  # as text an empty table would say that there is none
-        tables["sinks"] = listed
+    tables = {"layers": per_layer(found, layer, head), "sinks": listed}
+    if csv is not None:
+        show_csv(tables[csv])
+        return
+    if not (top or as_json):  # as text an empty table would say that there is none
+        del tables["sinks"]
     show_tables(as_json, about, tables)
 
 

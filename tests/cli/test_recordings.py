@@ -1,9 +1,11 @@
 """The commands `sinks`, `norms`, `lens`, `clock` and `insertion` print what the library finds."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -59,6 +61,23 @@ def test_sinks_are_those_of_the_library(saved: Any) -> None:
     assert "queries: masked" in masked["rule"]
     assert "level: layer" in masked["rule"]
     assert "LowKeyNorm(below=0.9)" in printed("sinks", path, "--detector", "low-key-norm:0.9")["rule"]
+
+
+def test_sinks_as_csv_are_the_tables_of_the_json(saved: Any) -> None:
+    rule = ["sinks", saved[0], "--detector", "above-mean:1", "--top", "7"]
+    found = printed(*rule)
+    for table in ("layers", "sinks"):
+        result = CliRunner().invoke(cli.app, [*rule, "--csv", table], catch_exceptions=False)
+        assert result.exit_code == 0
+        # The JSON of pandas has 10 digits after the point.
+        wanted = pd.DataFrame(found[table])
+        pd.testing.assert_frame_equal(pd.read_csv(io.StringIO(result.stdout)), wanted, check_dtype=False, atol=1e-9)
+    for given, sentence in (
+        (["--csv", "sink"], "--csv is 'sink'; did you mean sinks"),
+        (["--csv", "sinks", "--json"], "--json and --csv: give one of the two"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            CliRunner().invoke(cli.app, [*rule, *given], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("command", ["sinks", "norms", "lens"])
