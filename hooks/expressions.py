@@ -90,11 +90,15 @@ def given_hooks(text: str, run: Any) -> tuple[Any, ...]:
     """The hooks that a command was given: none for an empty text, those of the run for `RUN`, or an expression's.
 
     Raises:
-        ValueError: as `hooks_of_run` and `parse_hooks`.
+        ValueError: `RUN` for a run without hooks, or as `hooks_of_run` and `parse_hooks`.
     """
     if not text:
         return ()
-    return hooks_of_run(run) if text == RUN else parse_hooks(text)
+    if text != RUN:
+        return parse_hooks(text)
+    if not (found := hooks_of_run(run)):
+        raise ValueError("hooks=run takes the hooks of the recording's run, which had none; leave hooks= out")
+    return found
 
 
 def _not_made_of(text: str) -> str:

@@ -80,6 +80,7 @@ def lens_command(
     loaded = load_recording(recording)
     sinks = sinks_of(loaded, detector, level, queries) if positions is None else None
     where: Any = _on_canvas(loaded, places) if isinstance(places, list) else places or sinks
+    interventions = given_hooks(hooks, loaded)
     network = network_of(loaded, model, device, dtype, chosen_model)
     lens = logit_lens(
         network,
@@ -88,7 +89,7 @@ def lens_command(
         steps=given.get("steps"),
         layers=given.get("layers"),
         top=top,
-        hooks=given_hooks(hooks, loaded),
+        hooks=interventions,
         tuned=None if tuned is None else TunedLens.load(tuned, network),
         seed=seed,
         progress=True,

@@ -202,7 +202,7 @@ class PlotOptions:
         """The hooks for pictures that run the model.
 
         Raises:
-            ValueError: the recording's own, where their text does not hold them.
+            ValueError: the recording's own, where there are none, or their text does not hold them.
         """
         from dlm_lens.hooks.expressions import given_hooks
 
@@ -214,11 +214,12 @@ class PlotOptions:
 
         Raises:
             ValueError: the recording does not name its model, and none is given; or that had an adapter, which
-                `loading` lacks.
+                `loading` lacks; or what `interventions` refuses.
         """
         from dlm_lens.adapters import load
         from dlm_lens.adapters.model_names import base_of
 
+        _ = self.interventions  # refuses hooks that cannot be before it loads
         if not (recorded := self.model or self.recording.model):
             raise ValueError("the recording does not name its model; give --model")
         return load(self.model or base_of(recorded, self.loading), **self.loading)

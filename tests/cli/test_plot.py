@@ -187,6 +187,10 @@ def test_list_names_every_kind_and_which_run_the_model():
         (["sink-strength", "masked", "--level", "layer"], "sink-strength takes no --level"),
         (["sinks-over-eps", "rec", "--level", "token"], "--level is 'token'; it is one of head, layer, model"),
         (["score-distribution", "rec", "--level", "layer", "--head", 1], "at --level layer there are no heads"),
+        (
+            ["attention-maps", "rec", "--hooks", "run"],
+            "takes the hooks of the recording's run, which had none; leave",
+        ),
         (["sinks-over-eps", "rec", "--detector", "top-k:2"], r"marks an eps of above-mean; TopK(k=2) has none"),
     ],
 )

@@ -63,6 +63,14 @@ def test_sinks_are_those_of_the_library(saved: Any) -> None:
     assert "LowKeyNorm(below=0.9)" in printed("sinks", path, "--detector", "low-key-norm:0.9")["rule"]
 
 
+def test_the_hooks_of_a_run_that_had_none_are_refused_before_a_model_is_loaded(saved: Any) -> None:
+    sentence = "hooks=run takes the hooks of the recording's run, which had none; leave hooks= out"
+    with pytest.raises(ValueError, match=sentence):
+        CliRunner().invoke(cli.app, ["lens", saved[0], "--model", "none", "--hooks", "run"], catch_exceptions=False)
+    wanted = "--hooks run takes the hooks of the recording's run, which had none; leave --hooks out"
+    assert as_command_line(sentence, {"hooks": "--hooks"}) == wanted
+
+
 def test_sinks_as_csv_are_the_tables_of_the_json(saved: Any) -> None:
     rule = ["sinks", saved[0], "--detector", "above-mean:1", "--top", "7"]
     found = printed(*rule)
