@@ -48,6 +48,8 @@ def as_command_line(sentence: str, options: Mapping[str, str]) -> str:
     sentence = re.sub(r"\b(record with|or) (\w+)\(([^()]*)\)", _with_reducer, sentence)
     if not options:
         return sentence
+    if "gen_length" in options and options.get("settings") == "--set":
+        sentence = _with_settings(sentence, options)
     names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
     parts = re.split(r"([\w.]+\([^()]*\))", sentence)
     # Every second part is a call.
@@ -74,6 +76,36 @@ def _with_reducer(found: re.Match[str]) -> str:
         return found[0]
     text = re.sub(r"""^\w+=|['"]""", "", setting)
     return f"{before} --reducers {names[0]}{':' * bool(text)}{text}"
+
+
+def _with_settings(sentence: str, options: Mapping[str, str]) -> str:
+    """Settings of a run as its command takes them: as options, and with `--set` those that have none.
+
+    In the list of a sampler's settings, and where a directory holds a recording with other ones.
+    """
+
+    def given(name: str, text: str) -> str:
+        if text == "None":
+            return f"without {options.get(name, f'--set {name}')}"
+        value = text.strip("'\"")
+        return f"with {options[name]} {value}" if name in options else f"with --set {name}={value}"
+
+    def differing(found: re.Match[str]) -> str:
+        return f"{given(found[1], found[2])}, and now {given(found[1], found[3])}"
+
+    def listed(found: re.Match[str]) -> str:
+        names = found[2].split(", ")
+        own = [options[name] for name in names if name in options]
+        others = [name for name in names if name not in options]
+        return found[1] + ", ".join(own) + f"; with --set: {', '.join(others)}" * bool(others)
+
+    value = r"(None|'[^']*'|\"[^\"]*\")"
+    sentence = re.sub(rf"\bwith settings (\w+) = {value}, and now it is {value}", differing, sentence)
+    # Every prompt has the command's seed.
+    same = r"\[(\d+)(?:, \{0})*\]"
+    seeds = rf"\bwith settings (seed)s = {same.format(2)}, and now it is {same.format(3)}"
+    sentence = re.sub(seeds, differing, sentence)
+    return re.sub(r"(sampler has no setting .*; it has )([\w, ]+)$", listed, sentence)
 
 
 def _with_options(text: str, names: str, options: Mapping[str, str]) -> str:

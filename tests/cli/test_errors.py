@@ -39,6 +39,19 @@ from dlm_lens.cli import errors
         ("a path /data/batch_size/x and my_steps=3", "a path /data/batch_size/x and my_steps=3"),
         ("give another directory, to=x", "give another directory, --out x"),
         (
+            "x holds a recording with settings gen_length = '16', and now it is None; with settings seeds = "
+            "[0, 0], and now it is [3, 3]; with settings top_p = None, and now it is '0.5'; with "
+            "settings remasking = \"'random'\", and now it is \"'topk'\"; give the same",
+            "x holds a recording with --gen-length 16, and now without --gen-length; with --seed 0, and now with "
+            "--seed 3; without --set top_p, and now with --set top_p=0.5; with --remasking random, and now with "
+            "--remasking topk; give the same",
+        ),
+        (
+            "the llada sampler has no setting 'top_p'; it has steps, gen_length, cfg_scale, remasking, eot_token",
+            "the llada sampler has no setting 'top_p'; it has --steps, --gen-length, --remasking; with --set: "
+            "cfg_scale, eot_token",
+        ),
+        (
             "toy has no learned sink tokens; give the Sinks of find_sinks",
             "toy has no learned sink tokens; leave out --learned",
         ),
