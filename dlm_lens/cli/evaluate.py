@@ -93,8 +93,9 @@ def eval_command(
         "max_length": max_length, "num_fewshot": num_fewshot,
     }  # fmt: skip
     pairs = {}
-    for group, texts in (("likelihood", likelihood), ("generation", generation)):
-        pairs[group] = read_pairs(texts or ())
+    groups = (("likelihood", likelihood, "samples=128"), ("generation", generation, "gen_length=256"))
+    for group, texts, example in groups:
+        pairs[group] = read_pairs(texts or (), example)
         check_not_options(context.command, f"--{group}", pairs[group])
     settings = _settings(preset, given, pairs) | chosen_model
     if record or record_to is not None or record_layers is not None:
@@ -167,18 +168,19 @@ def _settings(preset: str | None, given: dict[str, Any], pairs: Mapping[str, dic
     return settings | {name: _with(settings.get(name), own) for name, own in pairs.items() if own}
 
 
-def read_pairs(texts: Iterable[str]) -> dict[str, Any]:
+def read_pairs(texts: Iterable[str], example: str = "samples=128") -> dict[str, Any]:
     """Settings written as name=value, separated by commas; values are JSON, Python literals or plain text.
 
     Commas within braces and brackets belong to a value: options={"threshold": 0.9, "cache": "dual"}.
 
     Args:
         texts: one of each use of the option.
+        example: a setting, for the errors.
 
     Raises:
         ValueError: a part without "=", or a setting that is given twice.
     """
-    return settings_of([part for text in texts for part in _parts(text)], "samples=128")
+    return settings_of([part for text in texts for part in _parts(text)], example)
 
 
 def _parts(text: str) -> list[str]:

@@ -178,6 +178,15 @@ def test_settings_are_read_as_json_or_text() -> None:
             read_pairs([text])
 
 
+@pytest.mark.parametrize(
+    ("option", "text", "example"),
+    [("--likelihood", "samples", "samples=128"), ("--generation", "gen_length", "gen_length=256")],
+)
+def test_a_setting_without_a_value_is_answered_with_one_of_its_option(option: str, text: str, example: str) -> None:
+    with pytest.raises(ValueError, match=f"write name=value, such as {example}"):
+        CliRunner().invoke(cli.app, ["eval", "toy", option, text], catch_exceptions=False)
+
+
 def test_the_command_line_starts_without_torch_and_harness() -> None:
     code = (
         "import sys, dlm_lens.cli.app\nprint([m for m in ('torch', 'lm_eval', 'transformers') if m in sys.modules])"
