@@ -29,7 +29,9 @@ from dlm_lens.option_values import whole_numbers
 from dlm_lens.printable import shown
 
 if TYPE_CHECKING:
+    from dlm_lens.probes import LogitLens
     from dlm_lens.recording import Recording
+    from dlm_lens.sinks import Sinks
 
 
 def lens_command(
@@ -94,6 +96,15 @@ def lens_command(
         seed=seed,
         progress=True,
     )
+    _show(lens, positions, sinks, lines, as_json=as_json)
+
+
+def _show(lens: "LogitLens", positions: str | None, sinks: "Sinks | None", lines: int, *, as_json: bool) -> None:
+    """Print what a lens read at the positions that were given, or at the sinks.
+
+    Raises:
+        ValueError: these steps have none of them.
+    """
     if not len(lens.step):
         if sinks is None:
             raise ValueError(

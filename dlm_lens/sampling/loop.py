@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.sampling.denoising_run import DenoisingRun, StepPlan
+from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.history import History, revised_positions
 from dlm_lens.sampling.network import EditLogits, LogitsRequest, Network, NonFiniteLogitsError, check_finite
 from dlm_lens.sampling.observers import Resumption, RunObserver, RunObservers, Stateful
@@ -86,12 +86,7 @@ def run_sampler(
             evaluated = _evaluated(sampler, masked, plan, needed, logits)
             edit = _edit_logits(on_logits, plan.index, canvas)
             out = network.of_step(canvas, plan, LogitsRequest(evaluated, own_forward, observing.grad, edit))
-            try:
-                check_finite(out, evaluated, plan.index)
-                made, proposal, chosen = sampler(canvas, out, evaluated, masked, plan)
-            except NonFiniteLogitsError as error:
-                error.partial = history.result()
-                raise
+            made, proposal, chosen = _proposed(sampler, history, canvas, out, evaluated, masked, plan)
             if sampler.proposes_all:
                 _known_ids(made, rows, "a proposal that was assigned")
             # A trace may choose others, which stay as they are; a token may move to where nothing was evaluated.
@@ -110,6 +105,28 @@ def run_sampler(
 def _evaluated(sampler: Sampler, masked: Tensor, plan: StepPlan, needed: Tensor, logits: LogitPositions) -> Tensor:
     """Where the head is evaluated at a step."""
     return needed if logits == "needed" else needed | (masked & sampler.reach(masked, plan))
+
+
+def _proposed(
+    sampler: Sampler,
+    history: History,
+    canvas: Tensor,
+    out: Tensor,
+    evaluated: Tensor,
+    masked: Tensor,
+    plan: StepPlan,
+) -> tuple[Tensor, Proposal, Tensor]:
+    """The canvas, the proposal and the selection that the sampler makes of a step's logits.
+
+    Raises:
+        NonFiniteLogitsError: its `partial` is the run of the steps before.
+    """
+    try:
+        check_finite(out, evaluated, plan.index)
+        return sampler(canvas, out, evaluated, masked, plan)
+    except NonFiniteLogitsError as error:
+        error.partial = history.result()
+        raise
 
 
 def _finished(history: History, sampler: Sampler, canvas: Tensor) -> DenoisingRun:
