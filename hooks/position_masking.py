@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool
@@ -40,23 +40,28 @@ class MaskPositions(ColumnHook):
         store_plain_numbers(self)
         check_stage(self.stage, self.renormalise)
         if not self.positions:
-            raise ValueError("mask_positions needs at least one position")
+            raise ValueError(f"{self._maker} needs at least one position")
         given_positions: tuple[Any, ...] = self.positions
         for position in given_positions:
             if isinstance(position, list | tuple | range):
                 given = ", ".join(map(repr, position)) if len(position) <= 8 else "*positions"
                 raise ValueError(
-                    f"mask_positions({position!r:.60}) takes positions one by one: mask_positions({given})"
+                    f"{self._call_with(f'{position!r:.60}')} takes positions one by one: {self._call_with(given)}"
                 )
             if isinstance(position, bool) or not isinstance(position, Position):
                 raise ValueError(
-                    f"mask_positions({position!r}): a position is a whole number, sink(i) or by_row(...)"
+                    f"{self._call_with(repr(position))}: a position is a whole number, sink(i) or by_row(...)"
                 )
 
     def __repr__(self) -> str:
         return call_of(self, "mask_positions", ("positions",))
 
     stateless = True
+    _maker: ClassVar[str] = "mask_positions"
+
+    def _call_with(self, positions: str) -> str:
+        """The call that has these positions, for errors."""
+        return f"{self._maker}({positions})"
 
     @property
     def padding_safe(self) -> bool:

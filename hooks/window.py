@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -25,6 +25,20 @@ from dlm_lens.hooks.position_masking import MaskPositions
 from dlm_lens.hooks.positions import Position
 from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
 from dlm_lens.sinks import Detector, TopK
+
+
+@dataclass(frozen=True, repr=False)
+class KeptPositions(MaskPositions):
+    """The positions of a `keep_only`, which its errors name in place of `mask_positions`."""
+
+    _maker: ClassVar[str] = "keep_only"
+
+    def __repr__(self) -> str:
+        return self._call_with(", ".join(map(repr, self.positions)))
+
+    def _call_with(self, positions: str) -> str:
+        """The call that has these positions, for errors."""
+        return f"{self._maker}([{positions}])"
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,7 +134,7 @@ def keep_only(
     if isinstance(sinks, Sequence):
         if settings:
             raise ValueError(f"{', '.join(settings)}: only for a detector or a number; these sinks are positions")
-        kept = MaskPositions(tuple(sinks)) if sinks else None
+        kept = KeptPositions(tuple(sinks)) if sinks else None
     else:
         kept = mask_sinks(TopK(sinks) if isinstance(sinks, int) else sinks, **settings)
     return KeepOnly(kept, window, ahead, stage, renormalise)

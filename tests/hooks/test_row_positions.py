@@ -1,5 +1,6 @@
 """`by_row`: each row of a batch gets what it gets alone under the plain positions, wherever its padding ends."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -195,6 +196,22 @@ def test_lists_for_several_rows_are_for_one_batch() -> None:
         handle.remove()
         assert not calls
     assert mask_positions(by_row([3]), 2).row_count is None
+
+
+def test_errors_of_keep_only_name_it() -> None:
+    """The caller of keep_only has written no mask_positions."""
+    run = [[5, 9, 11, 3], [6, 2]]
+    sentence = "keep_only([by_row([0], [1], [0])], window=3): positions for 3 rows, and the run has 2"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        dl.denoise(tiny("llada"), run, hooks=[keep_only([by_row([0], [1], [0])], window=3)], **SETTINGS)
+    with pytest.raises(ValueError, match=re.escape("keep_only([by_row([40])]): position 40 is not there")):
+        dl.denoise(tiny("llada"), run, hooks=[keep_only([by_row([40])], window=3)], **SETTINGS)
+    sentence = "keep_only([[1, 2]]) takes positions one by one: keep_only([1, 2])"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        keep_only([[1, 2]], window=3)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=re.escape("keep_only(['a']): a position is a whole number")):
+        keep_only(["a"], window=3)  # type: ignore[list-item]
+    assert repr(keep_only([by_row([0], [1]), 2], window=3)) == "keep_only([by_row([0], [1]), 2], window=3)"
 
 
 def test_hooks_around_positions_shift_with_padding_as_these() -> None:
