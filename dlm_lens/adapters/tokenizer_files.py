@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from dlm_lens.adapters.hub import local_file, optional_file
+from dlm_lens.adapters.tokenizer_growth import check_growth
 from dlm_lens.files.json_objects import read_object
 from dlm_lens.printable import one_line, printable_name, shown
 
@@ -66,7 +67,8 @@ def load_tokenizer(
         fetch: ask the hub for files that are not in the cache.
 
     Raises:
-        ValueError: files that are damaged or too large, or a tokenizer that only its own Python code makes.
+        ValueError: files that are damaged or too large, steps that could make a text very long, or a tokenizer that
+            only its own Python code makes.
     """
     find = optional_file if fetch else local_file
     found = {name: find(source, name, options) for name in (*DATA, SETTINGS)}
@@ -92,6 +94,8 @@ def load_tokenizer(
         if held[SETTINGS] is not None:
             (Path(directory) / SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
         try:
+            if held[WHOLE] is not None:
+                check_growth(Path(directory) / WHOLE)
             if general:
                 # For some model types (qwen2) AutoTokenizer takes its own class whatever the checkpoint names.
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
