@@ -24,7 +24,7 @@ from dlm_lens.cli.families import families_command
 from dlm_lens.cli.insertion import insertion_command
 from dlm_lens.cli.lens import lens_command
 from dlm_lens.cli.norms import norms_command
-from dlm_lens.cli.options import options_of
+from dlm_lens.cli.options import options_of, with_home
 from dlm_lens.cli.paths import paths_command
 from dlm_lens.cli.plan import plan_command
 from dlm_lens.cli.plot import PlotCommand, plot_command
@@ -76,7 +76,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 for _name, _command in COMMANDS.items():
     _sentence = (_command.__doc__ or "").partition("\n\n")[0]
-    app.command(_name, cls=PlotCommand if _name == "plot" else None, short_help=_sentence)(_command)
+    app.command(_name, cls=PlotCommand if _name == "plot" else None, short_help=_sentence)(with_home(_command))
 
 
 def _options(arguments: Sequence[str], commands: typer.Typer = app) -> dict[str, str]:

@@ -2,14 +2,17 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from dlm_lens.arguments import near_name
+from dlm_lens.files.paths import user_path
 from dlm_lens.option_values import one_of, settings_of
 from dlm_lens.recording.query_classes import OTHER_NAMES, QUERY_CLASSES
 from dlm_lens.sinks.detector_registry import DETECTORS, parse_detector
@@ -50,6 +53,28 @@ LOADING = typer.Option(
 JSON = typer.Option("--json", help="Print JSON.")
 RECORDED_LAYERS = typer.Option(help="Layers to record, such as 0,5,-1; all by default.")
 STORAGE = typer.Option(help="Dtype of the recorded statistics: float32, or float16 in half the space.")
+
+
+def with_home(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, whose paths may begin with "~": in options such as `--out=~/run` no shell replaces it.
+
+    The name of a user who does not exist stays, since a file may be called ~draft.html; the checks of the command
+    refuse it where it is a directory.
+    """
+
+    def expanded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [expanded(one) for one in value]
+        if isinstance(value, Path):
+            with suppress(FileNotFoundError):
+                return user_path(value)
+        return value
+
+    @wraps(command)
+    def with_paths(**given: Any) -> None:
+        command(**{name: expanded(value) for name, value in given.items()})
+
+    return with_paths
 
 
 def check_least(least: float, **values: float | None) -> None:

@@ -1,6 +1,7 @@
 """dlm-lens plot: every kind writes its file, and what cannot work is one sentence."""
 
 import errno
+import json
 from dataclasses import replace
 
 import pytest
@@ -151,6 +152,25 @@ def test_every_recording_has_its_own_panel_and_label(files, tmp_path, monkeypatc
         assert labels == [f"LLaDAModelLM ({end}" for end in ends]
         for part, path in zip(parts, given, strict=True):
             assert set(part.specs) == ({"value_norm"} if path.name == "norms" else {*parts[0].specs})
+
+
+def test_paths_may_begin_with_the_home_directory(files, tmp_path, monkeypatch):
+    """No shell replaces it in --out=~/x.svg; the arguments are those of every kind: one, several and options."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(files)
+    before = set(files.iterdir())
+    (tmp_path / "rec").symlink_to(files / "rec")
+    result, error = plot("sink-positions", "~/rec", files / "rec", "--out=~/x.svg")
+    assert (result.exit_code, error) == (0, "")
+    assert (tmp_path / "x.svg").read_bytes().startswith(STARTS[".svg"])
+    result = CliRunner().invoke(cli.app, ["sinks", "~/rec", "--json"], catch_exceptions=False)
+    assert json.loads(result.stdout)["layers"]
+    _, error = plot("sink-positions", "rec", "--out=~nobody-here/x.svg")
+    assert error.startswith("~nobody-here/x.svg begins with the home directory of a user who does not exist")
+    result, error = plot("sink-positions", "rec", "--out=~draft.svg")
+    assert (result.exit_code, error) == (0, "")
+    assert {path.name for path in set(files.iterdir()) - before} == {"~draft.svg"}
+    (files / "~draft.svg").unlink()
 
 
 def test_list_names_every_kind_and_which_run_the_model():
