@@ -27,7 +27,7 @@ from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.sealed_json import CHECKSUM, sealed
 from dlm_lens.files.tensor_files import metadata_of, read_tensors, write_tensors
 from dlm_lens.hooks import MeanActivations
-from dlm_lens.probes import TunedLens
+from dlm_lens.probes import DenoisingClock, TunedLens, denoising_clock
 from dlm_lens.recording.activation_shards import ActivationShards, write_activations
 from dlm_lens.recording.directories import HEADER
 from dlm_lens.recording.model_identity import weights_digest
@@ -170,6 +170,11 @@ def make_lens(path: Path) -> None:
     lens.save(path / "lens.safetensors")
 
 
+def make_clock(path: Path) -> None:
+    run = dl.denoise(MODEL, ["w1 w2", "w3 w4 w5"], steps=3, gen_length=4)
+    denoising_clock(MODEL, run, shuffles=1, bins=3).save(path / "clock.safetensors")
+
+
 def make_means(path: Path) -> None:
     MeanActivations("z", torch.zeros(1, 3, 1, 2), torch.ones(3, 1).long()).save(path / "means.safetensors")
 
@@ -215,6 +220,10 @@ READERS: dict[str, Reader] = {
     "lens": Reader(
         make_lens, **in_metadata("lens.safetensors", "lens"),
         read=lambda path: repr(TunedLens.load(path / "lens.safetensors", MODEL)),
+    ),
+    "clock": Reader(
+        make_clock, **in_metadata("clock.safetensors", "clock"),
+        read=lambda path: DenoisingClock.load(path / "clock.safetensors", MODEL).table(),
     ),
     "means": Reader(
         make_means, **in_facts("means.safetensors"),

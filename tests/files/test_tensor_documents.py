@@ -1,7 +1,8 @@
-"""Tuned lenses and mean activations: damaged files are told, whole ones come back."""
+"""Tuned lenses, clocks and mean activations: damaged files are told, whole ones come back."""
 
 import hashlib
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import dlm_lens as dl
 from dlm_lens.files.tensor_files import read_with_metadata, write_tensors
 from dlm_lens.hooks import MeanActivations
-from dlm_lens.probes import TunedLens
+from dlm_lens.probes import DenoisingClock, TunedLens, denoising_clock
 from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.testing import tiny
 from tests.files.damage import damage
@@ -24,6 +26,12 @@ def lens() -> TunedLens:
     return TunedLens(weight, weight[:, 0], (0,), "tiny", weights_digest(MODEL), {"steps": 3, "last_loss": 0.5})
 
 
+@cache
+def clock() -> DenoisingClock:
+    run = dl.denoise(MODEL, [[1, 2, 3], [4, 5, 6]], steps=3, gen_length=4)
+    return denoising_clock(MODEL, run, shuffles=1, bins=3)
+
+
 def means() -> MeanActivations:
     counts = torch.tensor([[3, 4], [5, 0], [1, 1]])
     return MeanActivations("z", torch.arange(2 * 3 * 2 * 3.0).reshape(2, 3, 2, 3), counts)
@@ -31,6 +39,11 @@ def means() -> MeanActivations:
 
 KINDS = {
     "lens": (lens, lambda path: TunedLens.load(path, MODEL), ("weight", "bias", "layers", "model", "training")),
+    "clock": (
+        clock,
+        lambda path: DenoisingClock.load(path, MODEL),
+        ("weight", "curve", "target", "model"),
+    ),
     "means": (means, MeanActivations.load, ("means", "counts", "site")),
 }
 
@@ -66,7 +79,7 @@ def test_what_another_program_changed_is_refused(kind: str, tmp_path: Path) -> N
     path = tmp_path / "file.safetensors"
     make().save(path)
     save_file({name: value + 1 for name, value in load_file(path).items()}, path)
-    with pytest.raises(ValueError, match=r"is no tuned lens of this version|holds no MeanActivations"):
+    with pytest.raises(ValueError, match=r"is no (tuned lens|clock) of this version|holds no MeanActivations"):
         load(path)
     make().save(path)
     assert path.stat().st_mode & 0o077  # not the 0600 of safetensors' own files, for the usual umask

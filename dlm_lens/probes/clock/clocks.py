@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -9,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.arguments import (
     WORDS,
     Rule,
@@ -32,7 +34,8 @@ from dlm_lens.probes.clock.fitting import (
     split_by_prompt,
     warn_of_one_prompt,
 )
-from dlm_lens.probes.clock.readings import BASELINES, ClockReading, joined
+from dlm_lens.probes.clock.readings import BASELINES, ClockReading, empty_reading, joined
+from dlm_lens.probes.clock.saved_clocks import read_saved, write_saved
 from dlm_lens.probes.clock.states import (
     EMBEDDING,
     POSITIONS,
@@ -43,6 +46,7 @@ from dlm_lens.probes.clock.states import (
     quantities_of,
     read_states,
 )
+from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.run_rows import open_and_planned, prompt_numbers
 from dlm_lens.shapes import check_shapes
@@ -80,6 +84,8 @@ class DenoisingClock(ShowsItself):
         draws: draws from a normal distribution with the states' covariance: directions of natural variation.
         baselines: what the training prompts' labels are by token, position and number of open positions.
         ridge: the penalty of each probe.
+        model: name of the model that it was fitted to.
+        digest: of that model's weights.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -99,9 +105,12 @@ class DenoisingClock(ShowsItself):
     draws: Float[Tensor, "kind layer draw d_model"] = field(repr=False)
     baselines: Mapping[str, GroupMeans] = field(repr=False)
     ridge: Float[Tensor, "kind layer"] = field(repr=False)
+    model: str = field(repr=False)
+    digest: str = field(repr=False)
 
     def __post_init__(self) -> None:
-        check_shapes(self, kind=len(self.classes), layer=len(self.layers))
+        shuffles = len(self.reading.shuffled)
+        check_shapes(self, kind=len(self.classes), layer=len(self.layers), shuffle=shuffles)
 
     def __repr__(self) -> str:
         return f"DenoisingClock({self.target}, fitted to {self.prompts} prompts; held out: {self.reading!r})"
@@ -115,6 +124,41 @@ class DenoisingClock(ShowsItself):
     def layers(self) -> tuple[int, ...]:
         """The layers, -1 for the token embeddings."""
         return self.reading.layers
+
+    def check(self, model: Any) -> None:
+        """Raise unless the clock was fitted to this model.
+
+        Raises:
+            ValueError: another model, or other weights.
+        """
+        digest = weights_digest(model)
+        if digest != self.digest or len(attention_blocks(model)) <= max(self.layers):
+            raise ValueError(
+                f"this clock was fitted to {self.model} (weights {self.digest}), not to {name_of(model)} (weights "
+                f"{digest}); fit one with denoising_clock"
+            )
+
+    def save(self, path: str | Path) -> Path:
+        """Write a safetensors file: probes, curves, baselines and the reading, with the model's digest.
+
+        Raises:
+            OSError: the disk is full, or takes no files; a file that was there stays as it is.
+        """
+        return write_saved(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any = None) -> "DenoisingClock":
+        """Read what `save` wrote.
+
+        Args:
+            path: of the file.
+            model: whose clock it must be (`check`); None to take that of any.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no clock, damaged, or another model's.
+        """
+        return read_saved(cls, path, model)
 
     def table(self) -> pd.DataFrame:
         """`ClockReading.table` of the held-out prompts."""
@@ -281,7 +325,7 @@ def denoising_clock(
         for number, (one, rows, own) in enumerate(zip(stored, test, prompts, strict=True))
         if bool(rows.any())
     ]
-    return _with_reading(clock, joined(readings))
+    return replace(clock, reading=joined(readings), model=name_of(model), digest=weights_digest(model))
 
 
 @checked_arguments(clock=CLOCK)
@@ -306,13 +350,14 @@ def read_clock(
 
     Raises:
         TypeError: a run is no `DenoisingRun`.
-        ValueError: a run of another model, or a clock of a model of another width.
+        ValueError: a run of another model, or a clock of a model of another width or of fewer tokens.
     """
-    width = int(model.get_input_embeddings().weight.shape[-1])
-    if clock.weight.shape[-1] != width:
+    tokens, width = model.get_input_embeddings().weight.shape
+    known = clock.baselines["token"].sums.shape[1]
+    if clock.weight.shape[-1] != width or tokens > known:
         raise ValueError(
-            f"read_clock: the clock reads states of {clock.weight.shape[-1]} features, the model has {width}; fit "
-            "one with denoising_clock"
+            f"read_clock: the clock reads states of {clock.weight.shape[-1]} features and {known} tokens, the "
+            f"model has {width} and {tokens}; fit one with denoising_clock"
         )
     given = list(runs) if isinstance(runs, Sequence) else [runs]
     stored = [StoredRun(model, run, hooks=hooks) for run in given]
@@ -350,7 +395,7 @@ def _groups(model: Any, stored: Sequence[StoredRun], kinds: int) -> dict[str, Gr
     opened = max(longest, *(int(open_and_planned(one.run, one.run.answer)[1].max()) for one in stored))
     tokens = int(model.get_input_embeddings().weight.shape[0])
     sizes = dict(zip(BASELINES, (tokens, 2 * longest + 1, opened + 1), strict=True))
-    return {name: GroupMeans(kinds, size, longest) for name, size in sizes.items()}
+    return {name: GroupMeans.empty(kinds, size, longest) for name, size in sizes.items()}
 
 
 def _scored_nothing(
@@ -361,47 +406,9 @@ def _scored_nothing(
     seed: int,
 ) -> ClockReading:
     """A reading of no prompt, which holds what readings share."""
-    return _reading_of(kinds, layers, torch.zeros(0, 0), torch.zeros(len(QUANTITIES), 0, 0), shuffles, lines, seed)
-
-
-def _reading_of(
-    kinds: tuple[str, ...],
-    layers: tuple[int, ...],
-    label: Tensor,
-    quantities: Tensor,
-    shuffles: int,
-    lines: Mapping[str, tuple[float, float]],
-    seed: int,
-    steps: Tensor | None = None,
-) -> ClockReading:
-    """A reading whose sums are all 0."""
-    step, batch = label.shape
-    k, n = len(kinds), len(layers)
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.float64)
-
-    return ClockReading(
-        classes=kinds,
-        layers=layers,
-        label=label.double(),
-        quantities=quantities.double(),
-        steps=torch.zeros(batch, dtype=torch.long) if steps is None else steps,
-        prompt=torch.arange(batch),
-        count=zeros(k, step, batch),
-        read=zeros(k, n, step, batch),
-        square=zeros(k, n, step, batch),
-        absolute=zeros(k, n, step, batch),
-        across=zeros(k, n, n, batch, 3),
-        shuffled=zeros(shuffles, k, n, batch, 3),
-        baseline=zeros(len(BASELINES), k, batch),
-        lines=lines,
-        seed=seed,
+    return empty_reading(
+        kinds, layers, torch.zeros(0, 0), torch.zeros(len(QUANTITIES), 0, 0), shuffles, lines, seed
     )
-
-
-def _with_reading(clock: DenoisingClock, reading: ClockReading) -> DenoisingClock:
-    return replace(clock, reading=reading)
 
 
 def _score(
@@ -416,7 +423,7 @@ def _score(
     run = stored.run
     label = labels_of(run, clock.target)
     shuffled = permuted(label, len(clock.null_weight), seed)
-    found = _reading_of(
+    found = empty_reading(
         clock.classes, clock.layers, label, quantities_of(run), len(clock.null_weight), clock.reading.lines,
         clock.reading.seed, run.steps_in_all,
     )  # fmt: skip

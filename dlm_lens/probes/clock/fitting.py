@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from dlm_lens.probes.clock.states import POSITIONS, QUANTITIES, StepStates, quan
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.run_rows import open_and_planned, prompt_numbers, prompts_of_rows
+from dlm_lens.shapes import check_shapes
 
 if TYPE_CHECKING:
     from dlm_lens.probes.clock.clocks import DenoisingClock
@@ -27,19 +29,31 @@ DRAWS = 16
 """Directions of natural variation that a clock keeps per probe."""
 
 
+@dataclass(frozen=True, eq=False)
 class GroupMeans:
     """The mean label of the states of a group: of equal token, position, or number of open positions.
 
     Args:
-        kinds: classes of positions.
-        size: number of groups.
+        sums: of the labels.
+        counts: of the states.
         longest: positions of the longest canvas.
+
+    Raises:
+        ValueError: the shapes contradict each other.
     """
 
-    def __init__(self, kinds: int, size: int, longest: int) -> None:
-        self.sums = torch.zeros(kinds, size, dtype=torch.float64)
-        self.counts = torch.zeros(kinds, size, dtype=torch.float64)
-        self.longest = longest
+    sums: Float[Tensor, "kind group"]
+    counts: Float[Tensor, "kind group"]
+    longest: int
+
+    def __post_init__(self) -> None:
+        check_shapes(self)
+
+    @classmethod
+    def empty(cls, kinds: int, size: int, longest: int) -> "GroupMeans":
+        """No states yet, in `size` groups of each of `kinds` classes of positions."""
+        sums, counts = (torch.zeros(kinds, size, dtype=torch.float64) for _ in range(2))
+        return cls(sums, counts, longest)
 
     def groups(self, name: str, states: StepStates, where: Tensor, run: DenoisingRun) -> Tensor:
         """The group of every state: its token, its place from the end of the prompt, or the open positions."""
@@ -183,6 +197,8 @@ class ClockSums:
             draws=stacked["draws"],
             baselines=self.baselines,
             ridge=stacked["ridge"],
+            model="",
+            digest="",
         )
 
 

@@ -69,7 +69,8 @@ class ClockReading(ShowsItself):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_shapes(self, kind=len(self.classes), layer=len(self.layers), probe=len(self.layers), three=3)
+        sizes = {"kind": len(self.classes), "layer": len(self.layers), "probe": len(self.layers), "three": 3}
+        check_shapes(self, quantity=len(QUANTITIES), baseline=len(BASELINES), **sizes)
 
     def __repr__(self) -> str:
         parts = []
@@ -311,6 +312,42 @@ def _r2(sums: Floats) -> Floats:
     spread = yy - y * y / n
     found: Floats = np.where(spread > 1e-12 * np.maximum(yy, 1e-30), 1 - error / spread, np.nan)
     return found
+
+
+def empty_reading(
+    classes: tuple[str, ...],
+    layers: tuple[int, ...],
+    label: Tensor,
+    quantities: Tensor,
+    shuffles: int,
+    lines: Mapping[str, tuple[float, float]],
+    seed: int,
+    steps: Tensor | None = None,
+) -> ClockReading:
+    """A reading whose sums are all 0; arguments: `ClockReading`."""
+    step, batch = label.shape
+    k, n = len(classes), len(layers)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.float64)
+
+    return ClockReading(
+        classes=classes,
+        layers=layers,
+        label=label.double(),
+        quantities=quantities.double(),
+        steps=torch.zeros(batch, dtype=torch.long) if steps is None else steps,
+        prompt=torch.arange(batch),
+        count=zeros(k, step, batch),
+        read=zeros(k, n, step, batch),
+        square=zeros(k, n, step, batch),
+        absolute=zeros(k, n, step, batch),
+        across=zeros(k, n, n, batch, 3),
+        shuffled=zeros(shuffles, k, n, batch, 3),
+        baseline=zeros(len(BASELINES), k, batch),
+        lines=lines,
+        seed=seed,
+    )
 
 
 def joined(readings: Sequence[ClockReading]) -> ClockReading:
