@@ -88,7 +88,7 @@ def paths_command(
     place = {"batch": row, "layer": layer, "head": head}
     received = _part(received_of(load_recording(recording), queries), place)  # type: ignore[arg-type]
     paths = trajectories(received, rule, level=level, hysteresis=hysteresis)  # type: ignore[arg-type]
-    tables = tables_of(paths, by, place)
+    tables = tables_of(paths, by)
     if csv is not None:
         show_csv(tables[csv])
         return
@@ -101,23 +101,12 @@ def paths_command(
     show_tables(as_json, about, tables)
 
 
-def tables_of(paths: "Trajectories", by: str, place: "Mapping[str, int | None]") -> "dict[str, pd.DataFrame]":
-    """The summary, and every lifetime, move and switch.
-
-    Args:
-        paths: the trajectories of the whole recording, or of the part at `place`.
-        by: lines of the summary, as in `Trajectories.summary`.
-        place: column -> the only row that `paths` holds, or None. Its index in the recording replaces that in the
-            tables, which have the model's layers and heads.
-    """
+def tables_of(paths: "Trajectories", by: str) -> "dict[str, pd.DataFrame]":
+    """The summary, with lines as in `Trajectories.summary`, and every lifetime, move and switch."""
     lifetimes = paths.table()
-    tables = {"summary": paths.summary(by=by), "lives": lifetimes, "switches": paths.switches()}  # type: ignore[arg-type]
-    for table in tables.values():
-        if place["batch"] is not None and "batch" in table:
-            table["batch"] = place["batch"]
-    return {"summary": tables["summary"], "lives": lifetimes, "moves":
-    lifetimes[lifetimes["came_from"].notna()],
-            "switches": tables["switches"]}  # fmt: skip
+    moves = lifetimes[lifetimes["came_from"].notna()]
+    summary = paths.summary(by=by)  # type: ignore[arg-type]
+    return {"summary": summary, "lives": lifetimes, "moves": moves, "switches": paths.switches()}
 
 
 def _part(received: "Received", place: "Mapping[str, int | None]") -> "Received":

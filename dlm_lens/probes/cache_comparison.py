@@ -158,7 +158,7 @@ class CacheComparison(ShowsItself):
         unmasked = self.run.unmasked
         columns: dict[str, Any] = {
             "step": [step for step in range(steps) for _ in range(batch)],
-            "batch": list(range(batch)) * steps,
+            "batch": [*self.run.row_numbers] * steps,
             "block": [block for block in self.run.blocks for _ in range(batch)],
             "from_cache": self.from_cache.repeat_interleave(batch).tolist(),
             "decided": unmasked.sum(-1).flatten().tolist(),

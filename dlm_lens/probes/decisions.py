@@ -77,7 +77,7 @@ class DecisionOrder(ShowsItself):
         """One line per row."""
         return pd.DataFrame(
             {
-                "batch": range(len(self.tau)),
+                "batch": self.run.row_numbers,
                 "tau": self.tau.tolist(),
                 "reversed": self.reversed.tolist(),
                 "pairs": self.pairs.tolist(),

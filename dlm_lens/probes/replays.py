@@ -183,7 +183,7 @@ class Replay(ShowsItself):
         columns["plain"], columns["hooked"] = plain[where].tolist(), hooked[where].tolist()
         table = pd.DataFrame(columns)
         table["gain"] = table["hooked"] - table["plain"]
-        table = from_prompt(table, self.run.padding, keys - one.sinks)
+        table = from_prompt(table, self.run.padding, keys - one.sinks, numbers=self.run.rows or ())
         losing = top is not None and top < 0
         table = table.sort_values("gain", ascending=losing, kind="stable", ignore_index=True)
         return table if top is None else table.head(abs(top))

@@ -1,4 +1,4 @@
-"""Steps and positions as people count them: in the whole run, and from the prompt's first token without padding."""
+"""Steps, rows and positions as people count them: in the whole run, from the prompt's first token."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def of_whole_run(table: pd.DataFrame, run: "DenoisingRun", names: Sequence[str] = ("position",)) -> pd.DataFrame:
-    """A table of steps and canvas positions of a run with the step numbers of the whole run, and `from_prompt`.
+    """A table of steps, rows and positions of a run with the numbers of the whole run, and `from_prompt`.
 
     Tables of a part of a run then join with each other, whatever they are of.
 
     Args:
-        table: its column `step`, if there is one, holds indices of the run's steps.
+        table: its columns `step` and `batch`, if there are any, hold indices of the run's steps and rows.
         run: the run, or a part of one.
         names: the columns of positions.
     """
     if "step" in table:
         table["step"] = [run.step_numbers[step] for step in table["step"]]
-    return from_prompt(table, run.padding, run.tokens.shape[1], names)
+    return from_prompt(table, run.padding, run.tokens.shape[1], names, numbers=run.rows or ())
 
 
 def from_prompt(
@@ -33,6 +33,7 @@ def from_prompt(
     canvas: int,
     names: Sequence[str] = ("position",),
     rows: str = "batch",
+    numbers: Sequence[int] = (),
 ) -> pd.DataFrame:
     """A table of canvas positions with positions that count from the prompt's first token.
 
@@ -46,6 +47,7 @@ def from_prompt(
         canvas: how many positions the canvas has.
         names: the columns; -1 and missing values stay as they are.
         rows: the column with the batch row of each line; without that column all lines are of row 0.
+        numbers: the number of each row in the whole run, which that column gets; empty for 0, 1, ....
     """
     padded = padding is not None and bool((padding > 0).any())
     for name in names:
@@ -57,4 +59,6 @@ def from_prompt(
         at = table[rows].to_numpy(dtype=int) if rows in table else np.zeros(len(table), dtype=int)
         table.insert(list(table).index(name) + 1, f"canvas_{name}", index)
         table[name] = (index - padding.numpy()[at]).where(~(index < 0), index)
+    if numbers and rows in table:
+        table[rows] = [numbers[row] for row in table[rows]]
     return table

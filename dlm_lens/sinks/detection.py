@@ -65,7 +65,9 @@ class Sinks(ShowsItself, KeyAxes):
             given = getattr(self, name)
             if given is not None and tuple(given.shape) != expected:
                 raise ValueError(f"Sinks.{name} has shape {list(given.shape)}; is_sink needs {list(expected)}")
-        for axis, numbers in (("layer", self.layers), ("step", self.steps), ("head", self.heads)):
+        for axis, numbers in (
+            ("layer", self.layers), ("step", self.steps), ("head", self.heads), ("batch", self.rows)
+        ):  # fmt: skip
             known = numbers or (axis == "layer" and axis in self.dims)
             if known and len(numbers) != self.sizes.get(axis, 1):
                 raise ValueError(f"{len(numbers)} {axis} numbers for is_sink of shape {list(shape)} {self.dims}")
@@ -114,10 +116,10 @@ class Sinks(ShowsItself, KeyAxes):
 
         Columns: step, batch, layer, head, position, canvas_position, token, masked, score, threshold, scale, level.
         Axes that are not in `dims` have no column; token and masked have none if they are unknown. `token` is text
-        with a space as ␣ (`token_text`) if there is a tokenizer, else the id. `step` is the number in the run,
-        `layer` and `head` are indices in the model, `position` counts from the prompt's first token, without
-        padding; if a row has padding, `canvas_position` is the index on the canvas, which indexes tensors. Both
-        are missing (NA) for a learned sink token, whose token is "sink(0)".
+        with a space as ␣ (`token_text`) if there is a tokenizer, else the id. `step` and `batch` are the numbers in
+        the whole run, `layer` and `head` are indices in the model, `position` counts from the prompt's first token,
+        without padding; if a row has padding, `canvas_position` is the index on the canvas, which indexes tensors.
+        Both are missing (NA) for a learned sink token, whose token is "sink(0)".
 
         Args:
             top: list only this many sinks, each (batch, layer, head, position) once: at the step at which it is
@@ -152,7 +154,8 @@ class Sinks(ShowsItself, KeyAxes):
         if top is not None:
             by_score = self._once(by_score).head(top)
         table = by_score if sort == "score" else by_score.sort_index()
-        return from_prompt(table.reset_index(drop=True), self.padding, self.is_sink.shape[-1] - self.sinks)
+        canvas = self.is_sink.shape[-1] - self.sinks
+        return from_prompt(table.reset_index(drop=True), self.padding, canvas, numbers=self.rows)
 
     def _once(self, ordered: pd.DataFrame) -> pd.DataFrame:
         """The first line of every sink, and at how many steps it is one."""

@@ -32,6 +32,7 @@ class KeyAxes:
         layers: index of each layer in the model; empty without a layer axis.
         steps: number of each step in its run, which tables and figures show; empty for 0, 1, ....
         heads: likewise, index of each head in the model.
+        rows: number of each row in its whole run or recording, which tables and captions show; empty for 0, 1, ....
         sinks: how many of the keys, the last ones, are the model's learned sink tokens: they have no canvas
             position, and in `tokens` sink i has the id -1 - i.
         tokenizer: decodes token ids; None if there is none.
@@ -58,6 +59,7 @@ class KeyAxes:
     # Intervals alone read it: hooks do the same without it, and recordings of before have no such field.
     row_prompts: Int[Tensor, "batch"] | None = field(default=None, metadata={IN_IDENTITY: False})
     model: str = field(default="", metadata={IN_IDENTITY: False})
+    rows: tuple[int, ...] = field(default=(), metadata={IN_IDENTITY: False})
 
     def __post_init__(self) -> None:
         if tuple(name for name in AXES if name in self.dims) != tuple(self.dims):
@@ -65,6 +67,7 @@ class KeyAxes:
                 f"{type(self).__name__}.dims is {self.dims}; it must be a part of {AXES}, in this order"
             )
         known = {"layer": len(self.layers), "step": len(self.steps), "head": len(self.heads)}
+        known["batch"] = len(self.rows)
         check_shapes(self, **{axis: size for axis, size in known.items() if size})
 
     @property
@@ -81,6 +84,11 @@ class KeyAxes:
     def head_numbers(self) -> tuple[int, ...]:
         """The index of each head in the model."""
         return self.heads or tuple(range(self.sizes.get("head", 1)))
+
+    @property
+    def row_numbers(self) -> tuple[int, ...]:
+        """The number of each row in its whole run or recording."""
+        return self.rows or tuple(range(self.sizes.get("batch", 1)))
 
     @property
     def shared_fields(self) -> dict[str, Any]:
@@ -146,5 +154,6 @@ def shared_fields_of(
         "sinks": sinks,
         "tokenizer": run.tokenizer,
         "model": run.model or "",
+        "rows": run.rows or (),
         "row_prompts": run.row_prompts,
     }

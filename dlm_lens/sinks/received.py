@@ -39,15 +39,20 @@ MERGED: dict[Level, tuple[str, ...]] = {"head": (), "layer": ("head",), "model":
 """The axes over which a level averages the pattern."""
 
 
-def in_model(at: Mapping[str, Any], layers: Sequence[int], heads: Sequence[int]) -> dict[str, Any]:
-    """Places on the axes "layer" and "head" as the model's indices; other axes as they are.
+def in_model(
+    at: Mapping[str, Any], layers: Sequence[int], heads: Sequence[int], rows: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Places on the axes "layer" and "head" as the model's indices, on "batch" as the whole run's numbers.
+
+    Other axes stay as they are.
 
     Args:
         at: axis -> places on it, an array or one number.
         layers: the model's index of each layer; empty for the places themselves.
         heads: likewise.
+        rows: the whole run's number of each row; likewise.
     """
-    numbers = {"layer": layers, "head": heads}
+    numbers = {"layer": layers, "head": heads, "batch": rows}
     return {name: np.asarray(numbers[name])[index] if numbers.get(name) else index for name, index in at.items()}
 
 
@@ -188,6 +193,7 @@ class Received(ShowsItself, KeyAxes):
             layers=self.layers[layers],
             steps=self.steps[steps],
             heads=self.heads if heads == slice(None) else self.head_numbers[heads],
+            rows=self.rows if rows == slice(None) else self.row_numbers[rows],
         )
 
     def first_steps(self, count: int) -> "Received":

@@ -152,9 +152,10 @@ class Trajectories(ShowsItself, KeyAxes):
         return kinds_of(steps, self.static_share.numpy(), np.asarray(moves, dtype=float).reshape(shape))
 
     def place(self, pattern: Ints) -> dict[str, Ints]:
-        """Batch row, layer and head (as in the model) of patterns, for the axes in `dims`."""
+        """Row (as in the whole run), layer and head (as in the model) of patterns, for the axes in `dims`."""
         at = dict(zip(GROUPS["pattern"], np.unravel_index(pattern, self.static_share.shape), strict=True))
-        return {name: index for name, index in in_model(at, self.layers, self.heads).items() if name in self.dims}
+        found = in_model(at, self.layers, self.heads, self.rows)
+        return {name: index for name, index in found.items() if name in self.dims}
 
     def table(self) -> pd.DataFrame:
         """One line per lifetime, ordered by pattern, first step and position.

@@ -14,7 +14,7 @@ from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.recording.query_classes import stored_name
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Level, Received, Trajectories, received_of
-from dlm_lens.sinks.key_axes import AXES
+from dlm_lens.sinks.key_axes import AXES, KeyAxes
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def choose(received: Any, layer: int | None, head: int | None, row: int, queries
 def row_number(given: Any, row: int) -> int:
     """The number that a row has in the whole recording or run, of which `given` may be a part; else its place."""
     given = meant(given)
-    run = given.run if isinstance(given, Recording) else given
-    known = isinstance(run, DenoisingRun) and is_whole(row) and 0 <= row < len(run.tokens)
-    return int(run.row_numbers[row]) if known else row
+    given = given.run if isinstance(given, Recording) else given
+    numbers = given.row_numbers if isinstance(given, DenoisingRun | KeyAxes) else ()
+    return int(numbers[row]) if is_whole(row) and 0 <= row < len(numbers) else row
 
 
 def as_received(given: Any, queries: QueryClass = "all") -> Received:
@@ -224,7 +224,8 @@ def most_moving(paths: Trajectories, row: int | None = None) -> tuple[int | None
     table = paths.summary(by="head" if row is None else "pattern")
     if row is not None:
         index_of("row", row, range(paths.main.shape[1]))
-        table = table[table["batch"] == row] if "batch" in table else table
+        size = table.shape[0] // paths.main.shape[1]  # patterns are in the order of rows
+        table = table[row * size : (row + 1) * size]
     table = table[table["with_sink"] > 0].sort_values(["moves", "with_sink"], ascending=False, kind="stable")
     if table.empty:
         where = "" if row is None else f" in row {row}"

@@ -13,7 +13,7 @@ from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
-from dlm_lens.viz.selection import as_received, check_queries, choose, index_of, level_of
+from dlm_lens.viz.selection import as_received, check_queries, choose, index_of, level_of, row_number
 
 Source = Received | Recording | Sinks | Trajectories
 
@@ -200,7 +200,7 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
         level=sinks.level,
         sinks=sinks.sinks,
         running=_until_last((~scores.isnan()).any(-1)),
-        row=place.get("batch", 0),
+        row=row_number(sinks, place.get("batch", 0)),
         uniform_noise=holds_random_tokens(sinks.tokens, sinks.masked),
         low=low,
         steps=sinks.steps,
@@ -232,7 +232,7 @@ def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, r
         level=paths.level,
         sinks=paths.sinks,
         running=_until_last(paths.defined[:, row, layers, heads]),
-        row=row,
+        row=row_number(paths, row),
         layers=paths.layers,
         uniform_noise=holds_random_tokens(paths.tokens, paths.masked),
         steps=paths.steps,

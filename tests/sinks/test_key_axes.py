@@ -32,6 +32,7 @@ def received() -> Received:
         sinks=1,
         tokenizer=object(),
         row_prompts=torch.tensor([0, 1, 0]),
+        rows=(4, 2, 7),
         model="toy",
     )
 
@@ -54,6 +55,7 @@ def test_every_shared_field_is_in_the_sinks_and_in_the_trajectories(received: Re
 def test_a_part_has_its_rows_steps_layers_and_heads_of_every_field(received: Received) -> None:
     part = received.part(rows=slice(1, 3), steps=slice(1, 2), layers=slice(0, 1), heads=slice(1, 2))
     assert torch.equal(part.values, received.values[1:2, 1:3, :1, 1:])
+    assert part.rows == (2, 7)
     assert torch.equal(part.expected, received.expected[1:2, 1:3, :, 1:])
     for name in ("counted", "tokens", "masked"):
         assert torch.equal(getattr(part, name), getattr(received, name)[1:2, 1:3]), name

@@ -1,6 +1,7 @@
 """Sinks of a part of a recording keep the numbers of its steps in the run and of its heads in the model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import dlm_lens as dl
-from dlm_lens import KeyNorm, ReceivedAttention, TopK, find_sinks, received_of, record
+from dlm_lens import AboveMean, KeyNorm, ReceivedAttention, TopK, find_sinks, received_of, record
 from dlm_lens.cli.app import app
 from dlm_lens.hooks import at_steps, mask_sinks
 from dlm_lens.recording import Recording
@@ -146,3 +147,68 @@ def test_the_key_norms_of_some_heads_are_those_of_their_key_heads() -> None:
     found, every = (find_sinks(each, "low-key-norm:0.95").is_sink for each in (part, whole))
     assert bool(every.any())
     assert torch.equal(found, every[:, :, :, [3, 0]])
+
+
+def made_of_rows(model: object, recording: Recording) -> dict[str, pd.DataFrame]:
+    """Tables with a column of rows; sinks, paths and probes."""
+    rule, received = AboveMean(0.1), received_of(recording)
+    paths = trajectories(received, rule)
+    plain = dl.probes.replay(model, recording.run, [mask_sinks(rule)])
+    return {
+        "sinks": find_sinks(received, rule).table(sort="place"),
+        "strongest": find_sinks(received.at_level("layer"), rule, level="layer").table(top=10**6, sort="place"),
+        "lives": paths.table(),
+        "patterns": paths.summary("pattern"),
+        "switches": paths.switches(),
+        "enrichment": dl.sinks.position_enrichment(paths, "pattern"),
+        "replay": plain.table(),
+        "gained": plain.gained(None),
+        "lens": dl.logit_lens(model, recording.run).table(),
+        "order": dl.probes.decision_order(recording.run).table(),
+    }
+
+
+def test_tables_have_the_row_numbers_of_the_whole_recording(tmp_path: Path) -> None:
+    model = tiny("llada")
+    whole = record(model, [[1, 2, 3], [4, 5], [6, 7, 8]], steps=4, gen_length=8)
+    part = whole.select(batch=[2, 1])
+    wanted = made_of_rows(model, whole)
+    for some in (part, Recording.load(part.save(tmp_path / "part"))):
+        for name, found in made_of_rows(model, some).items():
+            assert set(found["batch"]) == {1, 2}, name
+            # Without the number of a trajectory, which counts over the rows at hand.
+            mine, theirs = (table.drop(columns="trajectory", errors="ignore") for table in (found, wanted[name]))
+            theirs = theirs[theirs["batch"] > 0]
+            places = [one for one in mine if one in ("batch", "step", "layer", "head", "class", "first_step")]
+            places += [one for one in mine if one in ("position", "to_position", "predicts")]
+            mine, theirs = (one.sort_values(places, kind="stable", ignore_index=True) for one in (mine, theirs))
+            # Equal passes, whose rows have others beside them.
+            pd.testing.assert_frame_equal(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_and_figures_of_received_attention_have_the_row_numbers() -> None:
+    whole = record(tiny("llada"), [[1, 2, 3], [4, 5], [6, 7, 8]], steps=2, gen_length=8)
+    received, rule = received_of(whole.select(batch=[2, 1])), TopK(1)
+    assert received_of(whole).rows == ()
+    assert received_of(whole).part(rows=slice(1, 3)).rows == (1, 2)
+    assert received.part(rows=slice(1, 2)).at_level("layer").first_steps(1).rows == (1,)
+    sources = [received, find_sinks(received, rule), trajectories(received, rule)]
+    assert [one.row_numbers for one in sources] == [(2, 1)] * 3
+    rules = [rule, None, None]
+    figures = [
+        dl.viz.sink_positions(one, by, layer=0, head=0, row=1) for one, by in zip(sources, rules, strict=True)
+    ]
+    for figure in [incoming_attention(received, layer=0, head=0, row=1), *figures]:
+        assert "(row 1)" in figure.axes[0].get_title(loc="left").replace("\n", " ")
+    with pytest.raises(ValueError, match=r"Received\.values has shape .* batch=1"):
+        replace(received, rows=(1,))
+
+
+def test_trials_of_some_rows_have_the_intervals_of_their_prompts() -> None:
+    model = tiny("llada")
+    whole = record(model, [[1, 2, 3], [4, 5, 6], [7, 8, 9], [4, 5, 6]], steps=3, gen_length=6, seed=[0, 1, 2, 3])
+    part = whole.select(batch=[3, 2, 1])
+    found = dl.sinks.position_or_token(model, part.run, TopK(1), min_viewers=1)
+    assert set(found.trials["batch"]) == {1, 2, 3}
+    line = found.summary().iloc[0]
+    assert (line["sequences"], line["prompts"]) == (3, 2)

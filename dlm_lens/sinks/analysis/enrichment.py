@@ -162,8 +162,8 @@ def _enrichment(paths: Trajectories, labels: _KeyClasses, by: By) -> pd.DataFram
     total = seen_total(paths).sum(merged)
     sequences: list[tuple[dict[str, int], Floats, Floats, Floats, Any]] = (
         [
-            ({"batch": row}, seen[row : row + 1], base[row : row + 1], total[row : row + 1], None)
-            for row in range(len(seen))
+            ({"batch": number}, seen[row : row + 1], base[row : row + 1], total[row : row + 1], None)
+            for row, number in enumerate(paths.row_numbers)
         ]
         if by == "pattern"
         else [({}, seen, base, total, paths.row_prompts)]

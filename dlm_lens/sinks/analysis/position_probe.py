@@ -42,12 +42,15 @@ class PositionOrToken(ShowsItself):
         detector: the rule.
         level: the level of the patterns.
         row_prompts: the number of each row's prompt (`DenoisingRun.row_prompts`); None: each row is one of its own.
+        row_places: the index of each trial's row among the rows of the run, of which `batch` is the number in the
+            whole run; empty where the two are equal.
     """
 
     trials: pd.DataFrame
     detector: Detector
     level: Level
     row_prompts: Int[Tensor, "batch"] | None = field(default=None, repr=False)
+    row_places: tuple[int, ...] = field(default=(), repr=False)
 
     def __repr__(self) -> str:
         return f"PositionOrToken({len(self.trials)} trials; {self.detector}; level: {self.level})"
@@ -70,15 +73,16 @@ class PositionOrToken(ShowsItself):
         """
         if self.trials.empty:
             raise ValueError("no trial: no pattern had a sink on the canvas at these steps; try another detector")
-        sequences = sorted(self.trials["batch"].unique())
+        place = pd.Series(self.row_places, self.trials.index) if self.row_places else self.trials["batch"]
+        sequences = sorted(place.unique())
         prompt = None if self.row_prompts is None else self.row_prompts[sequences]
         lines, rows = [], len(sequences)
         for names, group in self.trials.groupby([*by, "change"], sort=True):
-            n = np.array([(group["batch"] == row).sum() for row in sequences], dtype=float)
+            n = np.array([(place[group.index] == row).sum() for row in sequences], dtype=float)
             line = dict(zip([*by, "change"], names if isinstance(names, tuple) else (names,), strict=True))
             for outcome in OUTCOMES:
                 hits = group["outcome"] == outcome
-                count = np.array([(hits & (group["batch"] == row)).sum() for row in sequences], dtype=float)
+                count = np.array([(hits & (place[group.index] == row)).sum() for row in sequences], dtype=float)
                 share, low, high = ratio_by_prompt(count[:, None], n[:, None], prompt, bounds=SHARE_BOUNDS)
                 line |= {
                     outcome: float(share[0]),
@@ -151,7 +155,8 @@ def position_or_token(
     table = of_whole_run(pd.DataFrame(lines, columns=columns), run, ("position", "to"))
     at_token, at_position = table["at_token"].astype(bool), table["at_position"].astype(bool)
     outcome = np.select([at_token & at_position, at_token, at_position], ["both", "token", "position"], "neither")
-    return PositionOrToken(table.assign(outcome=outcome), rule, level, run.row_prompts)
+    places = tuple(line["batch"] for line in lines)
+    return PositionOrToken(table.assign(outcome=outcome), rule, level, run.row_prompts, places)
 
 
 @dataclass(frozen=True)
