@@ -88,6 +88,13 @@ def one_of(*choices: str) -> Rule:
     return Rule(words, lambda value: isinstance(value, str) and value in choices)
 
 
+def _slice(value: Any) -> bool:
+    if not isinstance(value, slice):
+        return False
+    ends = all(one is None or is_whole(one) for one in (value.start, value.stop, value.step))
+    return ends and (value.step is None or value.step > 0)
+
+
 def instance(kind: type | tuple[type, ...], must_be: str) -> Rule:
     """An object of a class."""
     return Rule(must_be, lambda value: isinstance(value, kind))
@@ -116,6 +123,7 @@ def _words(value: Any) -> bool:
 TOKEN_IDS = Rule("a token id, or a list of them", _token_ids)
 INDICES = Rule("a list of whole numbers, or None for all", _indices)
 WORDS = Rule("a list of names", _words)
+SLICE = Rule("a slice of whole numbers, such as slice(0, 2)", _slice)
 
 
 def check_index(name: str, index: int, count: int, prefix: str = "") -> None:

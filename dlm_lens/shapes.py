@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 from inspect import get_annotations
+from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -62,9 +63,9 @@ def check_shapes(result: Any, **sizes: int) -> None:
             bound: Any = Shaped[Tensor, axis]
             isinstance(torch.empty(size, device="meta"), bound)
         kind: Any = type(result)
-        for name, annotation in _tensors(kind):
+        for name, annotation, or_none in _tensors(kind):
             given = getattr(result, name)
-            if given is None:
+            if given is None and or_none:
                 continue
             if not isinstance(given, annotation):
                 raise ValueError(_complaint(f"{type(result).__name__}.{name}", given, annotation, known))
@@ -74,7 +75,7 @@ def check_shapes(result: Any, **sizes: int) -> None:
 
 def tensor_axes(kind: Any) -> dict[str, tuple[str, ...]]:
     """The axes of every tensor of a dataclass, from its jaxtyping annotation."""
-    return {name: tuple(annotation.dim_str.split()) for name, annotation in _tensors(kind)}
+    return {name: tuple(annotation.dim_str.split()) for name, annotation, _ in _tensors(kind)}
 
 
 def taken(result: Any, places: Mapping[str, slice | Tensor]) -> dict[str, Any]:
@@ -97,13 +98,14 @@ def taken(result: Any, places: Mapping[str, slice | Tensor]) -> dict[str, Any]:
 
 
 @cache
-def _tensors(kind: Any) -> tuple[tuple[str, Any], ...]:
-    """The annotated tensors of a dataclass, its own before those of its bases."""
+def _tensors(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """The annotated tensors of a dataclass, its own before those of its bases, and whether each may be None."""
     hints = get_type_hints(kind)
     names = dict.fromkeys(name for each in kind.__mro__ for name in get_annotations(each) if name in hints)
     found = []
     for name in names:
-        found += [(name, one) for one in (hints[name], *get_args(hints[name])) if hasattr(one, "dim_str")]
+        among = get_args(hints[name])
+        found += [(name, one, NoneType in among) for one in (hints[name], *among) if hasattr(one, "dim_str")]
     return tuple(found)
 
 

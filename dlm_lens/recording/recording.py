@@ -15,7 +15,7 @@ import xarray
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import DIRECTORY, check_index, meant
+from dlm_lens.arguments import DIRECTORY, check_index, meant, place_of_layer
 from dlm_lens.attention import beside_sinks
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.files.paths import user_path
@@ -142,9 +142,8 @@ class Recording(ShowsItself, RecordingFields):
         Raises:
             ValueError: a layer that was not recorded.
         """
-        if layer not in self.layers:
-            raise ValueError(f"layer {layer} was not recorded; layers are {', '.join(map(str, self.layers))}")
-        return self._facts[self.windows[self.layers.index(layer)] if self.windows else None]
+        place = place_of_layer(layer, self.layers, "recorded")
+        return self._facts[self.windows[place] if self.windows else None]
 
     @cached_property
     def _facts(self) -> dict[int | None, CanvasFacts]:

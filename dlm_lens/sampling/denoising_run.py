@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.attention import padding_before
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import sampler_class
@@ -355,8 +356,13 @@ class DenoisingRun(ShowsItself):
         """Whether each row is not over yet at each step, see `row_steps`."""
         return _until(self.steps)[:, None] < self.row_steps
 
+    @checked_arguments(count=whole(least=0))
     def first_steps(self, count: int) -> "DenoisingRun":
-        """The first `count` steps; the canvas after them becomes the result."""
+        """The first `count` steps, or all that there are; the canvas after them becomes the result.
+
+        Raises:
+            ValueError: a count that is negative, or no whole number.
+        """
         if count >= self.steps:
             return self
         per_step = ("proposals", "confidence", "unmasked", "revised", "spans", "blocks", "computed")

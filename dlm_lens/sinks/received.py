@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import instance, level_of_caller
+from dlm_lens.arguments import SLICE, checked_arguments, instance, level_of_caller, whole
 from dlm_lens.attention import padding_before
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
@@ -179,6 +179,7 @@ class Received(ShowsItself, KeyAxes):
             "(key_statistic_over_steps) instead of received attention"
         )
 
+    @checked_arguments(**dict.fromkeys(("rows", "layers", "heads", "steps"), SLICE))
     def part(
         self,
         rows: slice = slice(None),
@@ -186,7 +187,11 @@ class Received(ShowsItself, KeyAxes):
         heads: slice = slice(None),
         steps: slice = slice(None),
     ) -> "Received":
-        """Some rows of the batch, layers, heads and steps, as views; slices of the axes, not layer indices."""
+        """Some rows of the batch, layers, heads and steps, as views; slices of the axes, not layer indices.
+
+        Raises:
+            ValueError: something else than a slice forwards.
+        """
         return replace(
             self,
             **taken(self, {"step": steps, "batch": rows, "layer": layers, "head": heads}),
@@ -196,8 +201,13 @@ class Received(ShowsItself, KeyAxes):
             rows=self.rows if rows == slice(None) else self.row_numbers[rows],
         )
 
+    @checked_arguments(count=whole(least=0))
     def first_steps(self, count: int) -> "Received":
-        """The first `count` steps, as views."""
+        """The first `count` steps, or all that there are, as views.
+
+        Raises:
+            ValueError: a count that is negative, or no whole number.
+        """
         return self.part(steps=slice(count))
 
     def on_scale(self, scale: Scale) -> "Received":

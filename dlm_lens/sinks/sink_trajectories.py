@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.arguments import LEVEL, checked_arguments, instance
+from dlm_lens.arguments import LEVEL, Rule, checked_arguments, instance, one_of
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
@@ -152,7 +152,15 @@ class Trajectories(ShowsItself, KeyAxes):
         return kinds_of(steps, self.static_share.numpy(), np.asarray(moves, dtype=float).reshape(shape))
 
     def place(self, pattern: Ints) -> dict[str, Ints]:
-        """Row (as in the whole run), layer and head (as in the model) of patterns, for the axes in `dims`."""
+        """Row (as in the whole run), layer and head (as in the model) of patterns, for the axes in `dims`.
+
+        Raises:
+            ValueError: a pattern that does not exist, or no whole number.
+        """
+        count = self.static_share.numel()
+        Rule(f"whole numbers from 0 to {count - 1}", lambda given: _indices_below(count, given)).check(
+            "place: pattern", pattern
+        )
         at = dict(zip(GROUPS["pattern"], np.unravel_index(pattern, self.static_share.shape), strict=True))
         found = in_model(at, self.layers, self.heads, self.rows)
         return {name: index for name, index in found.items() if name in self.dims}
@@ -240,8 +248,7 @@ class Trajectories(ShowsItself, KeyAxes):
         Raises:
             ValueError: an unknown grouping.
         """
-        if by not in GROUPS:
-            raise ValueError(f"summary(by={by!r}); by is one of {', '.join(GROUPS)}")
+        one_of(*GROUPS).check("summary: by", by)
         table = self.measures.assign(**{kind: (self.measures["kind"] == kind).astype(float) for kind in KINDS})
         names = [name for name in GROUPS[by] if name in self.dims]
         if by == "pattern":
@@ -281,6 +288,11 @@ class Trajectories(ShowsItself, KeyAxes):
         columns |= path | {"drift_right": np.where(np.isnan(drift), np.nan, drift > 0)}
         table = pd.DataFrame(columns)
         return from_prompt(table, self.padding, self.canvas, ("static_position",), rows="row").drop(columns="row")
+
+
+def _indices_below(count: int, given: Any) -> bool:
+    index = np.asarray(given)
+    return index.dtype.kind in "iu" and bool(((index >= 0) & (index < count)).all())
 
 
 FOLLOWED = instance(Trajectories, "the Trajectories of dlm_lens.trajectories")

@@ -35,6 +35,8 @@ def given(name: str) -> Any:
     made_of: dict[str, Callable[[], Any]] = {
         "sae": lambda: autoencoder(model),
         "received": lambda: dl.received_over_steps(model, run),
+        "recording": lambda: dl.record(model, PROMPTS[:2], steps=2, gen_length=6),
+        "paths": lambda: dl.trajectories(given("received"), dl.TopK(1)),
         "nodes": lambda: probes.activation_patching(model, run, OTHERS, steps=[0]),
         "columns": lambda: probes.column_attribution(model, run, steps=[0]),
         "edges": lambda: probes.edge_attribution(model, run, OTHERS, steps=[0], integration=0),
@@ -66,6 +68,35 @@ RESULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "replay": (lambda: given("replay").gained(top="a"), r"top is 'a'; it must be a whole number"),
     "channels": (lambda: given("channels").by_layer(-1), r"top is -1; it must be a whole number of at least 1"),
     "clock": (lambda: given("clock").subspace("open", 0, "x"), r"dimensions is 'x'; the curve of"),
+    "clock, class": (
+        lambda: given("clock").reading.label_sums(99),
+        r"label_sums: kind 99 of 3: kinds go from 0 to 2",
+    ),
+    "part": (lambda: given("received").part(rows=99), r"rows is 99; it must be a slice of whole numbers"),
+    "part, words": (lambda: given("received").part(heads=slice("a")), r"heads is slice\(.*; it must be a slice"),
+    "part, backwards": (lambda: given("received").part(steps=slice(None, None, -1)), r"it must be a slice"),
+    "steps of attention": (lambda: given("received").first_steps(2.5), r"count is 2\.5; it must be a whole number"),
+    "steps of a run": (
+        lambda: given("run").first_steps("x"),
+        r"count is 'x'; it must be a whole number of at least 0",
+    ),
+    "steps, negative": (
+        lambda: given("run").first_steps(-1),
+        r"count is -1; it must be a whole number of at least 0",
+    ),
+    "summary": (lambda: given("paths").summary(by=[]), r"summary: by is \[\]; it must be one of 'pattern', 'head'"),
+    "enrichment": (lambda: dl.sinks.position_enrichment(given("paths"), []), r"by is \[\]; it must be one of"),
+    "frontiers": (lambda: dl.sinks.frontier_alignment(given("paths"), []), r"by is \[\]; it must be one of"),
+    "place": (lambda: given("paths").place(-1), r"place: pattern is -1; it must be whole numbers from 0 to \d+"),
+    "place, word": (lambda: given("paths").place("x"), r"place: pattern is 'x'; it must be whole numbers from 0"),
+    "expected": (
+        lambda: given("recording").expected(layer=Lines()),
+        r"layer Lines\( \) was not recorded; there are 0, 1",
+    ),
+    "sae, no bias": (
+        lambda: features.SparseAutoencoder(torch.eye(4), None, torch.eye(4), torch.zeros(4), k=1),  # type: ignore[arg-type]
+        r"SparseAutoencoder\.encoder_bias is a NoneType; it must be a tensor, Float \[feature\] with feature=4",
+    ),
     "classes": (lambda: given("classes").earlier(0, late=Lines()), r"late is Lines\( \); it must be True or False"),
     "layer": (
         lambda: given("classes").by_step(LONG),

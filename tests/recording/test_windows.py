@@ -180,7 +180,7 @@ def test_expected_asks_for_a_layer_where_layers_differ() -> None:
             ValueError, match=r"different sliding windows \(5, None\).*expected\(queries, layer=0\)"
         ):
             ask()
-    with pytest.raises(ValueError, match="layer 3 was not recorded; layers are 0, 1, 2"):
+    with pytest.raises(ValueError, match="layer 3 was not recorded; there are 0, 1, 2"):
         recording.expected(layer=3)
     windows = recording.select(layer=[0, 2])
     assert windows.windows == (5, 5)

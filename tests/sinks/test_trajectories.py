@@ -430,7 +430,7 @@ def low_norms(received):
         (lambda r: trajectories(low_norms(r)), TypeError, "sinks with low scores"),
         (lambda r: trajectories(r, RULE, hysteresis=0.0), ValueError, "hysteresis is 0.0"),
         (lambda r: trajectories(r, RULE, hysteresis=1.2), ValueError, "hysteresis is 1.2"),
-        (lambda r: trajectories(r, RULE).summary("heads"), ValueError, "by='heads'"),
+        (lambda r: trajectories(r, RULE).summary("heads"), ValueError, "by is 'heads'"),
         (lambda r: trajectories(find_sinks(torch.full((2, 9, 9), 1 / 9), RULE)), ValueError, "need a step axis"),
     ],
 )

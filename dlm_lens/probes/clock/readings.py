@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import LARGEST_COUNT, place_of_layer, whole
+from dlm_lens.arguments import LARGEST_COUNT, check_index, place_of_layer, whole
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.probes.clock.states import QUANTITIES
@@ -287,7 +287,12 @@ class ClockReading(ShowsItself):
         return place_of_layer(layer, self.layers)
 
     def label_sums(self, kind: int) -> Float[Tensor, "batch three"]:
-        """Sums over positions of 1, y and y^2."""
+        """Sums over positions of 1, y and y^2; `kind` is the place of a class (`kind_index`).
+
+        Raises:
+            ValueError: a place that does not exist.
+        """
+        check_index("kind", kind, len(self.classes), "label_sums: ")
         label, count = self.label.nan_to_num(), self.count[kind]
         return torch.stack([count.sum(0), (count * label).sum(0), (count * label.square()).sum(0)], -1)
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import checked_arguments, one_of
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.received import in_model
@@ -153,8 +153,7 @@ def blocks_of_rows(paths: Trajectories, in_block: Bool[Tensor, "step batch posit
 
 
 def _enrichment(paths: Trajectories, labels: _KeyClasses, by: By) -> pd.DataFrame:
-    if by not in GROUPS:
-        raise ValueError(f"by={by!r}; it must be one of {', '.join(GROUPS)}")
+    one_of(*GROUPS).check("by", by)
     seen, base = _observed(paths, labels), _expected(paths, labels)
     groups = [name for name in GROUPS[by] if name in paths.dims and name != "batch"]
     merged = tuple(axis + 1 for axis, name in enumerate(("layer", "head")) if name not in groups)

@@ -6,7 +6,7 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import checked_arguments, one_of
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks.analysis.enrichment import blocks_of_rows
 from dlm_lens.sinks.received import in_model
@@ -54,8 +54,7 @@ def frontier_alignment(
     """
     if paths.masked is None:
         raise ValueError("these trajectories have no masks; follow a Received that has them (received_over_steps)")
-    if by not in GROUPS or by == "pattern":
-        raise ValueError(f"by={by!r}; it must be 'all', 'layer' or 'head'")
+    one_of("all", "layer", "head").check("by", by)
     masked = paths.masked.numpy()[..., : paths.canvas]
     scored = paths.scored.numpy()[..., : paths.canvas]
     decided = _decided(paths, masked) if unmasked is None else _given(paths, unmasked)
