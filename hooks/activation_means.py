@@ -31,6 +31,7 @@ from dlm_lens.hooks.positions import ActivationSite, activation_site, run_rows
 from dlm_lens.placement import in_float64
 from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.sampling import DenoisingRun, StoredCanvases, denoise
+from dlm_lens.sampling.run_rows import steps_with_work
 
 CLASSES = ("masked", "visible", "sink")
 """Masked (open) positions, content that is not masked, learned sink tokens."""
@@ -181,7 +182,7 @@ class _Summing(Hook):
 
     site: Site
     bins: int
-    running: Bool[Tensor, "step batch"] | None = None
+    counted: Bool[Tensor, "step batch"] | None = None
     sums: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
 
@@ -198,8 +199,8 @@ class _Summing(Hook):
         kind[:, hook.sinks.canvas(tensor.shape[1])] *= run.valid[..., None].to(kind.device)
         # With guidance the second half of the rows has a masked prompt.
         kind[len(tensor) // run.halves :] = 0
-        if self.running is not None:
-            kind[~self.running[run.step].to(kind.device)] = 0
+        if self.counted is not None:
+            kind[~self.counted[run.step].to(kind.device)] = 0
         weights = torch.einsum("rpc,rb->cbrp", kind, at_bin)
         layer = hook.layer()
         added = (weights.flatten(2) @ in_float64(tensor.flatten(0, 1).flatten(1))).unflatten(-1, tensor.shape[2:])
@@ -224,10 +225,10 @@ def mean_activations(
 
     Masked positions, other content and learned sink tokens have separate means, in every layer and in equal bins of
     progress, because a mean over all would mix states that never occur together. Padding, guidance's
-    unconditional rows and the steps after a row's end (`DenoisingRun.row_steps`) do not count; where rows of a
-    batch end at different steps the network sees the run's canvases a second time. Under block diffusion a row
-    whose block is full waits for the others of its batch, and its positions count again at these steps: where that
-    matters, measure prompts one by one and add the means. It takes memory for [layer, 3, bins] activations in
+    unconditional rows, the steps after a row's end (`DenoisingRun.row_steps`) and those at which a row whose block
+    is full waits for others of its batch do not count, so that rows count as they do alone; where a batch has such
+    steps the network sees the run's canvases a second time. In samplers that rewrite decided positions a stored run
+    does not tell when a row waits, and these steps count. It takes memory for [layer, 3, bins] activations in
     float64. `+` merges the means of several calls.
 
     Args:
@@ -247,9 +248,10 @@ def mean_activations(
     _check_widths(model, site)
     summing = _Summing(site, bins)
     run = denoise(model, prompts, hooks=[*hooks, summing], **settings)
-    if not run.running.all():
+    counted = steps_with_work(run)
+    if not counted.all():
         # Which rows are over at a step is known only after the run.
-        summing = _while_running(model, run, hooks, site, bins)
+        summing = _again(model, run, hooks, _Summing(site, bins, counted))
     layers = range(len(attention_blocks(model)))
     counts = summing.counts[0].cpu()
     wide = (*counts.shape, *[1] * (summing.sums[0].ndim - 2))
@@ -258,11 +260,8 @@ def mean_activations(
     return MeanActivations(site, means.float(), counts, name_of(model), weights_digest(model))
 
 
-def _while_running(
-    model: Any, run: DenoisingRun, hooks: Sequence[HookLike], site: ActivationSite, bins: int
-) -> _Summing:
-    """The sums over the steps of every row until its end."""
-    summing = _Summing(site, bins, run.running)
+def _again(model: Any, run: DenoisingRun, hooks: Sequence[HookLike], summing: _Summing) -> _Summing:
+    """The sums over the steps of a finished run that count for each row."""
     stored = StoredCanvases(model, run, hooks=[*hooks, summing], warn=False)
     with stored.under_hooks():
         for step in range(run.steps):

@@ -33,6 +33,22 @@ def steps_of_rows(run: "DenoisingRun") -> Int[Tensor, "batch"]:
     return torch.where(ended, last, run.steps)
 
 
+def steps_with_work(run: "DenoisingRun") -> Bool[Tensor, "step batch"]:
+    """The steps that each row has alone: until it is over, without those at which it waits for others of its batch.
+
+    Where how many steps a block takes depends on its tokens (`Sampler.rows_wait`), a row waits whose block has no
+    open position left. Of samplers that rewrite decided positions no stored canvas tells when a row is done with a
+    block: all steps until its end count.
+    """
+    from dlm_lens.sampling.samplers.base import Sampler  # here, because that module imports this one
+
+    sampler = sampler_class(run.settings)
+    edits = sampler.editable is not Sampler.editable
+    if edits or run.autoregressive or not sampler.rows_wait(run.settings):
+        return run.running
+    return run.running & (run.in_block & run.open[: run.steps]).any(-1)
+
+
 def _other_ends(settings: Mapping[str, Any]) -> list[int]:
     """The tokens that end a row by settings of its sampler (MMaDA's, SDAR's)."""
     given = [settings.get("eot_token"), settings.get("stop_tokens")]
