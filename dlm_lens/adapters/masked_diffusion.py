@@ -83,6 +83,9 @@ D2F_SAMPLER = {
 }
 """Of D2F's evaluation of Dream (eval_dream.sh); gen_length is that of GSM8K."""
 
+DLLM_VAR_SAMPLER = {"gen_length": 1024, "block_length": 64, "threshold": 0.9}
+"""Of dLLM-Var's demo (maomaocun/dLLM-Var, demo_dLLM-var.py)."""
+
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 

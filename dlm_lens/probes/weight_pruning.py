@@ -246,7 +246,7 @@ def _narrower(model: Any, run: DenoisingRun, stored: StoredCanvases) -> str:
     if len(attention_stacks(model)) > 1:
         return f"{name} has its prompt in an encoder of its own; give a model of one stack"
     if run.computed:
-        return "this run keeps keys in a cache; denoise without cache="
+        return "this run keeps keys in a cache; denoise without cache=, or with use_cache=False"
     if run.autoregressive:
         return "this is an AR run, which sees prefixes; give the run of a masked model"
     if stored.sampler.grows:

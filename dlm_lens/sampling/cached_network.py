@@ -19,8 +19,8 @@ class KeptKeys:
     """Keys (after rotation) and values of every layer of the last whole pass, as transformers' models call a cache.
 
     A whole pass stores them. A pass over a span [start, stop) attends to its own keys and values inside the span
-    and to the stored ones around it, in the order of the canvas; it stores nothing. Gradients reach the stored ones
-    only with `graph`.
+    and to the stored ones around it, in the order of the canvas; it stores its own only with `replaces`. Gradients
+    reach the stored ones only with `graph`.
     """
 
     is_compileable = False
@@ -29,6 +29,7 @@ class KeptKeys:
         self.span: tuple[int, int] | None = None
         self.keys = 0
         self.graph = False
+        self.replaces = False
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def enter(self, keys: int, span: tuple[int, int] | None) -> "KeptKeys":
@@ -43,16 +44,16 @@ class KeptKeys:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The keys and values that the queries of a layer see."""
-        if self.span is None:
+        if self.span is not None:
+            start, stop = self.span
+            kept = self._layers[layer_idx]
+            keys, values = (
+                torch.cat([old[:, :, :start], new, old[:, :, stop:]], 2)
+                for old, new in zip(kept, (keys, values), strict=True)
+            )
+        if self.span is None or self.replaces:
             self._layers[layer_idx] = (keys, values) if self.graph else (keys.detach(), values.detach())
-            return keys, values
-        start, stop = self.span
-        kept = self._layers[layer_idx]
-        first, second = (
-            torch.cat([old[:, :, :start], new, old[:, :, stop:]], 2)
-            for old, new in zip(kept, (keys, values), strict=True)
-        )
-        return first, second
+        return keys, values
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The position of the first query."""
@@ -72,8 +73,8 @@ class CachedLogits(CanvasLogits):
 
     A step whose plan has no `computed` span is a pass over the whole canvas, which stores the keys and values of
     every position. A step with one computes the queries, keys and values of that span alone; its queries see the
-    stored keys and values of all other positions, which are those of the last whole pass: exact would be that they
-    change with every token that is written.
+    stored keys and values of all other positions, which are those of the last whole pass, or of a later step that
+    `replaces` some: exact would be that they change with every token that is written.
 
     A position is predicted at such a step if it lies between the start of the block and the end of the span.
 
@@ -100,12 +101,20 @@ class CachedLogits(CanvasLogits):
         self.alone = alone
         self._plan: StepPlan | None = None
         self._kept, self._clean = KeptKeys(), KeptKeys()
-        self._whole: tuple[int, Tensor] | None = None  # step and canvas of the last whole pass of the run
-        self._clean_step: int | None = None  # step of the last whole pass without hooks
+        self._stored: list[tuple[StepPlan, Tensor]] = []  # the last whole step of the run, and those that replaced
+        self._clean_steps: list[int] = []  # likewise, of passes without hooks
 
     def enter(self, plan: StepPlan) -> None:
         """The step of the next passes."""
         self._plan = plan
+
+    def replaces(self, plan: StepPlan) -> bool:
+        """Whether the step, which computes a span, stores its keys and values for later steps."""
+        return False
+
+    def predicts_from(self, plan: StepPlan, span: tuple[int, int]) -> int:
+        """The first position that a step predicts which computes this span: the block's."""
+        return plan.span[0]
 
     @contextmanager
     def keeping_graph(self) -> Iterator[None]:
@@ -124,7 +133,7 @@ class CachedLogits(CanvasLogits):
         if span is None:
             return logits if source is None else logits[self._rows(canvas), source]
         assert self._plan is not None
-        predicted = slice(self._plan.span[0], span[1])
+        predicted = slice(self.predicts_from(self._plan, span), span[1])
         whole = logits.new_full((*canvas.shape, logits.shape[-1]), torch.nan)
         where = torch.arange(canvas.shape[1], device=canvas.device).expand_as(canvas) if source is None else source
         whole[:, predicted] = logits[self._rows(canvas), self._inside(where[:, predicted], span)]
@@ -144,13 +153,18 @@ class CachedLogits(CanvasLogits):
     def forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
         """A pass of the step without the head, with keys and values of such passes.
 
-        Where the last whole pass of the run had none of this kind beside it (a trace asks for one only at the steps
-        that it visits), its canvas is passed through first.
+        Where a pass of the run whose keys this one reads had none of this kind beside it (a trace asks for one only
+        at the steps that it visits), its canvas is passed through first.
         """
-        if self._span is not None and self._whole is not None and self._whole[0] != self._clean_step:
-            step, whole = self._whole
-            self._pass(decoder_of(self.model), whole, self._clean, None)
-            self._clean_step = step
+        here, done = self._plan, self._clean_steps
+        if here is not None and here.computed is not None:
+            read = [(plan, canvas) for plan, canvas in self._stored if plan.index < here.index]
+            steps = [plan.index for plan, _ in read]
+            if done not in (steps, [*steps, here.index]):
+                for before, tokens in read[len(done) if done == steps[: len(done)] else 0 :]:
+                    self.enter(before)
+                    self._run(decoder_of(self.model), tokens, self._clean)
+                self.enter(here)
         return self._run(decoder_of(self.model), canvas, self._clean)
 
     def run_forward(self, canvas: Int[Tensor, "batch position"]) -> Any:
@@ -166,12 +180,16 @@ class CachedLogits(CanvasLogits):
         return (where - span[0]).clamp(min=0) if self.alone else where - span[0]
 
     def _run(self, network: Callable[..., Any], canvas: Int[Tensor, "batch position"], kept: KeptKeys) -> Any:
-        if self._span is None and self._plan is not None:
+        plan, span = self._plan, self._span
+        kept.replaces = plan is not None and span is not None and self.replaces(plan)
+        if plan is not None and (span is None or kept.replaces):
             if kept is self._clean:
-                self._clean_step = self._plan.index
+                before = [] if span is None else [step for step in self._clean_steps if step < plan.index]
+                self._clean_steps = [*before, plan.index]
             else:
-                self._whole = self._plan.index, canvas.clone()
-        return self._pass(network, canvas, kept, self._span)
+                stored = [] if span is None else [one for one in self._stored if one[0].index < plan.index]
+                self._stored = [*stored, (plan, canvas.clone())]
+        return self._pass(network, canvas, kept, span)
 
     def _pass(
         self,

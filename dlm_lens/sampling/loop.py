@@ -151,7 +151,8 @@ def _observed(observing: RunObservers, sampler: Sampler, plan: StepPlan, canvas:
     if plan.computed is not None and sampler.planned(plan, opened(edited), edited != canvas) != plan:
         raise ValueError(
             f"an observer edited step {plan.index} outside positions {plan.computed}, where the cache keeps "
-            "keys and values; edit with on_canvas, which makes the step compute everything, or leave cache out"
+            "keys and values; edit with on_canvas, which makes the step compute everything, or denoise without the "
+            "cache (cache=None, or use_cache=False)"
         )
     return edited
 

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "eos_id": ("stop_tokens",),
     "guidance_scale": ("cfg_scale",),
     "logits_temp": ("temperature",),
+    "max_gen_length": ("gen_length",),
     "max_new_tokens": ("gen_length",),
     "max_tokens": ("gen_length",),
     "n_future_tokens": ("window_length",),
@@ -137,7 +138,7 @@ def check_known(kind: type[Any], values: Mapping[str, Any], family: str) -> None
         if name not in names:
             hint = near_name(name, names, known_elsewhere(names) | {"sampler": "an argument of dlm_lens.load"})
             if name == "cache":
-                own = "; use_cache keeps finished blocks, which is exact" if "use_cache" in names else ""
+                own = "; use_cache is the setting of this one" if "use_cache" in names else ""
                 hint = f" (approximate caches are for the samplers of LLaDA and Dream{own})"
             raise ValueError(f"the {family} sampler has no setting {name!r}{hint}; it has {', '.join(names)}")
 

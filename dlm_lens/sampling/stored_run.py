@@ -1,11 +1,9 @@
 """`StoredCanvases` and `StoredRun`: the network of a finished run, for passes over the canvases of its steps."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 from weakref import ref
 
@@ -14,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.dit import takes_noise_level
-from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import HookLike, attention_stack, checked, computed_span, decoder_of
 from dlm_lens.placement import canvas_device, on_input_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of, algorithms
@@ -23,11 +20,10 @@ from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, ch
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
 from dlm_lens.sampling.run_rows import own_canvas, place_in_plan, with_one_plan
+from dlm_lens.sampling.run_warnings import warn_of_hooks, warn_of_model
 from dlm_lens.sampling.samplers.base import FirstCanvas, rerun_sampler
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import tokenizer_of
-
-logger = logging.getLogger(__name__)
 
 Carried = Literal["all", "keys", "nothing"]
 
@@ -81,28 +77,28 @@ class StoredCanvases:
         for hook in self.hooks:
             attention_stack(model, hook.stack)
         if warn:
-            _warn_of_model(run, model)
-            _warn_of_hooks(run, self.hooks)
+            warn_of_model(run, model)
+            warn_of_hooks(run, self.hooks)
         self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
         self._progress, self.device = run.progress, canvas_device(model)
         self.content = run.attention_mask.to(self.device)
         self.sampler = rerun_sampler(with_one_plan(run).settings)
         self.sampler.attention = run.attention.to(self.device)
         self.sampler.own_canvas = own_canvas(run).to(self.device)
-        plans = [self._plan_in_run(step) for step in range(run.steps)]
-        given = (model, self.content, run.prompt_length, plans, run.block_numbers)
+        self._plans = [self._plan_in_run(step) for step in range(run.steps)]
+        given = (model, self.content, run.prompt_length, self._plans, run.block_numbers)
         self.own_network = self.sampler.rerun_network(*given)
         self._canvas = computed_span(model, run.canvases.shape[-1]) is not None
         self._network: Network | None = self.own_network
         if self.own_network is None and run.computed and not self._canvas:
-            self._network = CachedLogits(model, self.sampler.network_content(self.content))
+            self._network = self.sampler.cached_network(model, self.content)
         self._at: int | None = None
         """The step that was entered."""
         self._attached = False
         self._done = 0
         """How many steps the hooks remember."""
-        self._kept: int | None = None
-        """The step whose keys the cache holds."""
+        self._kept: tuple[int, ...] = ()
+        """The steps whose keys the cache holds, in the order of their passes."""
         self._fresh = False
         """Whether the last pass left something for later steps that was not there before."""
 
@@ -272,7 +268,7 @@ class StoredCanvases:
 
     def discard(self, step: int) -> None:
         """The last pass of the step was not the run's own, as others than the hooks edited it: no step reads it."""
-        self._done, self._kept = min(self._done, step), None if self._kept == step else self._kept
+        self._done, self._kept = min(self._done, step), () if step in self._kept else self._kept
         if self.own_network is not None and self._fresh:
             self.own_network.forget(step)
 
@@ -310,17 +306,21 @@ class StoredCanvases:
             return
         if self._canvas or self._computed(step) is None:
             return
-        numbers = self.run.step_numbers
-        whole = [i for i, span in enumerate(self.run.computed[:step]) if span is None]
-        # Between the two there may be another whole pass that a part does not hold.
-        if not whole or numbers[step] - numbers[whole[-1]] != step - whole[-1]:
+        numbers, read = self.run.step_numbers, self._left_before(step)
+        # Between them there may be another pass that left keys, which a part does not hold.
+        if not read or numbers[step] - numbers[read[0]] != step - read[0]:
             raise ValueError(
                 f"step {numbers[step]} attends to keys of an earlier step, which this part of the run does not "
                 "hold; give the whole run"
             )
-        if self._kept != whole[-1]:
-            self._begin(whole[-1], observers)
-            self._pass(whole[-1])
+        known = len(self._kept) if self._kept == read[: len(self._kept)] else 0
+        for before in () if self._kept == (*read, step) else read[known:]:
+            self._begin(before, observers)
+            self._pass(before)
+
+    def _left_before(self, step: int) -> tuple[int, ...]:
+        """The steps whose passes left the keys that an approximate cache holds when a step begins, in order."""
+        return tuple(self.sampler.keys_left_by(self._plans[:step])) if self.run.computed else ()
 
     def _begin(self, step: int, observers: Sequence[RunObserver]) -> None:
         """Begin a step for the network, the attached hooks and observers."""
@@ -345,13 +345,13 @@ class StoredCanvases:
         if self._attached and self._at != step:
             self.enter(step)
         with nullcontext() if self._at == step else self.at(step):
-            whole = self._computed(step) is None
-            self._kept = None if whole else self._kept
+            left = self._left_before(step + 1)
+            self._kept = () if step in left else self._kept
             yield self._seen(step)
             hooked = self._attached and bool(self.hooks)
             self._done = step + 1 if hooked else self._done
             if self._carries or not hooked:
-                self._kept = step if whole else self._kept
+                self._kept = left if step in left else self._kept
                 self._fresh = self.own_network is not None and self.own_network.keep(step)
 
     def _pass(self, step: int) -> None:
@@ -364,24 +364,6 @@ class StoredCanvases:
         parts = (run.canvases[step + 1], run.proposals[step], run.confidence[step], run.unmasked[step])
         canvas, tokens, confidence, unmasked = (part.to(self.device) for part in parts)
         observer.finish(self.plan(step), canvas, Proposal(tokens, confidence), unmasked)
-
-
-def _warn_of_model(run: DenoisingRun, model: Any) -> None:
-    """Warn where another model sees a run's canvases, by the last part of its name."""
-    if run.model and Path(run.model).name != Path(name_of(model)).name:
-        logger.warning("the run is of the model %s, and %s reads its canvases", run.model, name_of(model))
-
-
-def _warn_of_hooks(run: DenoisingRun, hooks: Sequence[HookLike]) -> None:
-    """Warn where passes over a run's canvases are made under other hooks than the run."""
-    had = tuple(run.settings.get("hooks", ()))
-    if had and had != tuple(map(repr, hooks)):
-        logger.warning(
-            "the run was made under the hooks [%s]; this computes the network on its canvases under [%s] "
-            "(its own: hooks=dlm_lens.hooks.hooks_of_run(run))",
-            ", ".join(had),
-            ", ".join(map(repr, hooks)),
-        )
 
 
 class StoredRun(StoredCanvases):
@@ -474,10 +456,11 @@ class StoredRun(StoredCanvases):
 
     @property
     def reads_kept(self) -> tuple[int, ...]:
-        """The steps that read keys and values of an earlier whole pass from an approximate cache."""
+        """The steps that read keys and values of one earlier pass from an approximate cache."""
         if not isinstance(self._network, CachedLogits):
             return ()
-        return tuple(step for step, span in enumerate(self.run.computed) if span is not None)
+        read = enumerate(self.run.computed)
+        return tuple(step for step, span in read if span is not None and len(self._left_before(step)) == 1)
 
     def keep_again(self, step: int) -> None:
         """Run the whole pass again whose keys and values a step reads, and keep their graph.
@@ -485,13 +468,13 @@ class StoredRun(StoredCanvases):
         Hooks on the model during the call act on that pass. The next other step makes a pass of its own.
         """
         assert isinstance(self._network, CachedLogits)
-        self._kept = None
+        self._kept = ()
         with self._network.keeping_graph():
             self.enter(step)
 
     def forget_kept(self) -> None:
         """Let the next step of a cached run make its keys and values anew."""
-        self._kept = self._at = None
+        self._kept, self._at = (), None
 
     def logits(self, states: Float[Tensor, "half predicted d_model"]) -> Float[Tensor, "predicted d_vocab"]:
         """Logits of (some of) the states, guided as in the run."""

@@ -68,6 +68,7 @@ def test_algorithms_are_found_by_their_files() -> None:
         "diffugpt",
         "diffusion_gemma",
         "dllm",
+        "dllm_var",
         "dream",
         "duo",
         "duo_psi",

@@ -188,7 +188,7 @@ def test_logits_of_a_step_are_nan_where_it_computes_none(model: Any) -> None:
         (
             "llada2",
             {"cache": "prefix"},
-            "no setting 'cache' .*; use_cache keeps finished blocks, which is exact\\); it",
+            "no setting 'cache' .*; use_cache is the setting of this one\\); it",
         ),
         ("sink_llama", {"cache": "dual"}, "learned sink tokens"),
     ],

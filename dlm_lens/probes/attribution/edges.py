@@ -213,7 +213,7 @@ def check_edges(setup: Setup, who: str) -> EdgeGraph:
     if setup.run.computed:
         raise ValueError(
             f"{who}: a run with a cache reads keys of earlier steps, which are no edges of this one; denoise "
-            "without cache="
+            "without cache=, or with use_cache=False"
         )
     return graph
 

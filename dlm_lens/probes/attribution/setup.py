@@ -261,7 +261,10 @@ def _check_kept(stored: StoredRun, steps: Sequence[int], sides: Sequence[Side | 
             "cache='prefix' or 'dual', or take token_effects for the path through tokens"
         )
     if missing := [step for step in steps if step not in there]:
-        raise ValueError(f"{who}: step {missing[0]} computes the whole canvas; these read kept keys: {list(there)}")
+        computes = "computes the whole canvas"
+        if stored.run.computed[missing[0]] is not None:
+            computes = "reads keys of several passes"
+        raise ValueError(f"{who}: step {missing[0]} {computes}; these read kept keys of one: {list(there)}")
     if any(side == "mean" or (isinstance(side, Side) and side.hooks) for side in sides):
         raise ValueError(f"{who}: kept=True takes a prompt, a run or 'zero' as corrupted, no hooks and no 'mean'")
 

@@ -17,14 +17,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention import (
-    BlockLayout,
-    Context,
-    attends_observed_first,
-    has_causal_context,
-    padding_before,
-)
+from dlm_lens.attention import BlockLayout, Context, attends_observed_first, has_causal_context, padding_before
 from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.network import CanvasLogits, Network, StoredNetwork, network_inputs
 from dlm_lens.sampling.step_attention import StepAttention
@@ -322,13 +317,17 @@ class Sampler(nn.Module):
         """
         return plan
 
-    def repeated_after(self, done: Sequence[StepPlan]) -> list[int]:
-        """The finished steps whose passes are made again before a run is resumed, in order.
+    def keys_left_by(self, done: Sequence[StepPlan]) -> list[int]:
+        """The steps, in order, that left the keys of an approximate cache: the last whole one, by default."""
+        return [index for index, plan in enumerate(done) if plan.computed is None][-1:]
 
-        By default the last one over the whole canvas, whose keys an approximate cache keeps.
-        """
-        whole = [index for index, plan in enumerate(done) if plan.computed is None]
-        return whole[-1:] if self.cache is not None else []
+    def cached_network(self, model: Any, content: Bool[Tensor, "batch position"]) -> Network:
+        """The network of a finished run that kept keys and values, without guidance."""
+        return CachedLogits(model, self.network_content(content))
+
+    def repeated_after(self, done: Sequence[StepPlan]) -> list[int]:
+        """The finished steps whose passes are made again before a run is resumed, in order."""
+        return self.keys_left_by(done) if self.cache is not None else []
 
     def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
         """How many positions of the canvas follow the prompts.

@@ -71,11 +71,14 @@ class SelectConfident(Select):
     Attributes:
         completes: where all but one of a row's positions are confident enough, take that one too, as the authors'
             code does with a factor (NVlabs/Fast-dLLM, llada/generate.py, get_transfer_index_dynamic).
+        above: the confidence has to be above the threshold (dLLM-Var).
     """
 
-    def __init__(self, threshold: float | None, factor: float | None, *, completes: bool = False) -> None:
+    def __init__(
+        self, threshold: float | None, factor: float | None, *, completes: bool = False, above: bool = False
+    ) -> None:
         super().__init__()
-        self.threshold, self.factor, self.completes = threshold, factor, completes
+        self.threshold, self.factor, self.completes, self.above = threshold, factor, completes, above
         self.ranks_all = factor is None
 
     def forward(
@@ -92,7 +95,8 @@ class SelectConfident(Select):
             wide = torch.promote_types(ranked.dtype, torch.float32)
             least = 1 - self.factor / torch.arange(2, ranked.shape[-1] + 2, device=ranked.device, dtype=wide)
         # Confidences fall and bounds do not, so that the accepted ranks are the first ones.
-        accepted = ((ranked >= least) & (ranked > -torch.inf)).sum(-1)
+        enough = ranked > least if self.above else ranked >= least
+        accepted = (enough & (ranked > -torch.inf)).sum(-1)
         if self.completes:
             # One position is always written, so that of two masks both are.
             accepted = torch.maximum(accepted, eligible.any(-1).long().to(accepted.device))

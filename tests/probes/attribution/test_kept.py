@@ -79,7 +79,7 @@ def test_what_reads_no_kept_keys_is_refused(case: tuple[Any, DenoisingRun, int])
     plain = dl.denoise(model, PROMPTS, steps=2, gen_length=4)
     with pytest.raises(ValueError, match="no step of this run reads keys and values of an earlier one"):
         activation_patching(model, plain, OTHERS, kept=True)
-    with pytest.raises(ValueError, match="step 0 computes the whole canvas; these read kept keys"):
+    with pytest.raises(ValueError, match="step 0 computes the whole canvas; these read kept keys of one"):
         attribution_patching(model, run, OTHERS, kept=True, steps=[0])
     with pytest.raises(ValueError, match="no hooks and no 'mean'"):
         activation_patching(model, run, "mean", kept=True, steps=[1])
