@@ -74,7 +74,7 @@ class Family:
             `adapted_tensors` or `adapted_field`, and those that the caller says are the family's.
         adapted_tensors: pattern of the tensors' names in such checkpoints, where the AR model has others.
         adapted_field: a field of such checkpoints' config.json that the AR model's has not.
-        refused: model type or architecture of a config.json -> what such a checkpoint is, and the remedy.
+        refused: model type or architecture of a config.json, or name of a checkpoint -> what it is, and the remedy.
         special_ids: vocabulary size of a released checkpoint -> its ids (mask, eos, eot), for configs without
             them.
         special_ids_of_types: model type -> likewise, where its checkpoints have other ids than those of another
@@ -255,6 +255,8 @@ def model_type_of(
     own, architectures = str(values.get("model_type")), values.get("architectures")
     classes = [one for one in (architectures if isinstance(architectures, list) else []) if isinstance(one, str)]
     for each in families():
+        if source in each.refused:
+            raise ValueError(f"{source} is {each.refused[source]}")
         for name in (own, *classes):
             if name in each.refused:
                 raise ValueError(f"the config.json of {source} says {name}: it is {each.refused[name]}")

@@ -13,6 +13,7 @@ import dlm_lens as dl
 from dlm_lens.adapters.config_fields import built_config
 from dlm_lens.adapters.families.llada2 import LLaDA2Config, LLaDA2ForMaskedLM
 from dlm_lens.adapters.group_limited_experts import ROUTER_POINTS
+from dlm_lens.adapters.registry import model_type_of
 from dlm_lens.attention import check_hook_points
 from dlm_lens.testing import tiny
 from tests.adapters.golden import CLOSE, GOLDEN, cases, collect
@@ -175,6 +176,22 @@ def test_a_trace_reads_the_router() -> None:
 def test_routers_that_cannot_be(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         tiny("llada2", **config)
+
+
+@pytest.mark.parametrize("name", ["delete_token_id", "split_token_id", "expert_capacity"])
+def test_a_checkpoint_of_llada2_2_is_refused(name: str, tmp_path: Path) -> None:
+    """It has the class and the model type of LLaDA2.0; its router and its sampler are others."""
+    tiny("llada2").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["architectures"] == ["LLaDA2MoeModelLM"]
+    (tmp_path / "config.json").write_text(json.dumps(values | {name: 48}))
+    with pytest.raises(ValueError, match=f"{name}=48: it is LLaDA2.2, whose steps delete and insert tokens"):
+        dl.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values | {name: None}))
+    assert dl.load(tmp_path).config.model_type == "llada2_moe"
+    released = "inclusionAI/LLaDA2.2-flash"
+    with pytest.raises(ValueError, match=f"{released} is LLaDA2.2, .*; take inclusionAI/LLaDA2.0-mini"):
+        model_type_of(values, released)
 
 
 def test_a_checkpoint_without_an_expert(tmp_path: Path) -> None:

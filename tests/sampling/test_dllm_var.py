@@ -1,5 +1,6 @@
 """dLLM-Var by default: a float64 network with stale keys, batches, ends, edits, hooks, reruns, refusals."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from dlm_lens.hooks import mask_positions, mask_top_sinks
 from dlm_lens.recording import rerun
 from dlm_lens.sampling.stored_run import StoredRun
 from dlm_lens.testing import tiny
+from tests.adapters.golden import GOLDEN
 from tests.reference import Edit, forward64
 from tests.sampling.interrupted import resumed_as_unbroken
 
@@ -251,16 +253,19 @@ def test_the_hosts_run_it(model: Any) -> None:
     assert bridged.canvases.equal(plain.canvases)
 
 
-def test_the_released_checkpoint_has_this_sampler() -> None:
-    family = family_of("llada")
-    assert family.hub_samplers["maomaocun/dLLM-Var"] == "dllm_var"
-    assert "maomaocun/dLLM-Var" in family.hub_names
-    model: Any = tiny("llada", sampler="dllm_var")
+def test_the_released_checkpoint_has_this_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of the hub's name is found before the hub; its files are LLaDA's."""
+    name = "maomaocun/dLLM-Var"
+    assert name in family_of("llada").hub_names
+    shutil.copytree(GOLDEN / "llada", tmp_path / name, ignore=shutil.ignore_patterns("variants"))
+    monkeypatch.chdir(tmp_path)
+    model: Any = dl.load(name)
     assert (
         model.sampler_defaults | {"gen_length": 1024, "block_length": 64, "threshold": 0.9}
         == model.sampler_defaults
     )
-    assert dl.denoise(model, [[1, 2]], gen_length=5).spans[0] == (2, 7)
+    run = dl.denoise(model, [[1, 2]], gen_length=5)
+    assert (run.settings["sampler"], run.spans[0]) == ("dllm_var", (2, 7))
 
 
 @pytest.mark.parametrize(

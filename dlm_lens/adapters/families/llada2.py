@@ -33,6 +33,15 @@ NAMES = {
 FIXED: dict[str, Any] = {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "norm_topk_prob": True}
 """Fields that the authors' model file does not read; another value describes another router."""
 
+LATER = ("delete_token_id", "split_token_id", "expert_capacity")
+"""Fields of LLaDA2.2's config.json alone."""
+
+LLADA2_2 = (
+    "LLaDA2.2, whose steps delete and insert tokens and whose router chooses experts for a block of tokens, which "
+    "is not here; take inclusionAI/LLaDA2.0-mini, inclusionAI/LLaDA2.1-mini or a larger one of these"
+)
+"""What such a checkpoint is: as LLaDA2.0 it would load, and write other tokens."""
+
 
 @strict
 class LLaDA2Config(OriginalFields, Glm4MoeConfig):
@@ -42,7 +51,7 @@ class LLaDA2Config(OriginalFields, Glm4MoeConfig):
         use_bias: the attention's output projection has a bias.
 
     Raises:
-        ValueError: a router that LLaDA2 does not have, or groups that do not fit the experts.
+        ValueError: a router that LLaDA2 does not have, groups that do not fit the experts, or a field of LLaDA2.2.
     """
 
     model_type = "llada2_moe"
@@ -73,6 +82,9 @@ class LLaDA2Config(OriginalFields, Glm4MoeConfig):
             given = kwargs.pop(name, None)
             if given not in (None, wanted):
                 raise ValueError(f"LLaDA2 config has {name}={given!r}; only {wanted!r} is implemented")
+        for name in LATER:
+            if (given := kwargs.pop(name, None)) is not None:
+                raise ValueError(f"LLaDA2 config has {name}={given!r}: it is {LLADA2_2}")
         self.take_original_names(kwargs)
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -190,6 +202,7 @@ RELEASED_2_0 = tuple(
     f"inclusionAI/LLaDA2.0-{size}{kind}" for size in ("mini", "flash") for kind in ("", "-preview", "-CAP")
 )
 RELEASED_2_1 = ("inclusionAI/LLaDA2.1-mini", "inclusionAI/LLaDA2.1-flash")
+RELEASED_2_2 = ("inclusionAI/LLaDA2.2-mini", "inclusionAI/LLaDA2.2-flash")
 RELEASED_DMAX = ("Zigeng/DMax-16B", "Zigeng/DMax-Math-16B", "Zigeng/DMax-Coder-16B")
 RELEASED_MULTI_BLOCK = ("SJTU-DENG-Lab/MBD-Math-LLaDA2-mini-16B", "SJTU-DENG-Lab/MBD-Coder-LLaDA2-mini-16B")
 
@@ -212,6 +225,7 @@ FAMILY = Family(
         **dict.fromkeys(RELEASED_MULTI_BLOCK, "multi_block"),
     },
     hub_block_lengths=dict.fromkeys((*RELEASED_2_0, *RELEASED_2_1, *RELEASED_DMAX, *RELEASED_MULTI_BLOCK), 32),
+    refused=dict.fromkeys(RELEASED_2_2, LLADA2_2),
     special_ids={157184: {"mask": 156895, "eos": 156892}},
     renames=(
         (r"model\.word_embeddings", "model.embed_tokens"),
