@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.adapters.registry import family_of
-from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.hooks import mask_positions, mask_sinks, mask_top_sinks
 from dlm_lens.recording import rerun
 from dlm_lens.sampling.stored_run import StoredRun
 from dlm_lens.testing import tiny
@@ -218,6 +218,18 @@ def test_hooks_act_in_every_row_as_alone(hooks: list[Any]) -> None:
     for row, prompt in enumerate(prompts):
         assert together.tokens[row].equal(dl.denoise(model, [prompt], hooks=hooks, **RUN).tokens[0])
     assert not together.confidence.equal(dl.denoise(model, prompts, **RUN).confidence)
+
+
+@pytest.mark.parametrize("source", ["clean", "current"])
+def test_a_rerun_under_hooks_is_the_hooked_run(model: Any, source: Any) -> None:
+    """With "clean" a pass without hooks runs beside each pass, with kept keys of such passes."""
+    given: dict[str, Any] = RUN | {"gen_length": 36, "block_length": 12}
+    hooks = [mask_sinks(dl.AboveMean(eps=0.1), source=source)]
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], hooks=hooks, **given)
+    again = rerun(model, recording.run, [dl.ReceivedAttention(min_viewers=1)], hooks=hooks)
+    wanted = dl.received_of(recording).values
+    torch.testing.assert_close(dl.received_of(again).values, wanted, equal_nan=True)
+    assert not recording.run.confidence.equal(dl.denoise(model, PROMPTS, **given).confidence)
 
 
 @pytest.mark.parametrize("passes", [2, 5, 7])
