@@ -125,7 +125,8 @@ class SinkMetrics(TrainerCallback):
     def _measure(self, *, log: bool = True) -> None:
         if self.batch is None:
             self.batch = self.trainer.probe_canvases()
-        found = sink_statistics(self.trainer.model, self.batch, self.trainer.wrapped_forward(for_probe=True))
+        with self.trainer.averaged_weights():
+            found = sink_statistics(self.trainer.model, self.batch, self.trainer.wrapped_forward(for_probe=True))
         if log:
             self.trainer.log(found.metrics(self.before))
         self.before = found

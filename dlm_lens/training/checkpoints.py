@@ -147,7 +147,8 @@ def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
     for path in files:
         path.chmod(mode)  # safetensors makes files that only their owner may read
         _flush(path)
-    sync_directory(written)
+    for folder in {written, *(path.parent for path in files)}:
+        sync_directory(folder)
     target = partial.parent / written.name
     if target.exists():
         (partial / BEFORE).mkdir()

@@ -39,7 +39,8 @@ class Plan:
         parameters: of the network, tied ones once. Of a checkpoint of the hub without the row that the mask token
             of a conversion may need, because its tokenizer is not read.
         flops: floating-point operations of the whole run (see `plan`).
-        state_bytes: weights, gradients and optimiser moments in float32, not divided among devices.
+        state_bytes: weights, gradients, optimiser moments and the average of `ema_decay` in float32, not divided
+            among devices.
         activation_bytes: per device, of a forward pass that is kept for the backward one, and the held logits.
         device: for which hours are given.
         devices: how many.
@@ -172,7 +173,8 @@ def plan(
     passes = 4 if settings.checkpointing else 3
     row = passes * cost.layers(seen, seen) + 3 * cost.head(settings.objective.predicted_share * data.length)
     muon = _layer_matrices(model) if settings.optimisation.optimizer == "muon" else 0
-    state = 16 * cost.parameters - 4 * muon
+    averaged = settings.optimisation.ema_decay is not None
+    state = (20 if averaged else 16) * cost.parameters - 4 * muon
     return Plan(
         steps,
         tokens,

@@ -38,11 +38,13 @@ def check_fit(model: Any, settings: TrainingSettings, objective: Any, *, evaluat
         evaluates: whether there are evaluation data.
 
     Raises:
-        ValueError: evaluation losses without data, a model of which nothing is trained, sink statistics of block
-            diffusion, or isolated documents that would not be what they are alone.
+        ValueError: evaluation losses without data, a model of which nothing is trained, an average of weights that
+            are not float32, sink statistics of block diffusion, or isolated documents that would not be what they
+            are alone.
     """
     check_evaluated(settings, evaluates=evaluates)
     check_trained(model)
+    check_averaged(model, settings.optimisation.ema_decay)
     blocks = bool(getattr(objective, "block_length", 0))
     if settings.probe_steps and blocks:
         raise ValueError(
@@ -74,6 +76,23 @@ def check_evaluated(settings: TrainingSettings, *, evaluates: bool) -> None:
         raise ValueError(
             f"eval_steps is {settings.eval_steps} and there are no evaluation data, so that no evaluation loss "
             "would be computed; give eval_dataset (in a config data.eval_split), or set eval_steps to 0"
+        )
+
+
+def check_averaged(model: Any, decay: float | None) -> None:
+    """Refuse an average of weights in a precision in which it would not move.
+
+    Raises:
+        ValueError: naming a trained weight that is not float32.
+    """
+    if decay is None:
+        return
+    trained = ((name, weight.dtype) for name, weight in model.named_parameters() if weight.requires_grad)
+    name, dtype = next(((name, dtype) for name, dtype in trained if dtype != torch.float32), ("", None))
+    if dtype is not None:
+        raise ValueError(
+            f"optimisation.ema_decay is {decay}, and the weight {name} is {dtype}, in which an average loses "
+            "its small steps; load the model with dtype=torch.float32"
         )
 
 

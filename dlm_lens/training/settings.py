@@ -128,6 +128,8 @@ class Optimisation:
         weight_decay: of the layers' matrices and experts.
         other_weight_decay: of embeddings, norms, biases and sinks; None for the same, as in the published code.
         clip: largest norm of the gradient; 0 for no limit.
+        ema_decay: of an exponential moving average of the weights (`WeightAverage`), which evaluation, sink
+            statistics and checkpoints then have in place of the trained weights; None for none, 0.9999 in MDLM.
 
     Raises:
         ValueError: a value of another type or out of its range, or a min_rate above the rate.
@@ -141,6 +143,7 @@ class Optimisation:
     weight_decay: float = 0.1
     other_weight_decay: float | None = None
     clip: float = 1.0
+    ema_decay: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self, "optimisation.")
@@ -159,6 +162,10 @@ class Optimisation:
             raise ValueError(f"warm_up is {self.warm_up}; it is a share of the steps, below 1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas is {self.betas}; it must be two numbers from 0 to below 1")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(
+                f"ema_decay is {self.ema_decay}; it must be between 0 and 1 (0.9999 is usual), and null for none"
+            )
         for name in ("weight_decay", "other_weight_decay", "clip"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:

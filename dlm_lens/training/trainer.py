@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from dlm_lens.attention import decoder_of, in_use
@@ -55,7 +55,9 @@ from dlm_lens.training.settings import TrainingSettings, completed, differences
 from dlm_lens.training.sink_probe import probe_batch
 from dlm_lens.training.sources import Cursor, Example, Source, take
 from dlm_lens.training.swiglu import SwiGLU
+from dlm_lens.training.trainer_arguments import training_arguments
 from dlm_lens.training.trainer_checkpoints import CheckpointingTrainer, json_values
+from dlm_lens.training.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     Raises:
         ValueError: a budget smaller than a batch, a batch that does not divide, a missing column, no rows, a model
             that the objective does not train, evaluation data that hold its mask token or an id that it does not
-            embed, rows beyond its table of positions; and as `check_fit`.
+            embed, rows beyond its table of positions, an average of sharded weights; and as `check_fit`.
     """
 
     loss_is_scaled_for_ga = True
@@ -133,6 +135,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.add_callback(self.interruption)
         self.stopwatch = Stopwatch(settings.batch_size * self.source.length)
         self.add_callback(self.stopwatch)
+        self._add_average()
         if settings.eval_steps:
             self.add_callback(Evaluation(self, settings.eval_steps))
         if settings.probe_steps:
@@ -307,6 +310,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             logger.warning("%s is already the last step of this run", found)
             self._restore_ended(found)
             return TrainOutput(self.state.global_step, math.nan, {})
+        if found is None and (decay := self.settings.optimisation.ema_decay) is not None:
+            self.average = WeightAverage(self.model, decay)
         if self.settings.checkpointing:
             _enable_checkpointing(self.model, None if self.settings.compile else {"context_fn": SwiGLU.recomputed})
         if self.settings.compile:
@@ -364,6 +369,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     ) -> dict[str, float]:
         """The evaluation loss under fixed masks, logged as eval_loss, which `on_evaluate` of callbacks is given.
 
+        It is that of the averaged weights where there is an average (`averaged_weights`).
+
         Args:
             eval_dataset: as in the constructor, whose one is the default; the masks are the same for both.
             ignore_keys: none, as there are no outputs beside the loss.
@@ -377,16 +384,17 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         examples = self.examples if eval_dataset is None else self._examples(eval_dataset)
         if examples is None:
             raise ValueError("the evaluation loss needs eval_dataset, which was not given")
-        loss = evaluation_loss(
-            self.model,
-            examples,
-            self.objective.for_evaluation(self.settings.eval_samples),
-            length=self.source.length,
-            samples=self.settings.eval_samples,
-            batch_size=self.settings.micro_batch_size,
-            seed=EVALUATION_SEED,
-            loss_of=self.wrapped_forward(),
-        )
+        with self.averaged_weights():
+            loss = evaluation_loss(
+                self.model,
+                examples,
+                self.objective.for_evaluation(self.settings.eval_samples),
+                length=self.source.length,
+                samples=self.settings.eval_samples,
+                batch_size=self.settings.micro_batch_size,
+                seed=EVALUATION_SEED,
+                loss_of=self.wrapped_forward(),
+            )
         metrics = {f"{metric_key_prefix}_loss": loss}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -431,32 +439,6 @@ def dropout_seed(seed: int, step: int, part: int, rank: int) -> int:
         rank: of the process.
     """
     return int(random_numbers(seed, DROPOUT, step, part, rank).integers(2**63))
-
-
-def training_arguments(settings: TrainingSettings, steps: int) -> TrainingArguments:
-    """The settings as transformers' TrainingArguments."""
-    arguments = TrainingArguments(
-        output_dir=settings.output,
-        max_steps=steps,
-        per_device_train_batch_size=settings.micro_batch_size,
-        learning_rate=settings.optimisation.rate,
-        max_grad_norm=settings.optimisation.clip,
-        bf16=settings.precision == "bf16",
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=settings.log_steps,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to=list(settings.report_to) or "none",
-        ignore_data_skip=True,
-        ddp_find_unused_parameters=False,
-        seed=settings.seed,
-        disable_tqdm=True,
-    )
-    if arguments.n_gpu > 1:
-        # Without a launcher, transformers would copy the model to every GPU in one process.
-        logger.warning("one GPU of %d is used; start with torchrun or accelerate launch for all", arguments.n_gpu)
-        arguments._n_gpu = 1
-    return arguments
 
 
 def _enable_checkpointing(model: Any, options: Mapping[str, Any] | None) -> None:

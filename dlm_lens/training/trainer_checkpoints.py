@@ -1,6 +1,7 @@
 """`CheckpointingTrainer`: a Trainer that writes complete checkpoints atomically and reads no pickles."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from dlm_lens.training.data import data_record
 from dlm_lens.training.optimizers import learning_rate, optimizer_tensors, restore_optimizer
 from dlm_lens.training.settings import TrainingSettings
 from dlm_lens.training.sources import Cursor
+from dlm_lens.training.weight_average import RAW, Averaging, WeightAverage
 
 
 class CheckpointingTrainer(Trainer):
@@ -52,6 +54,8 @@ class CheckpointingTrainer(Trainer):
     """Of the resumed checkpoint: the losses since its last log entry, per process, and the step of that entry."""
     _loss_after_step: torch.Tensor | None = None
     _saved_step: int | None = None
+    average: WeightAverage | None = None
+    """Of the weights, from the first step on; None without `optimisation.ema_decay`."""
     _initial_global_step: int
 
     def _stop_message(self, why: str, remedy: str = "") -> str:
@@ -158,16 +162,50 @@ class CheckpointingTrainer(Trainer):
         return data_record(self.train_data, self.settings.data)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model as `dlm_lens.load` reads it, and its tokenizer; nothing is pickled."""
+        """Save the model as `dlm_lens.load` reads it, and its tokenizer; nothing is pickled.
+
+        With `optimisation.ema_decay` that is the model with the averaged weights, and the one with the trained
+        weights is in the directory `RAW` below it.
+        """
         if not self.args.should_save:
             return
         target = output_dir or self.args.output_dir
+        with self.averaged_weights():
+            self._save_model(target, state_dict)
+        if self.average is not None:
+            self._save_model(os.path.join(target, RAW), state_dict)
+
+    def _save_model(self, target: str, state_dict: dict[str, Any] | None) -> None:
+        """Save the weights that the model holds, its config and its tokenizer."""
         os.makedirs(target, exist_ok=True)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         with without_progress_bars():
             model.save_pretrained(target, state_dict=state_dict)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(target)
+
+    def _add_average(self) -> None:
+        """Keep the average of `optimisation.ema_decay` during the training.
+
+        Raises:
+            ValueError: the weights are sharded.
+        """
+        decay = self.settings.optimisation.ema_decay
+        if decay is None:
+            return
+        if self._sharded:
+            raise ValueError(
+                f"optimisation.ema_decay is {decay}, and FSDP and DeepSpeed split the weights, of which no average "
+                "is kept; leave it out, or train with DDP"
+            )
+        self.add_callback(Averaging(self))
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """In this block `trainer.model` holds the averaged weights of `optimisation.ema_decay`.
+
+        Outside of it the model holds the trained ones, as it does without the setting, or before the training.
+        """
+        return nullcontext() if self.average is None else self.average.in_model()
 
     @property
     def _sharded(self) -> bool:
@@ -197,11 +235,19 @@ class CheckpointingTrainer(Trainer):
         if self._sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        _read_weights(self.model if model is None else model, resume_from_checkpoint)
+        self._read_model(resume_from_checkpoint)
+
+    def _read_model(self, checkpoint: str) -> None:
+        """Read the weights of a checkpoint, and their average where one is kept."""
+        _read_weights(self.model, checkpoint)
+        decay = self.settings.optimisation.ema_decay
+        if decay is not None:
+            self.average = WeightAverage(self.model, decay)
+            _read_weights(self.model, os.path.join(checkpoint, RAW))
 
     def _restore_ended(self, checkpoint: Path) -> None:
         """Take weights and state of a run from its last checkpoint, after which no step is left to train."""
-        _read_weights(self.model, str(checkpoint))
+        self._read_model(str(checkpoint))
         state = checkpoint / TRAINER_STATE_NAME
         if state.exists():
             self.state = TrainerState.load_from_json(str(state))

@@ -52,9 +52,10 @@ def job(
     else:
         family = values.pop("family", "sink_qwen")
         model = tiny(family, **({"num_sinks": 1} if family == "sink_qwen" else {}))
+    decay = 0.4 if values.pop("average", 0) else None
     settings = {
         "batch_size": 8, "micro_batch_size": 4, "precision": "fp32", "steps": STEPS, "log_steps": 1, "keep": 9,
-        "data": DataSettings(length=12), "optimisation": Optimisation(rate=1e-2), "report_to": (),
+        "data": DataSettings(length=12), "report_to": (), "optimisation": Optimisation(rate=1e-2, ema_decay=decay),
         "objective": MaskedDiffusionLoss(low_discrepancy=True, random_length_share=0.2),
     } | values  # fmt: skip
     settings = TrainingSettings(output=str(output), **settings)
