@@ -173,8 +173,7 @@ def plan(
     passes = 4 if settings.checkpointing else 3
     row = passes * cost.layers(seen, seen) + 3 * cost.head(settings.objective.predicted_share * data.length)
     muon = _layer_matrices(model) if settings.optimisation.optimizer == "muon" else 0
-    averaged = settings.optimisation.ema_decay is not None
-    state = (20 if averaged else 16) * cost.parameters - 4 * muon
+    state = (16 if settings.optimisation.ema_decay is None else 20) * cost.parameters - 4 * muon
     return Plan(
         steps,
         tokens,

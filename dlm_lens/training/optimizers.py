@@ -15,22 +15,45 @@ from dlm_lens.training.settings import Optimisation
 
 logger = logging.getLogger(__name__)
 
+DECAY_SHARE = 0.1
+"""Of the steps, where `warmup_stable_decay` is given none."""
+
 ADDED = re.compile(r"(^|[._])(bias|sinks?|sink_logits)$")
 """The end of the names of parameters that are biases or sinks, whatever their shape."""
 
 
 def learning_rate(step: int, steps: int, settings: Optimisation) -> float:
-    """Rate of a step (from 0): linear warm-up, then a cosine from `rate` to `min_rate` at step `steps` - 1.
+    """Rate of a step (from 0): linear warm-up, then by the schedule to `min_rate` at step `steps` - 1.
 
-    With w = max(1, round(warm_up * steps)): rate (step + 1) / w for step < w, and from step w on
-    min_rate + (rate - min_rate) (1 + cos(pi (step - w) / (steps - 1 - w))) / 2. The last step has min_rate also
-    where it is the only one after the warm-up.
+    With w = max(1, round(warm_up * steps)): rate (step + 1) / w for step < w. From step w on, with "cosine"
+
+        min_rate + (rate - min_rate) (1 + cos(pi p)) / 2,    p = (step - w) / (steps - 1 - w).
+
+    With "warmup_stable_decay" `rate` up to the last d = max(1, round(decay_share * steps)) steps, of which the
+    k-th, k = 1..d, has
+
+        min_rate + (rate - min_rate) f(k / d),
+
+    f(p) = 1 - p ("linear"), (1 + cos(pi p)) / 2 ("cosine") or 1 - sqrt(p) ("1-sqrt"): the rates of transformers'
+    `get_wsd_schedule` one step earlier, so that the first step is not at rate 0 and the last one is at `min_rate`.
+    Where warm-up and decay round to more steps than there are, the decay is shorter; with a decay_share of 0 there
+    is none. The last step has `min_rate` also where it is the only one after the warm-up.
     """
     warm_up = max(1, round(settings.warm_up * steps))
     if step < warm_up:
         return settings.rate * (step + 1) / warm_up
-    done = 1.0 if step >= steps - 1 else (step - warm_up) / (steps - 1 - warm_up)
-    return settings.min_rate + (settings.rate - settings.min_rate) * 0.5 * (1 + math.cos(math.pi * done))
+    shape: str | None = "cosine"
+    if settings.schedule == "cosine":
+        done = 1.0 if step >= steps - 1 else (step - warm_up) / (steps - 1 - warm_up)
+    else:
+        shape = settings.decay_type
+        share = DECAY_SHARE if settings.decay_share is None else settings.decay_share
+        first = steps if share == 0 else max(warm_up, steps - max(1, round(share * steps)))
+        if step < first or share == 0:
+            return settings.rate
+        done = min(1.0, (step - first + 1) / (steps - first))
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "1-sqrt": 1 - math.sqrt(done)}.get(str(shape), 1 - done)
+    return settings.min_rate + (settings.rate - settings.min_rate) * left
 
 
 def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:

@@ -17,6 +17,8 @@ IDS = "input_ids"
 """The name of a column of ids; every other one holds texts."""
 
 OptimizerName = Literal["adamw", "muon"]
+Schedule = Literal["cosine", "warmup_stable_decay"]
+DecayType = Literal["linear", "cosine", "1-sqrt"]
 Precision = Literal["bf16", "fp32"]
 
 FREE = frozenset(
@@ -117,13 +119,17 @@ class DataSettings:
 class Optimisation:
     """Optimiser and learning rate.
 
-    The rate rises linearly over `warm_up` of the steps and falls along a cosine from `rate` to `min_rate`.
+    The rate rises linearly over `warm_up` of the steps. It then falls along a cosine from `rate` to `min_rate`, or
+    stays at `rate` and falls in the last steps alone (`learning_rate`).
 
     Args:
         optimizer: "adamw", or "muon" for the layers' matrices with AdamW for the rest (2502.16982).
         rate: largest learning rate.
         min_rate: at the last step.
         warm_up: share of the steps.
+        schedule: "cosine", or "warmup_stable_decay", in which the rate stays the same between warm-up and decay.
+        decay_share: of the steps, in which the rate of warmup_stable_decay falls; None for 0.1, 0 for no decay.
+        decay_type: along what it then falls: "linear" (None for it), "cosine" or "1-sqrt", as in transformers.
         betas: of AdamW.
         weight_decay: of the layers' matrices and experts.
         other_weight_decay: of embeddings, norms, biases and sinks; None for the same, as in the published code.
@@ -132,13 +138,17 @@ class Optimisation:
             statistics and checkpoints then have in place of the trained weights; None for none, 0.9999 in MDLM.
 
     Raises:
-        ValueError: a value of another type or out of its range, or a min_rate above the rate.
+        ValueError: a value of another type or out of its range, a min_rate above the rate, or a decay of a schedule
+            that has none.
     """
 
     optimizer: OptimizerName = "adamw"
     rate: float = 1e-4
     min_rate: float = 1e-5
     warm_up: float = 0.01
+    schedule: Schedule = "cosine"
+    decay_share: float | None = None
+    decay_type: DecayType | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     other_weight_decay: float | None = None
@@ -147,7 +157,7 @@ class Optimisation:
 
     def __post_init__(self) -> None:
         check_types(self, "optimisation.")
-        check_choices(self, optimizer=OptimizerName)
+        check_choices(self, optimizer=OptimizerName, schedule=Schedule)
         if 0 <= self.rate < self.min_rate < math.inf:
             raise ValueError(
                 f"rate is {self.rate} and min_rate is {self.min_rate}, to which the rate falls; set min_rate to "
@@ -160,6 +170,7 @@ class Optimisation:
             )
         if not 0 <= self.warm_up < 1:
             raise ValueError(f"warm_up is {self.warm_up}; it is a share of the steps, below 1")
+        self._check_decay()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas is {self.betas}; it must be two numbers from 0 to below 1")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
@@ -170,6 +181,22 @@ class Optimisation:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be finite and not negative, and 0 for none")
+
+    def _check_decay(self) -> None:
+        for name in ("decay_share", "decay_type"):
+            value = getattr(self, name)
+            if value is not None and self.schedule == "cosine":
+                raise ValueError(
+                    f"optimisation.{name} is {value!r} and optimisation.schedule is 'cosine', which falls from the "
+                    "warm-up on; set the schedule to warmup_stable_decay, or leave it out"
+                )
+        if self.decay_type is not None:
+            check_choices(self, decay_type=DecayType)
+        if self.decay_share is not None and not 0 <= self.decay_share <= self.warm_up + self.decay_share <= 1:
+            raise ValueError(
+                f"decay_share is {self.decay_share} and warm_up is {self.warm_up}; they are shares of the steps, "
+                "not negative and together at most 1"
+            )
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Linear warm-up, then a cosine (see `learning_rate`)."""
+        """Linear warm-up, then what the settings say (see `learning_rate`)."""
         if self.lr_scheduler is None:
             settings = self.settings.optimisation
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(

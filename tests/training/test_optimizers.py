@@ -4,11 +4,17 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import Conv1D, GptOssConfig, GptOssForCausalLM
+from transformers import Conv1D, GptOssConfig, GptOssForCausalLM, get_wsd_schedule
 
 from dlm_lens.adapters.registry import families
 from dlm_lens.testing import tiny
-from dlm_lens.training.optimizers import build_optimizer, layer_weights, optimizer_tensors, restore_optimizer
+from dlm_lens.training.optimizers import (
+    build_optimizer,
+    layer_weights,
+    learning_rate,
+    optimizer_tensors,
+    restore_optimizer,
+)
 from dlm_lens.training.settings import Optimisation
 
 
@@ -145,3 +151,52 @@ def test_muon_says_which_weights_it_leaves(caplog: pytest.LogCaptureFixture) -> 
     frozen.model.layers.requires_grad_(False)
     with pytest.raises(ValueError, match="the layers of SinkQwenForMaskedLM have no matrices"):
         build_optimizer(frozen, Optimisation(optimizer="muon"))
+
+
+def stable(**values: object) -> Optimisation:
+    return Optimisation(schedule="warmup_stable_decay", **{"rate": 2.0, "min_rate": 0.2} | values)
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "cosine", "1-sqrt"])
+def test_a_stable_rate_decays_as_in_transformers(decay_type: str) -> None:
+    """`get_wsd_schedule` one step later; its warm-up begins at min_rate, and so is compared without it."""
+    settings = stable(warm_up=0.1, decay_share=0.3, decay_type=decay_type)
+    rates = [learning_rate(step, 50, settings) for step in range(51)]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = get_wsd_schedule(optimizer, 5, 15, num_training_steps=50, decay_type=decay_type, min_lr_ratio=0.1)
+    expected = []
+    for _ in range(52):
+        expected.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[4:] == pytest.approx(expected[5:52], abs=1e-12)
+
+
+def test_a_stable_rate_has_three_phases() -> None:
+    settings = stable(warm_up=0.2, decay_share=0.4)
+    expected = [1.0, *[2.0] * 5, 1.55, 1.1, 0.65, 0.2]
+    assert [learning_rate(step, 10, settings) for step in range(10)] == pytest.approx(expected)
+    usual = [learning_rate(step, 100, stable()) for step in range(100)]
+    assert usual[89] == 2.0 > usual[90]
+    assert usual[99] == pytest.approx(0.2)
+    assert [learning_rate(step, 10, stable(decay_share=0)) for step in range(11)] == [2.0] * 11
+    # Two of three steps each: the warm-up has both of its steps, the decay the one that is left.
+    few = stable(warm_up=0.5, decay_share=0.5)
+    assert [learning_rate(step, 3, few) for step in range(3)] == pytest.approx([1.0, 2.0, 0.2])
+    assert [learning_rate(step, 1, few) for step in range(1)] == [2.0]
+
+
+def test_decays_that_cannot_be_are_refused() -> None:
+    for given, message in (
+        ({"decay_share": 0.2}, r"decay_share is 0\.2 and optimisation\.schedule is 'cosine', which falls from the"),
+        ({"decay_type": "linear"}, r"decay_type is 'linear' and optimisation\.schedule is 'cosine'"),
+        ({"schedule": "constant"}, r"schedule is 'constant'; it must be one of 'cosine', 'warmup_stable_decay'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Optimisation(**given)
+    assert stable(warm_up=0.8, decay_share=0.2).decay_share == 0.2  # 1 - 0.8 is less than 0.2 in floats
+    for share in (-0.1, 1.1, float("nan"), 0.95):
+        with pytest.raises(ValueError, match=rf"decay_share is {share} and warm_up is 0\.1; they are shares of"):
+            stable(warm_up=0.1, decay_share=share)
+    with pytest.raises(ValueError, match=r"decay_type is 'sqrt'; it must be one of 'linear', 'cosine', '1-sqrt'"):
+        stable(decay_type="sqrt")

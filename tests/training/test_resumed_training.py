@@ -34,11 +34,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "chosen", [{}, {"optimizer": "muon"}, {"schedule": "warmup_stable_decay", "decay_share": 0.75}]
+)
 def test_a_resumed_run_is_the_unbroken_one(
-    optimizer: str, tmp_path: Path, unbroken: MaskedDiffusionTrainer
+    chosen: dict[str, Any], tmp_path: Path, unbroken: MaskedDiffusionTrainer
 ) -> None:
-    settings = {"save_steps": 3, "optimisation": Optimisation(rate=1e-2, optimizer=optimizer)}
+    settings = {"save_steps": 3, "optimisation": Optimisation(rate=1e-2, **chosen)}
     whole = job(tmp_path / "whole", **settings)
     whole.train()
     first = job(tmp_path / "broken", **settings)
