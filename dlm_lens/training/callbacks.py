@@ -1,4 +1,4 @@
-"""Callbacks of the trainer: checkpoints, throughput, evaluation, sink statistics, signals, progress bar."""
+"""Callbacks of the trainer: checkpoints, throughput, sink statistics, signals, progress bar."""
 
 import logging
 import os
@@ -88,19 +88,6 @@ class Stopwatch(TrainerCallback):
     def seconds(self) -> float:
         """Seconds of training, over all starts of the run."""
         return self.before + time.monotonic() - self.began
-
-
-class Evaluation(TrainerCallback):
-    """Logs the evaluation loss every `steps` steps and at the last one."""
-
-    def __init__(self, trainer: Any, steps: int) -> None:
-        self.trainer, self.steps = trainer, steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluate where it is due."""
-        if state.global_step % self.steps == 0 or state.global_step == state.max_steps:
-            with _keeping_log_request(control):
-                self.trainer.evaluate()
 
 
 class SinkMetrics(TrainerCallback):

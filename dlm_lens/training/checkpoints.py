@@ -134,8 +134,11 @@ def partial_directory(output: str | Path) -> Path:
     return partial
 
 
-def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
-    """Complete the checkpoint in `partial`: write run.json, flush, rename, and delete the oldest beyond `keep`."""
+def publish(partial: Path, record: dict[str, Any], keep: int, best: int | None = None) -> Path:
+    """Complete the checkpoint in `partial`: write run.json, flush, rename, and delete the oldest beyond `keep`.
+
+    That of step `best` is not deleted, and not counted.
+    """
     (written,) = partial.glob("checkpoint-*")
     files = sorted(path for path in written.rglob("*") if path.is_file())
     with ThreadPoolExecutor(THREADS) as pool:
@@ -156,7 +159,7 @@ def publish(partial: Path, record: dict[str, Any], keep: int) -> Path:
     os.replace(written, target)
     sync_directory(partial.parent)
     # Renamed before it is deleted: a killed process leaves no incomplete checkpoint.
-    for old in checkpoints(partial.parent)[:-keep]:
+    for old in [path for path in checkpoints(partial.parent) if step_of(path) != best][:-keep]:
         os.replace(old, partial / old.name)
     shutil.rmtree(partial, ignore_errors=True)
     return target

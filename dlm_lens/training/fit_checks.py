@@ -1,11 +1,12 @@
 """`check_fit`: whether settings, model and data of a training belong together, before any work is done."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from transformers import EarlyStoppingCallback
 
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import (
@@ -76,6 +77,19 @@ def check_evaluated(settings: TrainingSettings, *, evaluates: bool) -> None:
         raise ValueError(
             f"eval_steps is {settings.eval_steps} and there are no evaluation data, so that no evaluation loss "
             "would be computed; give eval_dataset (in a config data.eval_split), or set eval_steps to 0"
+        )
+
+
+def check_early_stopping(callbacks: Iterable[Any], settings: TrainingSettings) -> None:
+    """Refuse transformers' EarlyStoppingCallback where there are no evaluation losses for it.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    if not settings.eval_steps and any(isinstance(each, EarlyStoppingCallback) for each in callbacks):
+        raise ValueError(
+            "there is an EarlyStoppingCallback and eval_steps is 0, so that it would have no evaluation loss; set "
+            "eval_steps and give eval_dataset, or leave the callback out"
         )
 
 

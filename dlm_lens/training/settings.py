@@ -22,8 +22,8 @@ DecayType = Literal["linear", "cosine", "1-sqrt"]
 Precision = Literal["bf16", "fp32"]
 
 FREE = frozenset(
-    {"output", "micro_batch_size", "save_minutes", "save_steps", "keep", "log_steps", "report_to", "workers",
-     "probe_steps", "probe_rows", "eval_steps", "eval_samples", "eval_rows"}
+    {"output", "micro_batch_size", "save_minutes", "save_steps", "keep", "keep_best", "log_steps", "report_to",
+     "workers", "probe_steps", "probe_rows", "eval_steps", "eval_samples", "eval_rows"}
 )  # fmt: skip
 """Settings that a resumed run may change, because they do not affect the weights."""
 
@@ -223,6 +223,7 @@ class TrainingSettings:
         save_minutes: between checkpoints.
         save_steps: between further checkpoints; 0 for none.
         keep: checkpoints that are kept.
+        keep_best: save a checkpoint at every evaluation loss below those before it, and keep the last such one too.
         log_steps: between log entries.
         eval_steps: between evaluation losses; 0 for none.
         eval_rows: sequences of the evaluation loss, at most; a smaller set is used once.
@@ -235,7 +236,7 @@ class TrainingSettings:
 
     Raises:
         ValueError: a value of another type, not exactly one budget, a count out of its range, or data.eval_split
-            without eval_steps.
+            or keep_best without eval_steps.
     """
 
     output: str | Path = "runs/training"
@@ -255,6 +256,7 @@ class TrainingSettings:
     save_minutes: float = 30.0
     save_steps: int = 0
     keep: int = 2
+    keep_best: bool = False
     log_steps: int = 10
     eval_steps: int = 0
     eval_rows: int = 64
@@ -285,6 +287,11 @@ class TrainingSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative{none}")
         if self.seed >= 2**63:
             raise ValueError(f"seed is {self.seed}; it must be below 2^63")
+        if self.keep_best and not self.eval_steps:
+            raise ValueError(
+                "keep_best is True and eval_steps is 0, so that no checkpoint would be the best; set eval_steps, "
+                "or keep_best to false"
+            )
         if self.data.eval_split is not None and not self.eval_steps:
             raise ValueError(
                 f"data.eval_split is {self.data.eval_split!r} and eval_steps is 0, so that no evaluation loss "

@@ -19,7 +19,6 @@ from dlm_lens.attention import decoder_of, in_use
 from dlm_lens.files.locks import held
 from dlm_lens.placement import emulates_bfloat16
 from dlm_lens.training.callbacks import (
-    Evaluation,
     Interruption,
     ProgressBar,
     SaveClock,
@@ -33,8 +32,10 @@ from dlm_lens.training.checkpoints import (
     NonFiniteLossError,
     TrainingDataError,
     check_files,
+    checkpoints,
     last_checkpoint,
     read_run,
+    step_of,
     tidy,
 )
 from dlm_lens.training.data import (
@@ -46,7 +47,13 @@ from dlm_lens.training.data import (
     sequences,
 )
 from dlm_lens.training.dataset_files import read_dataset
-from dlm_lens.training.fit_checks import check_evaluated, check_fit, check_positions, check_rows
+from dlm_lens.training.fit_checks import (
+    check_early_stopping,
+    check_evaluated,
+    check_fit,
+    check_positions,
+    check_rows,
+)
 from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
 from dlm_lens.training.objective import DROPOUT, random_numbers
@@ -126,7 +133,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.last_cursor: Cursor | None = None
         self._reading: tuple[int, Cursor | None] = (0, None)
         self._part = 0  # micro-batches of the step that are done
-        super().__init__(model=model, args=arguments, callbacks=list(callbacks))
+        super().__init__(model=model, args=arguments, eval_dataset=self.examples, callbacks=list(callbacks))
         name_failing_reporters(self.callback_handler.callbacks)
         self.remove_callback(PrinterCallback)
         self.add_callback(ProgressBar())
@@ -136,8 +143,6 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.stopwatch = Stopwatch(settings.batch_size * self.source.length)
         self.add_callback(self.stopwatch)
         self._add_average()
-        if settings.eval_steps:
-            self.add_callback(Evaluation(self, settings.eval_steps))
         if settings.probe_steps:
             self.add_callback(SinkMetrics(self, settings.probe_steps))
 
@@ -282,13 +287,15 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             TrainingStoppedError: SIGTERM.
             ValueError: the checkpoint is damaged, belongs to a run with other settings or data, or has moments of
                 other weights, or moments that are sharded where this run's are not (or the other way round); a new
-                run would start in a directory that holds checkpoints, or another process trains there.
+                run would start in a directory that holds checkpoints, another process trains there, or an
+                EarlyStoppingCallback has no evaluation losses.
             ValueError: a text of a dataset of known size (`CHECKED_TEXTS`) holds the mask token or an id that
                 the model does not embed, or cannot be used.
             TrainingDataError: likewise, of a stream or a larger dataset, at the step that reads it.
             NonFiniteLossError: the loss, the gradient or a weight is not finite.
             CheckpointError: a checkpoint could not be written.
         """
+        check_early_stopping(self.callback_handler.callbacks, self.settings)
         # Process 0 holds the lock of the directory for the whole run.
         with held(self.settings.output) if self.args.process_index == 0 else nullcontext():
             if self.args.process_index == 0:
@@ -363,6 +370,12 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint of the run."""
         return last_checkpoint(self.settings.output)
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint with the least evaluation loss of the run, with `keep_best`; None where there is none."""
+        step = self.state.best_global_step
+        return next((path for path in checkpoints(self.settings.output) if step and step_of(path) == step), None)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

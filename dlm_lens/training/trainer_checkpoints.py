@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from dlm_lens.adapters import load
@@ -89,7 +89,8 @@ class CheckpointingTrainer(Trainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                publish(self._partial, {**self._record(), "open_loss": losses}, self.settings.keep)
+                record = {**self._record(), "open_loss": losses}
+                publish(self._partial, record, self.settings.keep, self.state.best_global_step)
         except (OSError, RuntimeError, SafetensorError) as error:
             tidy(output)
             kept = last_checkpoint(output)
@@ -102,6 +103,24 @@ class CheckpointingTrainer(Trainer):
             self._partial = None
         self._saved_step = self.state.global_step
         self.accelerator.wait_for_everyone()
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Whether the evaluation loss is the least so far; then request a checkpoint, with `keep_best`."""
+        better = bool(super()._determine_best_metric(metrics, trial))
+        if better and self.settings.keep_best:
+            self.state.best_global_step = self.state.global_step
+            self.control.should_save = True
+        return better
+
+    def _load_callback_state(self) -> None:
+        """Give the callbacks that have a state (EarlyStoppingCallback) that of the checkpoint.
+
+        Their arguments stay those of this run.
+        """
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                stored = self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
+                vars(callback).update({} if isinstance(stored, list) else stored.get("attributes", {}))
 
     def _losses_since_log(self) -> dict[str, Any]:
         """The sum of the losses since the last log entry in each process, and the step of that entry."""
