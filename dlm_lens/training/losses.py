@@ -120,38 +120,70 @@ def evaluation_loss(
     batch_size: int = 8,
     seed: int = 0,
     loss_of: Callable[..., Tensor] | None = None,
+    processes: int = 1,
+    rank: int = 0,
+    in_step: bool = False,
 ) -> float:
     """The objective's loss over fixed sequences and masks, in nats.
 
     Every sequence gets `samples` masks, whose noise depends only on `seed` and the sequence's number. Calls with
     equal arguments share their masks, so differences between them come from the model.
 
+    Several processes, each of which calls it, divide the batches among them and add the losses in the order of the
+    batches, so that the result is that of one process to the last bit.
+
     Args:
         model: the network.
-        examples: the sequences.
+        examples: the sequences, the same in every process.
         objective: as returned by its `for_model`.
         length: positions of a row.
         samples: masks per sequence; of `NextToken`, which draws none, a sequence has one pass.
         batch_size: rows per forward pass.
         seed: of the masks.
         loss_of: used in place of `masked_loss(model, ...)`, for weights that are sharded among processes.
+        processes: of the default group of torch.distributed, which has to be there for more than one.
+        rank: of this process.
+        in_step: whether all processes have to make the same number of passes, as sharded weights require.
     """
     loss_of = partial(masked_loss, model) if loss_of is None else loss_of
     if isinstance(objective, NextToken):
         samples = 1  # without noise every pass over a sequence is the same
     jobs = [(number, sample) for number in range(len(examples)) for sample in range(samples)]
-    was_training, total, count = model.training, 0.0, 0.0
+    batches = [jobs[start : start + batch_size] for start in range(0, len(jobs), batch_size)]
+    found = torch.zeros(len(batches), 2, dtype=torch.float64)
+    was_training = model.training
     model.eval()
     try:
-        for start in range(0, len(jobs), batch_size):
-            part = jobs[start : start + batch_size]
-            padding = int(examples[0].tokens[0])
-            rows = Rows.of([examples[number] for number, _ in part], length, padding)
-            arguments = objective.prepare(rows, [number * samples + sample for number, sample in part], seed)
-            count += float(arguments.pop("count"))
-            inputs: dict[str, Any] = {name: value.to(input_device(model)) for name, value in arguments.items()}
-            if len(arguments["targets"]):
-                total += float(loss_of(**inputs))
+        for turn in range(rank, -(-len(batches) // processes) * processes, processes):
+            if turn < len(batches) or in_step:
+                # A process for which no batch is left repeats the last one, and leaves its loss out.
+                numbers = batches[min(turn, len(batches) - 1)]
+                rows = Rows.of([examples[number] for number, _ in numbers], length, int(examples[0].tokens[0]))
+                arguments = objective.prepare(rows, [number * samples + mask for number, mask in numbers], seed)
+                sums = _sums(model, arguments, loss_of, always=in_step)
+                if turn < len(batches):
+                    found[turn] = sums
     finally:
         model.train(was_training)
+    if processes > 1:
+        found = found.to(input_device(model))
+        torch.distributed.all_reduce(found)  # every entry is 0 in all processes but one
+    return _mean(found)
+
+
+def _mean(found: Float[Tensor, "batch 2"]) -> float:
+    """The quotient of numerators and denominators, added in the order of the batches."""
+    total, count = 0.0, 0.0
+    for loss, predicted in found.tolist():
+        total, count = total + loss, count + predicted
     return total / max(count, 1.0)
+
+
+def _sums(
+    model: Any, arguments: dict[str, Tensor], loss_of: Callable[..., Tensor], *, always: bool
+) -> Float[Tensor, "2"]:
+    """The numerator and the denominator of a batch; without targets there is no pass, unless `always`."""
+    count = float(arguments.pop("count"))
+    inputs: dict[str, Any] = {name: value.to(input_device(model)) for name, value in arguments.items()}
+    loss = float(loss_of(**inputs)) if always or len(arguments["targets"]) else 0.0
+    return torch.tensor([loss, count], dtype=torch.float64)

@@ -382,7 +382,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
     ) -> dict[str, float]:
         """The evaluation loss under fixed masks, logged as eval_loss, which `on_evaluate` of callbacks is given.
 
-        It is that of the averaged weights where there is an average (`averaged_weights`).
+        It is that of the averaged weights where there is an average (`averaged_weights`). Several processes divide
+        the data, so that every one of them has to call it; the number is that of one process.
 
         Args:
             eval_dataset: as in the constructor, whose one is the default; the masks are the same for both.
@@ -407,6 +408,9 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
                 batch_size=self.settings.micro_batch_size,
                 seed=EVALUATION_SEED,
                 loss_of=self.wrapped_forward(),
+                processes=self.args.world_size,
+                rank=self.args.process_index,
+                in_step=self._sharded,
             )
         metrics = {f"{metric_key_prefix}_loss": loss}
         self.log(metrics)

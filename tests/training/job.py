@@ -66,6 +66,22 @@ def losses(trainer: MaskedDiffusionTrainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def evaluations(trainer: MaskedDiffusionTrainer) -> list[float]:
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def note_evaluation(trainer: MaskedDiffusionTrainer, file: Path) -> None:
+    """Write the evaluation loss of the weights as they are, and the rows that this process computed for it."""
+    rows: list[int] = []
+    handle = trainer.model.model.register_forward_pre_hook(
+        lambda module, args, given: rows.append(len(given["input_ids"])), with_kwargs=True
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    handle.remove()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"loss": loss, "rows": sum(rows)}))
+
+
 def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
@@ -89,11 +105,15 @@ def dropping(output: Path, **values: Any) -> MaskedDiffusionTrainer:
 def main(target: Path, options: list[str]) -> None:
     given = {name: int(value) for name, value in (pair.split("=") for pair in options)}
     kill = given.pop("kill", None)
-    trainer = job(target, callbacks=() if kill is None else (Kill(kill),), **given)
+    data = ROWS if "eval_steps" in given else None
+    trainer = job(target, callbacks=() if kill is None else (Kill(kill),), eval_dataset=data, **given)
+    if data is not None and not trainer.is_fsdp_enabled:
+        note_evaluation(trainer, target / f"evaluation-{trainer.args.process_index}.json")
     output = trainer.train(resume_from_checkpoint=True)
     if trainer.is_world_process_zero():
         (target / "training_loss.json").write_text(json.dumps(output.training_loss))
         (target / "losses.json").write_text(json.dumps(losses(trainer)))
+        (target / "evaluations.json").write_text(json.dumps(evaluations(trainer)))
         (target / "sharded.json").write_text(json.dumps(trainer.is_fsdp_enabled))
     end_processes()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlm_lens.training.trainer import end_processes
-from tests.training.job import job, losses, weights
+from tests.training.job import ROWS, evaluations, job, losses, note_evaluation, weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +71,23 @@ def test_the_training_loss_of_two_processes_is_that_of_one(tmp_path: Path) -> No
 
 
 @pytest.mark.long
+def test_two_processes_divide_the_evaluation(tmp_path: Path) -> None:
+    given = {"eval_rows": 5, "eval_steps": 3, "steps": 4}  # 5 batches of 4 rows
+    one = job(tmp_path / "one", eval_dataset=ROWS, **given)
+    note_evaluation(one, tmp_path / "one.json")
+    whole = json.loads((tmp_path / "one.json").read_text())
+    torchrun("-m", "tests.training.job", str(tmp_path / "two"), *(f"{name}={v}" for name, v in given.items()))
+    parts = [json.loads((tmp_path / "two" / f"evaluation-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [part["rows"] for part in parts] == [12, 8]
+    assert whole["rows"] == 20
+    assert [part["loss"] for part in parts] == [whole["loss"]] * 2  # the same batches, added in the same order
+    one.train()
+    two = json.loads((tmp_path / "two" / "evaluations.json").read_text())
+    # The weights differ by the order of additions.
+    assert two == pytest.approx(evaluations(one), rel=1e-5)
+
+
+@pytest.mark.long
 def test_sharded_weights_give_the_same_loss_and_gradients(tmp_path: Path) -> None:
     torchrun("-m", "tests.training.sharded", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
@@ -83,14 +100,18 @@ def test_sharded_weights_give_the_same_loss_and_gradients(tmp_path: Path) -> Non
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_a_training_under_fsdp_is_that_of_one_process_and_is_resumed(kind: str, tmp_path: Path) -> None:
-    one = job(tmp_path / "one", micro_batch_size=4, save_steps=4)
+    one = job(tmp_path / "one", micro_batch_size=4, save_steps=4, eval_dataset=ROWS, eval_steps=3, eval_rows=5)
     one.train()
-    settings, two = ("micro_batch_size=4", "save_steps=4", "probe_steps=4"), tmp_path / "two"
+    settings = ("micro_batch_size=4", "save_steps=4", "probe_steps=4", "eval_steps=3", "eval_rows=5")
+    two = tmp_path / "two"
     for _ in range(2):  # from the start, and from step 4
         torchrun("-m", "tests.training.fsdp", str(two), *settings, **FSDP, FSDP_STATE_DICT_TYPE=kind)
         assert json.loads((two / "sharded.json").read_text()) is True
         # The order of additions differs, nothing else.
         assert json.loads((two / "losses.json").read_text()) == pytest.approx(losses(one), rel=1e-5)
+        # Five batches for two processes, of which one repeats the last.
+        found = json.loads((two / "evaluations.json").read_text())
+        assert found == pytest.approx(evaluations(one), rel=1e-5)
         if kind == "FULL_STATE_DICT":
             found, expected = weights(two / "checkpoint-8"), weights(tmp_path / "one" / "checkpoint-8")
             for name, value in expected.items():
