@@ -56,7 +56,7 @@ class LikelihoodSettings:
 
     Args:
         method: "mc", "chain_rule" or "greedy_completion"; None for "mc", and "chain_rule" of an AR model.
-        samples: random masks per request, for "mc"; another method draws none, and its settings leave it out.
+        samples: random masks per request, for "mc".
         strata: samples of one stratified draw; None as in `log_likelihood`.
         cfg_scale: classifier-free guidance.
         is_greedy: whether to compute if greedy decoding yields the continuation, which costs one forward pass per
@@ -69,7 +69,7 @@ class LikelihoodSettings:
             "chain_rule": order; of a model that decodes blocks: block_length).
 
     Raises:
-        ValueError: a value is out of its range, or of masks beside a method that draws none.
+        ValueError: a value is out of its range.
     """
 
     method: Literal["mc", "chain_rule", "greedy_completion"] | None = None
@@ -83,9 +83,6 @@ class LikelihoodSettings:
     def __post_init__(self) -> None:
         _check(self)
         at_least_one(self, "samples", "strata")
-        for name in ("samples", "strata") if self.method not in (None, "mc") else ():
-            if (value := getattr(self, name)) != getattr(LikelihoodSettings, name):
-                raise ValueError(f"{name} is {value}, and {self.method} draws no masks; leave it out")
         not_negative(self, "cfg_scale", zero="no guidance")
 
 

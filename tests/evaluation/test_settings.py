@@ -44,16 +44,6 @@ def test_what_cannot_be_is_refused(kind: Any, given: dict[str, Any], says: str) 
         read_settings(kind, given)
 
 
-@pytest.mark.parametrize("method", ["chain_rule", "greedy_completion"])
-def test_masks_beside_a_method_that_draws_none_are_refused(method: Any) -> None:
-    for given in ({"samples": 7}, {"strata": 2}):
-        ((name, value),) = given.items()
-        with pytest.raises(ValueError, match=f"{name} is {value}, and {method} draws no masks; leave it out"):
-            LikelihoodSettings(method=method, **given)
-    assert LikelihoodSettings(method=method).samples == 128
-    assert LikelihoodSettings(samples=7).samples == LikelihoodSettings("mc", samples=7).samples == 7
-
-
 def test_settings_may_be_themselves_a_mapping_or_nothing() -> None:
     wanted = LikelihoodSettings(samples=3)
     assert read_settings(LikelihoodSettings, wanted) is wanted
