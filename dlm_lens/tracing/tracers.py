@@ -58,8 +58,8 @@ class RunTracer(WithSteps, InterleavingTracer):
         """
         if self.envoy.interleaver.interleaving:
             raise ValueError(
-                "tracer.invoke(...) begins while the model runs: the trace was given its prompt already, or this "
-                "is the body of another invoke; give each prompt to an invoke of its own, one after the other, and "
+                "tracer.invoke(...) while the model is already running: the trace was given its prompt, or this is "
+                "the body of another invoke; give each prompt to an invoke of its own, one after the other, and "
                 "lm.generate(...) or lm.trace(...) the settings alone"
             )
         return super().invoke(*args, **kwargs)

@@ -9,7 +9,8 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM
-from dlm_lens.evaluation.settings import request_seed
+from dlm_lens.evaluation.likelihood_requests import greedy_settings
+from dlm_lens.evaluation.settings import LikelihoodSettings, request_seed
 from dlm_lens.hooks import (
     at_encoder,
     at_layers,
@@ -502,3 +503,9 @@ def test_settings_that_a_model_does_not_have_are_refused_before_any_work(
     else:
         with pytest.raises(ValueError, match=says):
             lm.loglikelihood_rolling(rolling)
+
+
+def test_greedy_decoding_is_checked_in_the_blocks_of_the_estimate() -> None:
+    estimate = LikelihoodSettings("mc", 4, cfg_scale=0.5, options={"block_length": 4, "protect_ends": False})
+    checked = LikelihoodSettings("greedy_completion", cfg_scale=0.5, options={"block_length": 4})
+    assert greedy_settings(estimate) == checked

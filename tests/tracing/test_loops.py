@@ -90,7 +90,7 @@ def test_a_condition_of_every_row_is_refused(lm: Any) -> None:
 @pytest.mark.parametrize("prompt", [IDS, None], ids=["beside a prompt", "in another invoke"])
 def test_an_invoke_in_a_running_trace_is_refused(lm: Any, prompt: Any) -> None:
     given = () if prompt is None else (prompt,)
-    with pytest.raises(ValueError, match="begins while the model runs"), lm.generate(*given, **RUN) as tracer:
+    with pytest.raises(ValueError, match="the model is already running"), lm.generate(*given, **RUN) as tracer:
         with tracer.invoke(IDS):
             with tracer.invoke(IDS):
                 lm.canvas.sum()
