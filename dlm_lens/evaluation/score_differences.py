@@ -103,7 +103,11 @@ def score_differences(one: Evaluation | str | Path, other: Evaluation | str | Pa
         tasks = [
             ", ".join(dict.fromkeys(score.task for score in each.scores)) or "none" for each in (first, second)
         ]
-        raise ValueError(f"the evaluations have no score in common; their tasks are {tasks[0]} and {tasks[1]}")
+        where = [f" ({given})" if isinstance(given, str | Path) else "" for given in (one, other)]
+        raise ValueError(
+            "the evaluations have no score in common; their tasks are "
+            f"{tasks[0]}{where[0]} and {tasks[1]}{where[1]}"
+        )
     names = ["task", "metric", "filter", "one", "other", "difference", "standard_error", "n"]
     return DataFrame(rows, columns=names)
 

@@ -12,6 +12,8 @@ from dlm_lens.files.atomic_writes import write_figure, write_file
 from dlm_lens.files.paths import user_path
 from dlm_lens.files.sealed_json import naming
 
+REMEDY = "move its files away, or choose another --out"
+
 
 def render_experiment(experiment: Experiment, out: str | Path) -> Path:
     """Write the tables (`NAME.md`) and figures (`NAME-FIGURE.png`) of a run into its directory; return the page.
@@ -22,7 +24,7 @@ def render_experiment(experiment: Experiment, out: str | Path) -> Path:
     """
     directory = user_path(out)
     results = load_results(experiment, directory)
-    with naming(directory, "move its files away, or choose another --out"):
+    with naming(directory, REMEDY):
         rendering = experiment.render(results)
     for name, figure in rendering.figures.items():
         write_figure(directory / f"{experiment.name}-{name}.png", figure)
@@ -56,7 +58,8 @@ def load_results(experiment: Experiment, directory: Path) -> Results:
 def _items(experiment: Experiment, config: Mapping[str, Any], directory: Path) -> list[Item]:
     if config["experiment"] != experiment.name:
         raise ValueError(f"{directory} holds results of {config['experiment']}, not of {experiment.name}")
-    return list_items(experiment, config)
+    with naming(directory, REMEDY):
+        return list_items(experiment, config)
 
 
 def describe(experiment: Experiment, results: Results, rendering: Rendering) -> Iterable[str]:

@@ -73,7 +73,9 @@ def score_distribution(
         label = f"steps {first} to {last}" if len(steps) > 1 else f"step {first}"
         shown = np.where(above > 0, above, np.nan)
         axes.plot(counts.x, shown, DASHES[number], color=colour, linewidth=1.6, label=label, gid="tail")
-        axes.fill_between(counts.x, low, high, color=colour, alpha=0.2, linewidth=0)
+        # Where all keys or none have the score, the interval of so few prompts (32% of 8) says nothing of the tail.
+        between = (above > 0) & (above < 1)
+        axes.fill_between(counts.x, low, high, where=between, color=colour, alpha=0.2, linewidth=0)
     if np.isfinite(counts.threshold):
         axes.axvline(counts.threshold, color="0.45", linewidth=1.0, label=f"threshold of {rule}", gid="threshold")
     _name_axes(axes, counts.scale)

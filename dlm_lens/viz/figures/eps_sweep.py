@@ -124,7 +124,9 @@ def _draw_lengths(keys: Axes, patterns: Axes, table: pd.DataFrame, lengths: Sequ
         kept = np.where(lines["kept"] > 0, lines["kept"], np.nan)
         style: dict[str, Any] = {"color": colour, "linewidth": 1.6 if few else 0.8}
         keys.plot(eps, kept, dash, label=label, gid="kept", **style)
-        keys.fill_between(eps, lines["low"].clip(lower=1e-9), lines["high"], color=colour, alpha=0.2, linewidth=0)
+        low, high = lines["low"].clip(lower=1e-9), lines["high"]
+        # As in score_distribution: no band of a few prompts where no key is a sink.
+        keys.fill_between(eps, low, high, where=lines["kept"] > 0, color=colour, alpha=0.2, linewidth=0)
         patterns.plot(eps, lines["with_sink"], dash, gid="with sink", **style)
 
 
