@@ -12,13 +12,13 @@ from dlm_lens.experiments.attention_sinks.twin_networks import networks_of
 from dlm_lens.experiments.experiment import Experiment, list_experiments
 from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.one_token import figure3, recorded_runs, tables
-from dlm_lens.experiments.one_token.abstract import abstract
 from dlm_lens.experiments.one_token.miniature import SCRATCH
+from dlm_lens.experiments.one_token.page.abstract import abstract
 from dlm_lens.experiments.one_token.text_corpus import LENGTH
 from dlm_lens.experiments.one_token.toy_language import ROOT
 from dlm_lens.experiments.rendering import render_experiment
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 NAME = "one-token-"
 
@@ -275,7 +275,3 @@ def main() -> None:
         render_experiment(one.experiment, one.directory)
     PAGE.write_text(page(), encoding="utf-8")
     logging.info("%s", PAGE)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,15 +10,14 @@ from dlm_lens.experiments.appendix import (
     on_correction,
     pictures,
     section,
-    write_page,
 )
 from dlm_lens.experiments.experiment import Experiment, list_experiments
 
 NAME = "axis-"
 """How the experiments of this page begin."""
 
-RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results_axis.md"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "results_axis.md"
 
 HEAD = """# Results along the denoising axis
 
@@ -51,7 +50,3 @@ def make_page(results: Path = RESULTS) -> tuple[str, list[Entry]]:
     for one in found:
         parts += section(one, pictures(one), after)
     return "\n\n".join(parts) + "\n", found
-
-
-if __name__ == "__main__":
-    write_page(PAGE, *make_page())

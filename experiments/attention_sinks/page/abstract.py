@@ -22,7 +22,7 @@ from dlm_lens.experiments.rendering import load_results, markdown
 from dlm_lens.experiments.results import PATTERN, Results
 
 NORMS = "one-token-figure1"
-ONE_TOKEN = Path(__file__).resolve().parents[1] / "one_token" / "results"
+ONE_TOKEN = Path(__file__).resolve().parents[2] / "one_token" / "results"
 
 SHIPPED = ("smollm2", "toy-ar", "toy")
 """A real AR model; the AR baseline and the DLM that were trained from nothing."""

@@ -15,7 +15,6 @@ from dlm_lens.experiments.appendix import (
     on_correction,
     pictures,
     section,
-    write_page,
 )
 from dlm_lens.experiments.attention_sinks import (
     beyond_blocks,
@@ -27,14 +26,14 @@ from dlm_lens.experiments.attention_sinks import (
     masking_findings,
     table1,
 )
-from dlm_lens.experiments.attention_sinks.abstract import abstract
 from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, READINGS
+from dlm_lens.experiments.attention_sinks.page.abstract import abstract
 from dlm_lens.experiments.experiment import Experiment, list_experiments
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.verdicts import is_below
 
-RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "results.md"
 
 INTRODUCTION = """# Results: attention sinks in diffusion language models
 
@@ -222,7 +221,3 @@ def _tuned(found: Results) -> str:
         f"many steps of the old objective; {chance} between neighbouring heads. What one hidden sink per head "
         f"changes differs by {cost} between toy and the fine-tuned twin."
     )
-
-
-if __name__ == "__main__":
-    write_page(PAGE, *make_page())
