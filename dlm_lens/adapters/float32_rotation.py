@@ -1,14 +1,13 @@
-"""Rotation of queries and keys in float32 in a model of half precision (LLaDA, MMaDA, SMDM)."""
+"""Rotation of queries and keys in float32 in a model of half precision (LLaDA, MMaDA, SMDM), and a cache for it."""
 
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-from dlm_lens.attention.cache_argument import NEW, OLD
 
 
 class Float32RotaryEmbedding(LlamaRotaryEmbedding):
@@ -30,43 +29,20 @@ class Float32RotaryEmbedding(LlamaRotaryEmbedding):
         return super()._apply(moved, recurse)
 
 
-class RoundedKeys:
-    """A cache of keys and values as attention updates it, which rounds the new keys to the dtype of the values.
+class EqualDtypeCache(DynamicCache):
+    """A cache that keeps keys in the dtype of the values.
 
-    Args:
-        kept: the cache of the call.
+    Keys that are rotated in float32 arrive beside values in the dtype of the weights. Kept so they would take twice
+    the memory, and transformers before 5.24 then keeps the values in float32 too, which the output projection of a
+    model in half precision refuses. The attention function rounds the keys in the same way, so that a pass with the
+    cache equals one without it.
     """
 
-    def __init__(self, kept: Any) -> None:
-        self.kept = kept
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As the cache's."""
-        found: tuple[Tensor, Tensor] = self.kept.update(keys.to(values.dtype), values, *args, **kwargs)
-        return found
-
-
-def round_keys(attention: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-    """A hook before the forward pass of an attention that rotates in float32: its cache gets `RoundedKeys`.
-
-    The authors' rotation returns keys in the dtype of the projections, and `attention.functions.attend` rounds them
-    to that of the values. A cache gets them before: kept in float32 they would take twice the memory, and
-    transformers before 5.24 then keeps the values in float32 too, which the output projection of a model in half
-    precision refuses.
-    """
-    caches = {name: RoundedKeys(options[name]) for name in (NEW, OLD) if options.get(name) is not None}
-    return args, options | caches
-
-
-def rotate_in_float32(decoder: Any, tables: Float32RotaryEmbedding) -> None:
-    """Let a decoder of Llama's layers rotate queries and keys in float32, and round the keys for a cache.
-
-    A hook, so that attention keeps transformers' class and code, which nnsight's `source` shows.
-
-    Args:
-        decoder: whose rotary tables are replaced.
-        tables: in float32.
-    """
-    decoder.rotary_emb = tables
-    for layer in decoder.layers:
-        layer.self_attn.register_forward_pre_hook(round_keys, with_kwargs=True)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep new keys and values of a layer, and return all of it."""
+        kept: tuple[Tensor, Tensor] = super().update(
+            key_states.to(value_states.dtype), value_states, layer_idx, *args, **kwargs
+        )
+        return kept

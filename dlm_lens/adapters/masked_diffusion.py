@@ -10,9 +10,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.float32_rotation import Float32RotaryEmbedding, rotate_in_float32
+from dlm_lens.adapters.float32_rotation import EqualDtypeCache, Float32RotaryEmbedding
 from dlm_lens.adapters.original_fields import OriginalFields
-from dlm_lens.attention import SinkLayout, add_hook_points, hooked_attentions, predicting_position
+from dlm_lens.attention import SinkLayout, add_hook_points, decoder_of, hooked_attentions, predicting_position
 from dlm_lens.attention.cache_argument import CURRENT, NEW
 
 LLADA_SAMPLER = {
@@ -198,7 +198,7 @@ class MaskedDiffusionMixin(nn.Module):
             setattr(model, model.base_model_prefix, self.decoder_class(config))
             model.tie_weights()  # the head was tied to the embedding of the replaced decoder
         if getattr(config, "float32_rotation", False):
-            rotate_in_float32(model.model, Float32RotaryEmbedding(config))
+            model.model.rotary_emb = Float32RotaryEmbedding(config)
         for attention in hooked_attentions(add_hook_points(model)):
             attention.is_causal = False
         model.loss_type = "ForMaskedLM"
@@ -225,11 +225,14 @@ class MaskedDiffusionMixin(nn.Module):
         """
         host, layout = cast(Any, self), SinkLayout.of(self)
         whole = labels is not None or layout.count > 0
+        cache = kwargs.pop(NEW, past_key_values)
+        if use_cache and cache is None and self._rotates_in_float32:
+            cache = EqualDtypeCache()
         output: CausalLMOutputWithPast = super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **{CURRENT: kwargs.pop(NEW, past_key_values)},
+            **{CURRENT: cache},
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             logits_to_keep=0 if whole else logits_to_keep,
@@ -259,6 +262,10 @@ class MaskedDiffusionMixin(nn.Module):
             logits = logits[:, -logits_to_keep:]
         # A new object: the order in which fields are set decides the tuple of `return_dict=False`.
         return CausalLMOutputWithPast(**{**output, "loss": loss, "logits": logits})
+
+    @property
+    def _rotates_in_float32(self) -> bool:
+        return isinstance(getattr(decoder_of(self), "rotary_emb", None), Float32RotaryEmbedding)
 
     def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Never run a checkpoint's custom_generate/generate.py, even where the caller trusts remote code.

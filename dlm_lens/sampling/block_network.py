@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache
 
+from dlm_lens.adapters.float32_rotation import EqualDtypeCache
 from dlm_lens.attention import BlockLayout, additive_mask, decoder_of, position_ids
 from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.placement import on_input_device
@@ -124,7 +124,7 @@ class BlockLogits(CanvasLogits):
         self, canvas: Int[Tensor, "batch seen"], start: int, finished: Int[Tensor, "batch"]
     ) -> Float[Tensor, "row computed d_model"]:
         """A pass over the positions after the cache, which then ends at `start`: the states from there on."""
-        begin, cache = self._cached, DynamicCache() if self._cache is None and start else self._cache
+        begin, cache = self._cached, EqualDtypeCache() if self._cache is None and start else self._cache
         decoder = decoder_of(self.model)
         inputs = self._inputs(canvas, begin, finished) | {"use_cache": cache is not None}
         inputs = on_input_device(self.model, {"input_ids": self._halves(canvas)[:, begin:], **inputs})

@@ -44,6 +44,7 @@ class KeptKeys:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The keys and values that the queries of a layer see."""
+        keys = keys.to(values.dtype)  # LLaDA's are float32: kept so, they would take twice the memory
         if self.span is not None:
             start, stop = self.span
             kept = self._layers[layer_idx]

@@ -1,4 +1,4 @@
-"""Whether keys and values of a text may be kept for passes that see it, and the cache that keeps them."""
+"""Caches of transformers' class: of a text that several rows see, and one whose keys and values have one dtype."""
 
 import inspect
 from typing import Any

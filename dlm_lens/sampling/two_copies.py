@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import DynamicCache
 
 from dlm_lens.adapters import family_of
+from dlm_lens.adapters.float32_rotation import EqualDtypeCache
 from dlm_lens.attention import (
     BlockLayout,
     Context,
@@ -299,7 +299,7 @@ class TwoCopyLogits(CanvasLogits):
         return torch.cat([seen, shared[which]], 1)
 
 
-class CleanKeys(DynamicCache):
+class CleanKeys(EqualDtypeCache):
     """Keys and values of clean texts: stored in the first pass, seen and not extended in later ones.
 
     `row` says for every row of a later pass whose text it sees; None during the first pass.
@@ -315,4 +315,5 @@ class CleanKeys(DynamicCache):
             found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return found
         layer, row = self.layers[layer_idx], self.row.to(key_states.device)
+        key_states = key_states.to(value_states.dtype)
         return torch.cat([layer.keys[row], key_states], -2), torch.cat([layer.values[row], value_states], -2)

@@ -14,7 +14,6 @@ from dlm_lens.attention import attach_hooks, attention_blocks, in_use
 from dlm_lens.attention.model_access import lock_of
 from dlm_lens.hooks import ablate, mask_top_sinks
 from dlm_lens.testing import tiny
-from tests.model_hooks import hooks_on
 
 IDS = [5, 9, 14]
 RUN = {"steps": 2, "gen_length": 8, "block_length": 8}
@@ -438,7 +437,7 @@ def is_clean(model: Any, points: Any = ()) -> None:
     assert not any(getattr(module, "readers", ()) for module in model.modules())
     assert not any(point.fwd_hooks or point.bwd_hooks for point in points)
     if not points:
-        assert not hooks_on(model)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("name", ERRORS)

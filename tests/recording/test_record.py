@@ -40,7 +40,6 @@ from dlm_lens.sinks import (
 )
 from dlm_lens.sinks.analysis.query_splits import SplitAttention
 from dlm_lens.testing import tiny
-from tests.model_hooks import hooks_on
 from tests.recording.reference import EVERYTHING, FAMILIES, PROMPTS, RUN, build, equal, settings
 from tests.reference import forward64
 
@@ -55,7 +54,9 @@ def close(found, wanted, **tolerance):
 
 
 def untouched(model):
-    return all(not attention.hook_z.readers for attention in hooked_attentions(model)) and not hooks_on(model)
+    return all(not attention.hook_z.readers for attention in hooked_attentions(model)) and not any(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()
+    )
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.float32_rotation import Float32RotaryEmbedding, rotate_in_float32
+from dlm_lens.adapters.float32_rotation import Float32RotaryEmbedding
 from dlm_lens.adapters.masked_diffusion import SMDM_SAMPLER
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family, Shapes, WeightsOnly
@@ -216,7 +216,7 @@ class SMDMModel(SinkDecoder, LlamaModel):
 
     def __init__(self, config: SMDMConfig) -> None:
         super().__init__(config)
-        rotate_in_float32(self, RoundedRotaryEmbedding(config))
+        self.rotary_emb = RoundedRotaryEmbedding(config)
         use_weighted_norms(self)
 
 
