@@ -85,7 +85,8 @@ def test_moving_sinks() -> None:
     assert measures["shorter"][2] < 0.4
     found = {tuple(line.split()[:2]): [float(x) for x in line.split()[3:6]] for line in lens.splitlines()[1:]}
     assert found["1", "sink"][1] > found["1", "other"][2]
-    assert found["0", "sink"][0] < found["0", "other"][1]
+    # None of the sinks, which 8 prompts do not tell apart from the others' share.
+    assert found["0", "sink"][0] == 0 < found["0", "other"][1] < found["0", "sink"][2]
     lines = [line.replace("steps later", "later").split() for line in mechanism.splitlines()[1:5]]
     differences = {(line[0], line[1]): [float(x) for x in line[-3:]] for line in lines}
     assert differences["confidence", "sinks"][2] < -0.1

@@ -20,7 +20,7 @@ CHECKS = {
 
 @pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_pass_on_the_pretended_gpu(name: str) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "tests.pretend_gpu.plugin", "-q", "-p", "no:cacheprovider"]
