@@ -1,5 +1,6 @@
 """`MaskedDiffusionTrainer`: transformers' Trainer with the objective, exact resumption and loud failures."""
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -466,11 +467,15 @@ def _enable_checkpointing(model: Any, options: Mapping[str, Any] | None) -> None
 
 
 def end_processes() -> None:
-    """End what several processes of a training have in common, before they exit.
+    """End what several processes of a training have in common, before they exit; their trainer is no longer held.
 
     Without it their threads may still run while Python exits, which then aborts, after a training that succeeded.
+    Whatever holds the process group last waits for its threads. A DDP model holds the interpreter while it waits,
+    and if a thread frees a tensor then, which needs the interpreter, neither ends (pytorch/pytorch#56297). The
+    group's own object does not hold it. So models go first, also those that only refer to themselves.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 

@@ -103,6 +103,11 @@ def dropping(output: Path, **values: Any) -> MaskedDiffusionTrainer:
 
 
 def main(target: Path, options: list[str]) -> None:
+    run(target, options)
+    end_processes()
+
+
+def run(target: Path, options: list[str]) -> None:
     given = {name: int(value) for name, value in (pair.split("=") for pair in options)}
     kill = given.pop("kill", None)
     data = ROWS if "eval_steps" in given else None
@@ -115,7 +120,6 @@ def main(target: Path, options: list[str]) -> None:
         (target / "losses.json").write_text(json.dumps(losses(trainer)))
         (target / "evaluations.json").write_text(json.dumps(evaluations(trainer)))
         (target / "sharded.json").write_text(json.dumps(trainer.is_fsdp_enabled))
-    end_processes()
 
 
 if __name__ == "__main__":

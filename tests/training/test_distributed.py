@@ -24,6 +24,25 @@ FSDP = {
 }
 """accelerate-fsdp.yaml as environment variables, in float32."""
 
+MODEL_IN_A_CYCLE = """
+import gc
+from pathlib import Path
+import torch
+from dlm_lens.training.trainer import end_processes
+
+def threads():
+    return sum("gloo_runloop" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+gc.disable()
+torch.distributed.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+model.itself = [model]
+before = threads()
+del model
+end_processes()
+print(before, threads())
+"""
+
 
 def torchrun(*command: str, **variables: str) -> None:
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
@@ -38,6 +57,17 @@ def test_the_process_group_ends(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     end_processes()
     assert not torch.distributed.is_initialized()
+
+
+def test_no_model_holds_the_process_group_when_it_ends(tmp_path: Path) -> None:
+    """Else gloo's threads, for which the last holder waits, run on until a DDP model is freed."""
+    script = tmp_path / "script.py"
+    script.write_text(MODEL_IN_A_CYCLE.format(store=tmp_path / "store"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], env=environment, check=True, capture_output=True, text=True)
+    before, after = map(int, done.stdout.split())
+    assert before > 0
+    assert after == 0
 
 
 @pytest.mark.long
