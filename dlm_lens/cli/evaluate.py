@@ -92,11 +92,7 @@ def eval_command(
         "tasks": words("--tasks", tasks) if tasks else None, "chat": chat or None, "add_bos": add_bos or None,
         "max_length": max_length, "num_fewshot": num_fewshot,
     }  # fmt: skip
-    pairs = {}
-    groups = (("likelihood", likelihood, "samples=128"), ("generation", generation, "gen_length=256"))
-    for group, texts, example in groups:
-        pairs[group] = read_pairs(texts or (), example)
-        check_not_options(context.command, f"--{group}", pairs[group])
+    pairs = _pairs(context.command, likelihood, generation)
     settings = _settings(preset, given, pairs) | chosen_model
     if record or record_to is not None or record_layers is not None:
         settings |= _recorded(record or "received", record_to, record_layers, record_storage)
@@ -166,6 +162,17 @@ def _settings(preset: str | None, given: dict[str, Any], pairs: Mapping[str, dic
     if "tasks" not in settings:
         raise ValueError("no task given; pass --tasks, such as --tasks toy_problems, or --preset")
     return settings | {name: _with(settings.get(name), own) for name, own in pairs.items() if own}
+
+
+def _pairs(command: Any, likelihood: list[str] | None, generation: list[str] | None) -> dict[str, dict[str, Any]]:
+    """The settings of `--likelihood` and `--generation`; an option of the command among them is refused."""
+    pairs = {
+        "likelihood": read_pairs(likelihood or (), "samples=128"),
+        "generation": read_pairs(generation or (), "gen_length=256"),
+    }
+    for group, settings in pairs.items():
+        check_not_options(command, f"--{group}", settings)
+    return pairs
 
 
 def read_pairs(texts: Iterable[str], example: str = "samples=128") -> dict[str, Any]:

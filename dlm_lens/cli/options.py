@@ -63,6 +63,7 @@ def with_home(command: Callable[..., None]) -> Callable[..., None]:
     """
 
     def expanded(value: Any) -> Any:
+        """The value of an option or an argument, a list of them too."""
         if isinstance(value, list):
             return [expanded(one) for one in value]
         if isinstance(value, Path):

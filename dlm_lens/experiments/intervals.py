@@ -258,14 +258,14 @@ def over_networks(
     value, between = float(each.mean()), float(each.var(ddof=1)) / networks
     drawn = _drawn(bottom, seed)
     with np.errstate(invalid="ignore", divide="ignore"):
-        within = float(np.nanvar((_drawn(top, seed) / drawn).mean(0)[(drawn > 0).all(0)])) if n > 1 else 0.0
-    within *= n / max(1, n - 1)  # a bootstrap has the variance of n draws
-    spread = between**2 / (networks - 1) + (within**2 / (n - 1) if n > 1 else 0.0)
+        inside = float(np.nanvar((_drawn(top, seed) / drawn).mean(0)[(drawn > 0).all(0)])) if n > 1 else 0.0
+    inside *= n / max(1, n - 1)  # a bootstrap has the variance of n draws
+    spread = between**2 / (networks - 1) + (inside**2 / (n - 1) if n > 1 else 0.0)
     # All networks see the same prompts, which are no further cases.
     if not spread:
         bounds = _share_bounds(top, bottom) if bounds is None else bounds
         return _bounded(Interval(value, value, value, n), top, bottom, bounds)
-    half = student_quantile((between + within) ** 2 / spread) * math.sqrt(between + within)
+    half = student_quantile((between + inside) ** 2 / spread) * math.sqrt(between + inside)
     return _bounded(Interval(value, value - half, value + half, n), top, bottom, bounds)
 
 

@@ -46,6 +46,7 @@ def runner(conditions: Conditions) -> Callable[[Item, Settings, Bench], Mapping[
     """
 
     def run(item: Item, settings: Settings, bench: Bench) -> dict[str, Any]:
+        """Denoise the problems of an item under its hooks, after a check of all conditions of its model."""
         import dlm_lens as dl
         from dlm_lens.hooks import parse_hooks
 
