@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all lint types rooms wrapped unit long docs docs-serve docs-links notebooks release-check format clean
 
@@ -11,8 +12,11 @@ demo: $(INSTALLED)
 
 test: lint types rooms wrapped unit
 
-# The tests marked `long` too: kills, races, fuzzing, everything on a pretended GPU. And the site.
-test-all: test long docs
+# The tests marked `long` too: kills, races, fuzzing, everything on a pretended GPU. And the site. What takes one core
+# each runs side by side.
+test-all: $(INSTALLED)
+	$(MAKE) -j2 lint types rooms wrapped docs
+	$(PYTEST) -m "long or not long"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -34,10 +38,10 @@ wrapped: $(VENV)/.wrapping
 		tests/attention/test_wrapped_models.py
 
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(PYTEST)
 
 long: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m long
+	$(PYTEST) -m long
 
 # The site, in docs/_build/html: warnings are errors, internal links and names are checked, no network, no notebook runs.
 docs: $(INSTALLED)

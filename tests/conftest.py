@@ -53,6 +53,9 @@ def skipped_without_host(report: Any, node: pytest.Item | pytest.Collector, call
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files with long tests first: with short ones at the end, no process waits long for the last of another.
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
     if torch.cuda.is_available() or os.environ.get("DLM_LENS_TEST_DEVICE") == "cpu":  # as benchmarks.device --small
         return
     for item in items:

@@ -25,6 +25,7 @@ from PIL import Image
 
 import dlm_lens as dl
 from dlm_lens.testing import tiny
+from tests.preloaded import python
 from tests.printed import differences
 
 ROOT = Path(__file__).parent.parent
@@ -128,7 +129,7 @@ def run_commands(page: Path, directory: Path) -> None:
         lines = [line for line in lines if not line.startswith("chromium")]
     tool = directory / "bin" / "dlm-lens"
     tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\nexec {sys.executable} -m dlm_lens.cli "$@"\n', encoding="utf-8")
+    tool.write_text(f'#!/bin/sh\nexec {python()} -m dlm_lens.cli "$@"\n', encoding="utf-8")
     tool.chmod(0o755)
     (directory / "empty").mkdir()
     paths = {"PATH": f"{tool.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}

@@ -29,6 +29,7 @@ from dlm_lens.training.checkpoints import (
     TrainingStoppedError,
 )
 from dlm_lens.viz import emerging_lines
+from tests.preloaded import python
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_the_version() -> None:
 def test_an_expected_error_is_one_sentence_and_writes_nothing(
     arguments: list[str], message: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "dlm_lens.cli", "demo", "--out", str(tmp_path / "out")]
+    command = [python(), "-m", "dlm_lens.cli", "demo", "--out", str(tmp_path / "out")]
     if "./nowhere" not in arguments:
         arguments = [str(checkpoint), *arguments]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path)
@@ -302,9 +303,7 @@ def test_no_error_of_a_command_gives_advice_for_python(tmp_path: Path) -> None:
     """End to end, with settings that only the sampler can judge."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "tom has 5 apples"}\n')
     command = ["record", "toy", "--prompts", "p.jsonl", "--out", "o", "--gen-length", "8", "--block-length", "3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "dlm_lens.cli", *command], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = subprocess.run([python(), "-m", "dlm_lens.cli", *command], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     assert "--gen-length" in done.stderr
     assert "gen_length" not in done.stderr

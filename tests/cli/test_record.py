@@ -17,6 +17,7 @@ from dlm_lens.cli.options import LOADING_NAMES
 from dlm_lens.cli.prompts import read_prompts
 from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, ValueNorm, record
 from dlm_lens.testing import tiny
+from tests.preloaded import python
 
 TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]
 OPTIONS = ["--batch-size", "1", "--steps", "4", "--gen-length", "8", "--temperature", "0.5", "--seed", "3"]
@@ -201,14 +202,9 @@ def test_an_error_in_a_run_has_a_line_of_its_own_after_the_progress_bar(files):
 @pytest.mark.long
 def test_two_processes_share_the_prompts(files):
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--master_port=0",
-        "--standalone",
-    ]
-    command += ["-m", "dlm_lens.cli", *arguments(files, "out")]
+        python(), "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone",
+    ]  # fmt: skip
+    command += ["--no-python", python(), "-m", "dlm_lens.cli", *arguments(files, "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     for rank in range(2):
@@ -286,7 +282,7 @@ def test_a_wrong_line_is_named(files, content, sentence):
 
 
 def test_the_program_says_it_in_one_line(files):
-    command = [sys.executable, "-m", "dlm_lens.cli", *arguments(files, "out")]
+    command = [python(), "-m", "dlm_lens.cli", *arguments(files, "out")]
     command[command.index("--prompts") + 1] = str(files / "none.jsonl")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

@@ -1,7 +1,6 @@
 """Recordings of requests that go on, in one process or in two."""
 
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from dlm_lens.recording import RecordingSet, ValueNorm
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import KilledError, ask, counted, killed_after, texts, words
 from tests.evaluation.request_recordings import ARGUMENTS, WITHOUT_MASKS, equal, lines
+from tests.preloaded import python
 
 
 class TestGoingOn:
@@ -164,7 +164,7 @@ except ValueError as error:
 
 @pytest.mark.long
 def test_evaluations_race_for_one_directory(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RACING, str(tmp_path / "both")]
+    command = [python(), "-c", RACING, str(tmp_path / "both")]
     racing = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     told = [process.communicate()[0].strip().splitlines()[-1] for process in racing]
     assert [process.returncode for process in racing] == [0, 0, 0]

@@ -23,6 +23,7 @@ from dlm_lens.experiments.one_token.text_network import build_network
 from dlm_lens.experiments.one_token.text_rows import encoded
 from dlm_lens.experiments.results import Record, Results
 from tests.experiments.one_token_stories import write_story
+from tests.preloaded import python
 
 # In float32: a CPU without bfloat16 instructions takes several times as long with bfloat16 products.
 TINY = {"steps": 2, "batch_size": 4, "watched": 2, "validation": 4, "seeds": 1, "precision": "fp32"}
@@ -118,7 +119,7 @@ def test_kill_9_in_a_training_changes_no_number(story: str, tmp_path: Path) -> N
             process.wait()
     values = []
     for name in ("broken", "whole"):
-        subprocess.run([sys.executable, "-c", script(name)], stderr=subprocess.DEVNULL, check=True)
+        subprocess.run([python(), "-c", script(name)], stderr=subprocess.DEVNULL, check=True)
         lines = [json.loads(line) for line in _read(tmp_path / name / "run" / "results-00000.jsonl").splitlines()]
         found = [line for line in lines if "item" in line]
         assert [line["item"]["variant"] for line in found] == ["plain", "sink"]

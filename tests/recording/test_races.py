@@ -2,7 +2,6 @@
 
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from dlm_lens.recording import Recording, record
 from dlm_lens.testing import tiny
 from tests.files.kills import hidden, run_forked
+from tests.preloaded import python
 from tests.recording.reference import PROMPTS
 from tests.recording.test_damage import difference
 
@@ -29,7 +29,7 @@ except ValueError as error:
 
 @pytest.mark.long
 def test_processes_race_for_one_directory(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RACING, str(tmp_path / "it")]
+    command = [python(), "-c", RACING, str(tmp_path / "it")]
     racing = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     told = [process.communicate()[0].strip() for process in racing]
     assert "done" in told

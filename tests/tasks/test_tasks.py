@@ -5,11 +5,11 @@ import importlib
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.preloaded import python
 from tests.tasks.checks import TASKS, check, loops
 
 pytestmark = pytest.mark.long
@@ -79,7 +79,7 @@ def test_decoding_in_a_loop_is_the_run_of_the_library():
 
 
 def test_the_command(tmp_path):
-    command, given = [sys.executable, str(PAGES / "check.py"), "12"], tmp_path / "answer.json"
+    command, given = [python(), str(PAGES / "check.py"), "12"], tmp_path / "answer.json"
     given.write_text(json.dumps(answer(12)))
     done = subprocess.run([*command, str(given)], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (0, "task 12: right\n"), done.stderr

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dlm_lens.training.trainer import end_processes
+from tests.preloaded import python
 from tests.training.job import ROWS, evaluations, job, losses, note_evaluation, weights
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +47,18 @@ print(before, threads())
 
 def torchrun(*command: str, **variables: str) -> None:
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *command]
-    done = subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    launch = [
+        python(),
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        "--no-python",
+        python(),
+    ]
+    done = subprocess.run(
+        [*launch, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

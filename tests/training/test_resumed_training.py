@@ -7,7 +7,6 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from dlm_lens.training import (
 )
 from dlm_lens.training.checkpoints import TrainingStoppedError, checkpoints, read_run
 from dlm_lens.training.dataset_files import read_dataset
+from tests.preloaded import python
 from tests.training.job import ROWS, STEPS, dropping, job, losses, weights
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def test_a_resumed_run_with_dropout_is_the_unbroken_one(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_kill_9_and_resume_is_the_unbroken_run(unbroken: MaskedDiffusionTrainer, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.training.job", str(tmp_path), "save_steps=2"]
+    command = [python(), "-m", "tests.training.job", str(tmp_path), "save_steps=2"]
     killed = subprocess.run([*command, "kill=5"], cwd=ROOT, capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]

@@ -1,0 +1,165 @@
+"""A Python that has its modules already: programs that tests start begin in a fifth of a second, not after many.
+
+`python()` is the path of a command that takes what `python` takes with `-m MODULE`, `-c CODE` or a file. It
+asks a server, which has imported torch, transformers and this package once and computed nothing, for a fork
+that becomes the program. The program has the arguments, directory, environment and standard streams of the
+command, which ends as the program does. Not for tests of an import, of variables that are read at one, or of
+signals, which the command does not pass on: those start `sys.executable`.
+"""
+
+import array
+import atexit
+import functools
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+ROOT = Path(__file__).parents[1]
+MODULES = (
+    "torch", "torch.distributed.run", "accelerate", "transformers.trainer", "matplotlib.pyplot",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
+    "dlm_lens", "dlm_lens.testing", "dlm_lens.recording", "dlm_lens.training", "dlm_lens.viz",
+    "dlm_lens.cli.app", "dlm_lens.cli.record",
+)  # fmt: skip
+
+COMMAND = """#!{python} -SE
+import array, json, os, signal, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    asked = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
+    server.sendmsg([len(asked).to_bytes(8, "big")], streams)
+    server.sendall(asked)
+    code = int(server.makefile().readline())
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+@functools.cache
+def python() -> str:
+    """The path of the command; where there is no Linux, that of this Python.
+
+    Raises:
+        RuntimeError: the server did not start.
+    """
+    if sys.platform != "linux":
+        return sys.executable
+    folder = tempfile.TemporaryDirectory(prefix="dlm-lens-preloaded-")
+    address, command = Path(folder.name) / "server", Path(folder.name) / "python"
+    command.write_text(COMMAND.format(python=sys.executable, address=str(address)), encoding="utf-8")
+    command.chmod(0o700)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.preloaded", str(address)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(folder.cleanup)
+    atexit.register(server.kill)
+    if server.stdout is None or server.stdout.readline() != "ready\n":
+        raise RuntimeError(f"the server of preloaded programs ended with {server.wait()}")
+    return str(command)
+
+
+def serve(address: str) -> None:
+    """Answer every connection by a fork, which waits for its own fork that becomes the program; without an end."""
+    for module in MODULES:
+        importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the first forks
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address)
+        listening.listen(64)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        while True:
+            connection, _ = listening.accept()
+            if os.fork() == 0:
+                listening.close()
+                _answer(connection)
+            connection.close()
+
+
+def _answer(connection: socket.socket) -> None:
+    """Run what a connection asks for and say how it ended: its exit code, or minus the signal that ended it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, streams = _size_and_streams(connection)
+    text = b""
+    while len(text) < size:
+        text += connection.recv(size - len(text))
+    arguments, directory, environment = json.loads(text)
+    program = os.fork()
+    if program == 0:
+        connection.close()
+        for stream, given in enumerate(streams):
+            os.dup2(given, stream)
+            os.close(given)
+        # Those of the server know what they were opened on.
+        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # until the end
+        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+            2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+        )
+        os.chdir(directory)
+        os.environ.clear()
+        os.environ.update(environment)
+        numpy.random.seed()  # as in a process of its own; `random` does so at a fork
+        os._exit(_ended(arguments))
+    _, status = os.waitpid(program, 0)
+    connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def _size_and_streams(connection: socket.socket) -> tuple[int, list[int]]:
+    streams = array.array("i")
+    size, messages, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(3 * streams.itemsize))
+    for _, _, data in messages:
+        streams.frombytes(data)
+    return int.from_bytes(size, "big"), streams.tolist()
+
+
+def _ended(arguments: list[str]) -> int:
+    """Run a program as `python` does; its exit code."""
+    kind, *rest = arguments
+    code: Any = 0
+    sys.path[0] = os.getcwd()
+    try:
+        if kind == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            module = type(sys)("__main__")
+            sys.modules["__main__"] = module
+            exec(compile(rest[0], "<string>", "exec"), module.__dict__)  # noqa: S102  # a test's own program
+        else:
+            sys.argv = arguments
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # as the interpreter does
+        traceback.print_exc()
+        code = 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)  # noqa: T201
+        code = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code or 0
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
