@@ -3,17 +3,19 @@
 `python()` is the path of a command that takes what `python` takes with `-m MODULE`, `-c CODE` or a file. It
 asks a server, which has imported torch, transformers and this package once and computed nothing, for a fork
 that becomes the program. The program has the arguments, directory, environment and standard streams of the
-command, which ends as the program does. Not for tests of an import, of variables that are read at one, or of
-signals, which the command does not pass on: those start `sys.executable`.
+command, which ends as the program does. A command that is killed takes its program with it. Not for tests of an
+import, of variables that are read at one, or of other signals: those start `sys.executable`.
 """
 
 import array
 import atexit
+import contextlib
 import functools
 import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -117,8 +119,13 @@ def _answer(connection: socket.socket) -> None:
         os.environ.update(environment)
         numpy.random.seed()  # as in a process of its own; `random` does so at a fork
         os._exit(_ended(arguments))
+    ended = os.pidfd_open(program)
+    ready, _, _ = select.select([connection, ended], [], [])
+    if ended not in ready:  # the command was killed
+        os.kill(program, signal.SIGKILL)
     _, status = os.waitpid(program, 0)
-    connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 

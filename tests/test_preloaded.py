@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,17 @@ def test_programs_run_beside_each_other(tmp_path: Path) -> None:
     names = [str(tmp_path / "a"), str(tmp_path / "b")]
     both = [subprocess.Popen([python(), "-c", code, *order]) for order in (names, names[::-1])]
     assert [process.wait(60) for process in both] == [0, 0]
+
+
+def test_a_killed_command_kills_its_program(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = f"import os, time\nopen({str(file)!r}, 'w').write(str(os.getpid()) + '.')\ntime.sleep(600)"
+    with subprocess.Popen([python(), "-c", code]) as process:
+        while not (file.exists() and file.read_text().endswith(".")):
+            time.sleep(0.01)
+        process.kill()
+    program = Path("/proc", file.read_text().rstrip("."))
+    deadline = time.monotonic() + 60
+    while program.exists():
+        assert time.monotonic() < deadline, "the program goes on"
+        time.sleep(0.01)

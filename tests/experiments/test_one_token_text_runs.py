@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -106,7 +105,7 @@ def test_kill_9_in_a_training_changes_no_number(story: str, tmp_path: Path) -> N
     )
     for arrived in reached:
         process = subprocess.Popen(
-            [sys.executable, "-c", script("broken")], stderr=subprocess.DEVNULL, start_new_session=True
+            [python(), "-c", script("broken")], stderr=subprocess.DEVNULL, start_new_session=True
         )
         try:
             deadline = time.monotonic() + 300
