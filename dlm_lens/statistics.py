@@ -39,8 +39,7 @@ class Estimate:
         value: over all prompts.
         low: lower end, see `expanded`; NaN with fewer than two prompts.
         high: upper end.
-        prompts: how many prompts contribute; of means that are compared and of which one has cases in fewer than
-            two prompts, so many, as there is no interval.
+        prompts: how many prompts contribute; of means that are compared, to the one with cases in fewest of them.
     """
 
     value: float
@@ -149,8 +148,8 @@ def estimate(
 ) -> Estimate:
     """A statistic of sums over prompts, and its interval (`expanded`).
 
-    The draws do not show how much a mean varies that has cases in one prompt alone: where means are compared
-    (`COUNTS_OF_MEANS`) and one of them has cases in fewer than two prompts, there is no interval.
+    Where means are compared (`COUNTS_OF_MEANS`), its prompts are those with cases of the mean that has fewest of
+    them: it varies most, and the draws show it too little. Of cases in one prompt alone there is no interval.
 
     Args:
         sums: [prompt, summand]; a prompt whose row is all zeros is left out.
@@ -162,12 +161,10 @@ def estimate(
     """
     sums = np.asarray(sums, dtype=np.float64)
     sums = sums[(sums != 0).any(-1)]
-    prompts = len(sums)
+    counts = COUNTS_OF_MEANS.get(statistic, ())
+    prompts = min((int((sums[:, place] > 0).sum()) for place in counts), default=len(sums))
     drawn = _in_resamples(sums, resamples, seed) if prompts > 1 else sums
     found = estimate_in_draws(statistic, sums.sum(0), drawn, prompts)
-    least = min((int((sums[:, place] > 0).sum()) for place in COUNTS_OF_MEANS.get(statistic, ())), default=prompts)
-    if least < 2:
-        return replace(found, low=math.nan, high=math.nan, prompts=least)
     low, high = within(found.value, (found.low, found.high), prompts, bounds)
     return replace(found, low=low, high=high)
 
