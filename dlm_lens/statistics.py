@@ -114,28 +114,39 @@ def expanded(value: float, drawn: Any, prompts: int) -> Bounds:
 
 
 ROUNDING = 1e-6
-"""A share this near to 0 or 1 is 0 or 1: sums of attention in float32 are off by a few 2^-24, by device."""
+"""A share this near to 0 or 1 is 0 or 1, and a difference that varies less is the same in all prompts: sums of
+attention in float32 are off by a few 2^-24, by device."""
 
 
 def within(value: float, found: Bounds, prompts: int, bounds: Bounds | None) -> Bounds:
-    """An interval over prompts, cut at the bounds; a share of 0 or 1 has Wilson's (`wilson_bounds`).
+    """An interval over prompts, cut at the bounds; where no prompt differs, that of what was not seen.
 
     Where no prompt has any of its cases, or every prompt has all of them, all draws are equal, and a bootstrap's
-    interval has no width: it says that the share is certain. Wilson's interval of 0 (or n) of the n prompts says
-    what so few prompts leave open. The cases of a prompt (its steps, heads, positions, and its rows, such as those
+    interval has no width: it says that the share is certain. So it is with a difference (or a correlation) that is
+    the same in all prompts. The interval then is
+
+        value - w (value - bounds[0]) to value + w (bounds[1] - value),  w = z^2 / (n + z^2):
+
+    so many prompts, Wilson's upper bound of 0 of n (`wilson_bounds`), may have any other value. Of a share of 0 or
+    1 it is Wilson's interval. The cases of a prompt (its steps, heads, positions, and its rows, such as those
     of several seeds) count as one, as far as they may depend on each other: more of them do not make it narrower.
+    A share between 0 and 1 that is the same in all prompts, such as one key of as many, has no width.
 
     Args:
         value: of all prompts.
         found: its interval (`expanded`); NaN where there is none, which stays.
         prompts: n, how many prompts have cases.
-        bounds: as for `estimate`.
+        bounds: as for `estimate`. A finite smallest value below 0 is that of a difference.
     """
     if bounds is None or math.isnan(found[0]):
         return found
-    if bounds == SHARE_BOUNDS and min(value, 1 - value) < ROUNDING:
-        return wilson_bounds(round(value) * prompts, prompts)
-    return max(bounds[0], found[0]), min(bounds[1], found[1])
+    least, most = bounds
+    at_bound = bounds == SHARE_BOUNDS and min(value, 1 - value) < ROUNDING
+    equal = -math.inf < least < 0 and most < math.inf and found[1] - found[0] < ROUNDING
+    if at_bound or equal:
+        value, unseen = float(round(value)) if at_bound else value, wilson_bounds(0, prompts)[1]
+        found = value - unseen * (value - least), value + unseen * (most - value)
+    return max(least, found[0]), min(most, found[1])
 
 
 def estimate(

@@ -10,7 +10,13 @@ import pytest
 from scipy import stats
 
 from dlm_lens import statistics
-from dlm_lens.experiments.intervals import mean_over_prompts, ratio_over_prompts
+from dlm_lens.experiments.intervals import (
+    difference_of_ratios,
+    mean_over_prompts,
+    over_networks,
+    paired_difference,
+    ratio_over_prompts,
+)
 from dlm_lens.statistics import (
     CORRELATION_BOUNDS,
     POSITIVE_BOUNDS,
@@ -137,6 +143,31 @@ def test_shares_at_a_bound_have_wilson_s_interval(prompts: int) -> None:
         assert ratio_over_prompts((hits * cases)[:, 0], cases[:, 0])[1:3] == (found.low, found.high)
     # What is no share, such as a count of moves, may be equal in all prompts.
     assert ratio_by_prompt(0 * n, n)[1:] == (pytest.approx(0.0), pytest.approx(0.0))
+
+
+@pytest.mark.parametrize("prompts", [2, 8])
+@pytest.mark.parametrize("difference", [-1.0, 0.0, 0.25, 1.0])
+def test_a_difference_that_is_the_same_in_all_prompts_is_not_certain(prompts: int, difference: float) -> None:
+    """Up to Wilson's bound of 0 of n of the prompts may differ, wherever the library or an experiment reads it."""
+    unseen = stats.binomtest(0, prompts).proportion_ci(method="wilson").high
+    ends = difference - unseen * (difference + 1), difference + unseen * (1 - difference)
+    wanted = pytest.approx(ends, rel=1e-6)
+    other = max(0.0, -difference)  # both shares, whatever the difference, are the same in all prompts
+    sums = [[4 * (other + difference), 4.0, 4 * other, 4.0]] * prompts
+    found = [
+        estimate(sums, difference_of, bounds=CORRELATION_BOUNDS),
+        estimate_mean([difference] * prompts, np.arange(prompts), prompts, bounds=CORRELATION_BOUNDS),
+        paired_difference([other + difference] * prompts, [other] * prompts, bounds=(-1.0, 1.0)),
+        over_networks([([difference] * prompts, [1.0] * prompts)] * 3, bounds=(-1.0, 1.0)),
+    ]
+    one, two = (([4 * share] * prompts, [4.0] * prompts) for share in (other + difference, other))
+    found.append(difference_of_ratios(one, two))
+    for each in found:
+        assert each.value == difference
+        assert (each.low, each.high) == wanted
+    # What has no bounds, such as a count, may be equal in all prompts.
+    free = estimate(sums, difference_of)
+    assert (free.low, free.high) == (difference, difference)
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.3, 1.0])

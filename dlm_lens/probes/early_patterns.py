@@ -102,7 +102,8 @@ class EarlyAttention(ShowsItself):
         Raises:
             ValueError: as `mean`.
         """
-        return estimate(_pairs(self._sums(measure, null, layer, self.common)), difference_of, seed=self.seed)
+        sums = _pairs(self._sums(measure, null, layer, self.common))
+        return estimate(sums, difference_of, bounds=_bounds(measure, excess=True), seed=self.seed)
 
     def table(self, layer: int | None = None) -> pd.DataFrame:
         """One line per predictor: the three measures with intervals over prompts.
@@ -153,7 +154,8 @@ class EarlyAttention(ShowsItself):
                 line |= first.columns("first_steps")
                 line["other_prompt"] = estimate(other.numpy(), mean_of, seed=self.seed).value
                 both = _pairs(self.common[PREDICTORS.index("other prompt"), place, :, number, head])
-                lines.append(line | estimate(both, difference_of, seed=self.seed).columns("excess"))
+                excess = estimate(both, difference_of, bounds=_bounds(measure, excess=True), seed=self.seed)
+                lines.append(line | excess.columns("excess"))
         return pd.DataFrame(lines)
 
     def _sums(
@@ -166,8 +168,10 @@ class EarlyAttention(ShowsItself):
         return found.sum((1, 2))
 
 
-def _bounds(measure: str) -> Bounds:
-    return CORRELATION_BOUNDS if measure == "correlation" else SHARE_BOUNDS
+def _bounds(measure: str, excess: bool = False) -> Bounds:
+    """Of a measure, or of its excess over another predictor's."""
+    least, most = CORRELATION_BOUNDS if measure == "correlation" else SHARE_BOUNDS
+    return (least - most, most - least) if excess else (least, most)
 
 
 def _pairs(common: Float[Tensor, "prompt 3"]) -> Floats:

@@ -20,7 +20,15 @@ from dlm_lens.recording import ChannelActivations, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import AboveMean, Detector, find_sinks
-from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
+from dlm_lens.statistics import (
+    CORRELATION_BOUNDS,
+    POSITIVE_BOUNDS,
+    SHARE_BOUNDS,
+    Estimate,
+    difference_of,
+    estimate,
+    mean_of,
+)
 
 MEASURES = ("kl", "changed", "sinks gone")
 """KL in nats and share of changed predictions, over predicted positions; share of sinks that are none any more."""
@@ -88,7 +96,9 @@ class ChannelRemoval(ShowsItself):
         Raises:
             ValueError: another measure.
         """
-        return estimate(self._sums(measure).transpose(0, 1).flatten(1).numpy(), difference_of, seed=self.seed)
+        bounds = None if measure == "kl" else CORRELATION_BOUNDS
+        sums = self._sums(measure).transpose(0, 1).flatten(1).numpy()
+        return estimate(sums, difference_of, bounds=bounds, seed=self.seed)
 
     def table(self) -> pd.DataFrame:
         """One line per measure: with the channels removed, with random ones, and the difference."""

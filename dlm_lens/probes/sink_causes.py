@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +22,7 @@ from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_of
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
 from dlm_lens.statistics import (
+    CORRELATION_BOUNDS,
     SHARE_BOUNDS,
     Bounds,
     Estimate,
@@ -200,13 +202,13 @@ class SinkAnatomy(ShowsItself):
         return estimate_mean(values.numpy(), prompt.numpy(), self.is_sink.shape[1], bounds=bounds, seed=self.seed)
 
     def _estimate(self, pair: Sequence[tuple[Tensor, Tensor]]) -> Estimate:
-        """The difference of two means over the same sinks."""
+        """The difference of two shares over the same sinks."""
         prompts = self.is_sink.shape[1]
         sums = [
             summed(torch.stack([values, torch.ones_like(values)], -1).numpy(), prompt.numpy(), prompts)
             for values, prompt in pair
         ]
-        return estimate(torch.cat(list(map(torch.from_numpy, sums)), -1).numpy(), difference_of, seed=self.seed)
+        return estimate(np.concatenate(sums, -1), difference_of, bounds=CORRELATION_BOUNDS, seed=self.seed)
 
     def _masked(self, values: Tensor, chosen: Bool[Tensor, "step batch *axes"]) -> Estimate:
         return self._mean(values[chosen].double(), self._prompts[chosen.nonzero()[:, 1]], None)

@@ -86,8 +86,9 @@ class ComparisonDifference(ShowsItself):
         """The mean of d_r over the rows with a number, with its 95% interval.
 
         The interval resamples prompts with all their rows and both values of each, and is widened for few prompts
-        (`dlm_lens.statistics.expanded`): of one prompt there is none. Where all prompts have the same d it has no
-        width, which is no evidence of certainty.
+        (`dlm_lens.statistics.expanded`): of one prompt there is none. Where all prompts have the same d, that of
+        "share_changed" is what was not seen (`dlm_lens.statistics.within`); those of the others, which have no
+        bounds, have no width, which is no evidence of certainty.
 
         Args:
             statistic: its name, such as "share_changed".

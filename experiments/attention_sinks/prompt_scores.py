@@ -81,8 +81,7 @@ def changes(one: Answers, other: Answers) -> dict[int, dict[Prompt, float]]:
 def mean_change(one: Answers, other: Answers, bounds: tuple[float, float] = (-1.0, 1.0)) -> Interval:
     """Mean of one - other, paired by network and prompt, with an interval over networks and prompts.
 
-    With one network it is `difference`. So it is of the first network where no difference between any two prompts
-    or networks was seen, which would leave an interval of no width.
+    With one network it is `difference`.
 
     Args:
         one: exact match, or its changes.
@@ -96,10 +95,8 @@ def mean_change(one: Answers, other: Answers, bounds: tuple[float, float] = (-1.
         return difference(first, second, bounds)
     found = changes(one, other)
     prompts = _shared(found)
-    per_network = [[found[number][prompt] for prompt in prompts] for number in numbers]
-    if len({value for values in per_network for value in values}) < 2:
-        return difference(one[numbers[0]], other[numbers[0]], bounds)
-    return over_networks([(values, [1.0] * len(prompts)) for values in per_network], bounds=bounds)
+    ones = [1.0] * len(prompts)
+    return over_networks([([found[n][p] for p in prompts], ones) for n in numbers], bounds=bounds)
 
 
 def mean_ratio(one: Answers, other: Answers) -> Interval:

@@ -81,19 +81,28 @@ def test_counts_scores_and_entropies_that_are_equal_are_no_shares(networks: int)
     assert ratio_over_prompts([3.0] * 4, [3.0] * 4, bounds=(0.0, math.inf)) == (1.0, 1.0, 1.0, 4)
 
 
-def test_the_interval_at_a_bound_is_cut_too() -> None:
-    """Of two networks without spread, as of one and as of networks that differ."""
+def test_the_interval_of_equal_differences_reaches_towards_the_bounds() -> None:
+    """Of two networks without spread, as of one: Wilson's bound for 0 of 4 of the way to either."""
     for networks in (1, 2):
         found = over_networks([([0.0] * 4, [1.0] * 4)] * networks, bounds=(-0.1, 1.0))
-        assert (found.low, found.high) == (-0.1, pytest.approx(wilson_bound(4), rel=1e-6))
+        assert (found.low, found.high) == pytest.approx((-0.1 * wilson_bound(4), wilson_bound(4)), rel=1e-6)
 
 
-def test_a_difference_of_ratios_that_do_not_vary_has_no_width_as_its_docstring_says() -> None:
+def test_a_difference_of_shares_that_do_not_vary_is_not_certain() -> None:
     found = difference_of_ratios(([3.0] * 3, [3.0] * 3), ([0.0] * 3, [3.0] * 3))
-    assert found == (1.0, 1.0, 1.0, 3)
-    assert p_value(found, 0.0) == 0.0
-    assert paired_difference([1.0] * 3, [0.0] * 3).low < 0
-    assert "no width" in str(difference_of_ratios.__doc__)
+    assert found == paired_difference([1.0] * 3, [0.0] * 3) == (1.0, found.low, 1.0, 3)
+    assert found.low == pytest.approx(1 - 2 * wilson_bound(3), rel=1e-6)
+    p = p_value(found, 0.0)
+    assert p is not None
+    assert p > 0.05
+    # Scores say nothing about how far they may vary.
+    assert difference_of_ratios(([0.3] * 3, [0.6] * 3), ([0.1] * 3, [0.4] * 3))[:3] == (0.25, 0.25, 0.25)
+
+
+def test_answers_of_several_seeds_that_never_differ_are_not_certain() -> None:
+    """The means of two seeds are 0.5 in both conditions: as little is known as of answers that are 0 or 1."""
+    found = paired_difference([0.5] * 4, [0.5] * 4, bounds=(-1.0, 1.0))
+    assert found[:3] == (0.0, pytest.approx(-wilson_bound(4), rel=1e-6), pytest.approx(wilson_bound(4), rel=1e-6))
 
 
 def test_no_verdict_is_certain_from_two_prompts_that_agree() -> None:
