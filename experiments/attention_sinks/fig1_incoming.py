@@ -144,7 +144,7 @@ def _uniform(results: Results, model: str, scale: str) -> str:
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.diffusion_models:
         n = sum(results.listed(f"{PLOTTED} compared", model=model))
-        beyond = ratio(results, model, f"{PLOTTED} beyond", f"{PLOTTED} compared")
+        beyond = ratio(results, model, f"{PLOTTED} beyond", f"{PLOTTED} compared", bounds=(-1, 1))
         yield Finding.of(
             "DLM sinks shift across the sequence as tokens are unmasked (caption)",
             f"{model}: in {moved(results, model)} of {n} patterns the largest sink ends elsewhere, "

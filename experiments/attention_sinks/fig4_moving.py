@@ -129,21 +129,27 @@ def render(results: Results) -> Rendering:
 def _line(results: Results, model: str, scale: str) -> list[str]:
     return [
         model, NAMED[scale], *(str(share(results, model, kind, scale)) for kind in KINDS),
-        str(chance(results, model, scale)), _rate(results, model, f"{scale} moves"),
-        _rate(results, model, f"{scale} chance moves"), uniform(results, model, scale),
+        str(chance(results, model, scale)), _rate(results, model, "moves", scale),
+        _rate(results, model, "chance moves", scale), uniform(results, model, scale),
         str(len(results.listed("patterns", model=model))),
     ]  # fmt: skip
 
 
 def share(results: Results, model: str, kind: str, scale: str = PLOTTED) -> Interval:
-    """The share of the patterns of this kind ("static", "moving", "unsettled"), on a scale of `SCALES`."""
-    found, static = (ratio(results, model, f"{scale} {one}", "patterns", bounds=(0, 1)) for one in (kind, "static"))
+    """The share of the patterns of this kind, of `KINDS` or "chance moving", on a scale of `SCALES`."""
+    return _of_patterns(results, model, f"{scale} {kind}", "patterns", scale)
+
+
+def _of_patterns(results: Results, model: str, name: str, of: str, scale: str) -> Interval:
+    """A share; of no or all patterns with Wilson's interval of as many as the static share says they are worth."""
+    found = ratio(results, model, name, of, bounds=(0, 1))
+    static = ratio(results, model, f"{scale} static", "patterns", bounds=(0, 1))
     return bounded_share(found, effective_cases(sum(results.listed("patterns", model=model)), static))
 
 
 def chance(results: Results, model: str, scale: str = PLOTTED) -> Interval:
     """The share of moving patterns if the same sinks came and went at random times."""
-    return ratio(results, model, f"{scale} chance moving", "patterns", bounds=(0, 1))
+    return share(results, model, "chance moving", scale)
 
 
 def apart(results: Results, model: str, baseline: str, scale: str) -> Interval:
@@ -159,14 +165,15 @@ def uniform(results: Results, model: str, scale: str) -> str:
     return found or "no sink"
 
 
-def _rate(results: Results, model: str, name: str) -> str:
-    rate = ratio(results, model, name, "pairs")
+def _rate(results: Results, model: str, name: str, scale: str) -> str:
+    """Moves per 100 pairs of steps. A pattern could move more than once in a pair; none comes near to that."""
+    rate = _of_patterns(results, model, f"{scale} {name}", "pairs", scale)
     return f"{100 * rate.value:.1f} [{100 * rate.low:.1f}, {100 * rate.high:.1f}]"
 
 
 def _findings(results: Results) -> Iterator[Finding]:
     for model in results.diffusion_models:
-        beyond = ratio(results, model, f"{PLOTTED} beyond", "patterns")
+        beyond = ratio(results, model, f"{PLOTTED} beyond", "patterns", bounds=(-1, 1))
         yield Finding.of(
             "DLMs have moving sinks (4.2)",
             f"{model}: {share(results, model, 'moving')} of the patterns, {beyond} more than at random times",

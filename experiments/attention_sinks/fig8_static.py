@@ -290,7 +290,7 @@ def _beginning(results: Results, model: str, order: str, scale: str) -> Finding:
         at_beginning(results, model, order, scale),
         sum(results.listed(f"{order}: {scale} static", model=model)),
     )
-    beyond = ratio(results, model, f"{order}: {scale} beyond", f"{order}: {scale} static")
+    beyond = ratio(results, model, f"{order}: {scale} beyond", f"{order}: {scale} static", bounds=(-1, 1))
     claim = (
         "the typical static sink of ARMs (4.2), at the beginning of the sequence as MMaDA's (8a)"
         if causal
@@ -310,7 +310,7 @@ def _moving(results: Results, model: str, order: str) -> Iterator[Finding]:
     near = originating(results, model, order)
     n = sum(results.listed(f"{order}: onsets", model=model))
     patterns = sum(results.listed(f"{order}: rightmost mask n", model=model))
-    beyond = ratio(results, model, f"{order}: onsets beyond", f"{order}: onsets")
+    beyond = ratio(results, model, f"{order}: onsets beyond", f"{order}: onsets", bounds=(-1, 1))
     follow = following(results, model, order, "rightmost mask")
     claims = (
         ("Dream's sinks often originate at the rightmost masked token (8b)",

@@ -80,6 +80,24 @@ def test_moving_patterns_need_more_than_coincidence_and_an_ar_model_is_judged_on
     assert next(fig4_moving._findings(beside(by_chance, baseline))).verdict == "undecided"
 
 
+def test_what_no_pattern_does_has_one_interval_and_a_rate_is_not_negative() -> None:
+    n = 40
+    common = {"patterns": [16] * n, "pairs": [400] * n} | scales(static=[14, 13] * 20, **{"chance moving": [0] * n})
+    found = results_of("toy-ar", **common, **scales(moving=[0] * n, moves=[0] * n))
+    none = fig4_moving.share(found, "toy-ar", "moving")
+    assert none.low == 0.0 < none.high < 0.03  # of 40 prompts alone Wilson's bound is 0.09
+    assert fig4_moving.chance(found, "toy-ar", "sums") == none
+    assert fig4_moving._rate(found, "toy-ar", "moves", "sums") == f"0.0 [0.0, {100 * none.high:.1f}]"
+    # Of two networks one moves: Student's interval over both reaches below 0.
+    records = [
+        Record({"model": "toy", "start": 0, "network": each}, common | scales(moves=[2 * each] * n), 0.0)
+        for each in (0, 1)
+    ]
+    assert fig4_moving._rate(finished_run({"settings": {}}, records), "toy", "moves", "sums").startswith(
+        "0.2 [0.0, "
+    )
+
+
 @pytest.mark.parametrize(("right", "verdicts"), [(6, ("agrees", "disagrees")), (2, ("disagrees", "agrees"))])
 def test_direction_of_the_drift_in_each_order(right: int, verdicts: tuple[str, str]) -> None:
     n = 20
