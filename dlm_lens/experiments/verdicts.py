@@ -70,6 +70,18 @@ def all_of(*judged: Judged) -> Judged:
     return Judged("agrees" if agrees else "undecided", None if None in ps else max(p for p in ps if p is not None))
 
 
+def only_with(judged: Judged, effect: Verdict, further: Sequence[Judged]) -> Judged:
+    """A verdict of which `effect` holds only if all further comparisons agree, and there is one; else "undecided".
+
+    p of `effect` is then the largest of all (an intersection-union test). Other verdicts stay as they are.
+    """
+    if judged.verdict != effect:
+        return judged
+    known = [one.p for one in (judged, *further) if one.p is not None]
+    holds = bool(further) and all(one.verdict == "agrees" for one in further)
+    return Judged(effect if holds else "undecided", max(known, default=None))
+
+
 def _judged(agrees: bool, disagrees: bool, p: float | None) -> Judged:
     return Judged("agrees" if agrees else "disagrees" if disagrees else "undecided", p)
 

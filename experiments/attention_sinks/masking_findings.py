@@ -1,6 +1,6 @@
 """Findings of Table 1: exact match, differences paired by network and prompt, and verdicts against the paper."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import mean
 from typing import Any
 
@@ -17,7 +17,7 @@ from dlm_lens.experiments.experiment import Finding
 from dlm_lens.experiments.intervals import Interval, unpaired_difference
 from dlm_lens.experiments.model_settings import settings_of
 from dlm_lens.experiments.results import Results
-from dlm_lens.experiments.verdicts import Judged, Verdict, is_above, is_below, is_within
+from dlm_lens.experiments.verdicts import Judged, Verdict, is_above, is_below, is_within, only_with
 
 LOSS = -0.05
 """The change of exact match that still counts as "less than 1%": the largest loss by one sink in Table 1 is 0.03,
@@ -137,7 +137,7 @@ def _against(results: Results, model: str, other: str, reading: Mapping[str, Any
     return Finding.of(
         "DLMs lose less than an AR model: 0.01 to 0.03 against 0.83 on GSM8K",
         f"one sink {_reading(reading)}: {model} {ours}, {other} {theirs}; difference {more}",
-        _only_with(is_above(more, 0.0), "agrees", beyond),
+        only_with(is_above(more, 0.0), "agrees", beyond),
         "agreement: a difference above 0, and above that of each control",
         "; ".join(f"{CONTROLS[choose]}: difference {null}" for choose, null in nulls.items()),
     )
@@ -186,16 +186,7 @@ def _beyond_controls(
     """A verdict that sinks matter only where hiding them costs more than hiding the columns of each control."""
     found = controls_of(results, model, columns, reading)
     beyond = [is_below(against_control(results, model, columns, choose, **reading), 0.0) for choose in found]
-    return _only_with(judged, effect, beyond)
-
-
-def _only_with(judged: Judged, effect: Verdict, beyond: Sequence[Judged]) -> Judged:
-    """The verdict `effect` holds only if all comparisons with a null agree, and there is one; p is the largest."""
-    if judged.verdict != effect:
-        return judged
-    known = [one.p for one in (judged, *beyond) if one.p is not None]
-    holds = bool(beyond) and all(one.verdict == "agrees" for one in beyond)
-    return Judged(effect if holds else "undecided", max(known, default=None))
+    return only_with(judged, effect, beyond)
 
 
 def _controls(results: Results, model: str, columns: int, reading: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.one_token import recorded_runs
 from dlm_lens.experiments.one_token.recorded_runs import by_network, items, over, title
 from dlm_lens.experiments.results import Item, Results, Settings
-from dlm_lens.experiments.verdicts import Judged, is_below
+from dlm_lens.experiments.verdicts import is_below, only_with
 from dlm_lens.printable import counted
 from dlm_lens.recording import LayerStep, PatternReducer
 
@@ -277,9 +277,7 @@ def findings(results: Results, model: str) -> Iterator[Finding]:
     rho, other = (by_network(results, model, name) for name in ("correlation", "correlation_count"))
     apart = over(mean_known(rho) - mean_known(other))
     own, null = over(mean_known(rho)), over(mean_known(other))
-    judged = is_below(apart, 0.0)
-    if judged.verdict == "agrees" and not own.high < 0:
-        judged = Judged("undecided", judged.p)
+    judged = only_with(is_below(apart, 0.0), "agrees", [is_below(own, 0.0)])
     yield Finding.of(
         "attending mainly to low-norm values makes the update small (after Eq. 22)",
         f"{of}: rank correlation of a query's attention to sinks with ||z|| / ||h|| {own}; minus that of random "

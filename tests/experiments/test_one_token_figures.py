@@ -15,9 +15,10 @@ from dlm_lens.experiments.attention_sinks.recorded_runs import head_pattern
 from dlm_lens.experiments.intervals import Interval, over_networks
 from dlm_lens.experiments.one_token import figure1, figure3, noop_bound
 from dlm_lens.experiments.one_token.page import RESULTS, twins_line
-from dlm_lens.experiments.one_token.recorded_runs import conversion
+from dlm_lens.experiments.one_token.recorded_runs import conversion, over
 from dlm_lens.experiments.rendering import load_results
 from dlm_lens.experiments.results import Record, Results
+from dlm_lens.experiments.verdicts import p_value
 from dlm_lens.recording import AttentionPattern, ResidualNorm, UpdateNorm, rerun
 
 PROMPTS = ["tom has 2 cups . bob has 3 more . how many ? a :", "how many ? a :"]
@@ -239,6 +240,21 @@ def test_no_op_verdicts_of_planted_sums(short: float, correlation: float, verdic
     assert noop_bound.per_attention(results, "toy", "bound").value == pytest.approx(short)
     assert noop_bound.per_attention(results, "toy", "bound", 2).value == pytest.approx(short)
     assert [one.verdict for one in noop_bound.render(results).findings] == verdicts
+
+
+def test_the_p_value_of_a_claim_of_two_parts_is_that_of_the_weaker_one() -> None:
+    """The correlation is just below 0, its difference to random keys far below: p is that of the correlation."""
+    results = noop_results(0.25, -0.5)
+    value = dict(results.records[0].value)
+    value["correlation"] = [[-0.08] * 4, [0.0] * 4] * 6
+    value["correlation_count"] = [[0.5] * 4] * 12
+    planted = Results(results.config, [Record(results.records[0].item, value, 1.0)])
+    *_, found = noop_bound.findings(planted, "toy")
+    own = p_value(over(noop_bound.mean_known(noop_bound.by_network(planted, "toy", "correlation"))), 0.0)
+    assert found.verdict == "agrees"
+    assert found.p == own
+    assert own is not None
+    assert 1e-6 < own < 0.05
 
 
 def test_heads_are_drawn_by_layer_or_by_thirds() -> None:

@@ -15,6 +15,7 @@ from dlm_lens.experiments.verdicts import (
     is_above,
     is_below,
     is_within,
+    only_with,
     p_value,
 )
 
@@ -86,3 +87,12 @@ def test_all_of_several_parts() -> None:
     assert all_of(yes, no, open_) == ("disagrees", pytest.approx(0.06))
     assert all_of(yes, Judged("agrees")) == ("agrees", None)
     assert all_of(Judged("disagrees", 0.9), yes).p == 1.0
+
+
+def test_a_verdict_holds_only_with_all_further_comparisons() -> None:
+    yes, open_ = Judged("agrees", 0.01), Judged("undecided", 0.3)
+    assert only_with(yes, "agrees", [Judged("agrees", 0.04), Judged("agrees", 0.02)]) == ("agrees", 0.04)
+    assert only_with(yes, "agrees", [open_]) == ("undecided", 0.3)
+    assert only_with(yes, "agrees", [Judged("disagrees", 0.2)]) == ("undecided", 0.2)
+    assert only_with(yes, "agrees", []) == ("undecided", 0.01)
+    assert only_with(yes, "disagrees", [open_]) == yes
