@@ -10,13 +10,14 @@ import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Annotated, Any
 
 import torch
 import typer
 
 import dlm_lens
+from dlm_lens.experiments import intervals
 from experiments.toy.corpus import TEST_SEED, Corpus, HeldOut, build_corpus, held_out
 from experiments.toy.evaluate import answers
 from experiments.toy.language import is_correct
@@ -27,8 +28,6 @@ from experiments.toy.train import RECORD_FILE, Settings, train
 VARIANTS = ("toy", "toy-sink", "toy-gated")
 RESULTS = Path(__file__).parent / "results" / "seeds.json"
 LAST_POINTS = 4
-# Two-sided 95% quantiles of Student's t by degrees of freedom, for the mean of up to ten paired differences.
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def measure(directory: Path, tests: dict[str, HeldOut], prompts: int = 16) -> dict[str, Any]:
@@ -60,10 +59,7 @@ def paired(results: dict[str, dict[str, Any]], variant: str, seeds: list[int]) -
 
 def over_seeds(values: list[float], digits: int) -> str:
     """`mean ± half of the 95% interval` over runs (Student's t), the mean alone for a single run."""
-    if len(values) < 2:
-        return f"{mean(values):.{digits}f}"
-    half = STUDENT[len(values) - 1] * stdev(values) / len(values) ** 0.5
-    return f"{mean(values):.{digits}f} ± {half:.{digits}f}"
+    return intervals.plus_minus(intervals.over_seeds(values), digits)
 
 
 def table(results: dict[str, dict[str, Any]], seeds: list[int], steps: int) -> str:

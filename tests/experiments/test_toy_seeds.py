@@ -12,6 +12,8 @@ def test_intervals_are_student_s_over_seeds() -> None:
     # Mean 2, standard deviation 1, n = 3: 4.303 / sqrt(3) = 2.484.
     assert over_seeds([1.0, 2.0, 3.0], 3) == "2.000 ± 2.484"
     assert over_seeds([0.25], 2) == "0.25"
+    # Eleven seeds, standard deviation 0.5222: 2.228 * 0.5222 / sqrt(11) = 0.351.
+    assert over_seeds([0.0] * 5 + [1.0] * 6, 2) == "0.55 ± 0.35"
 
 
 def test_differences_are_paired_by_seed() -> None:
