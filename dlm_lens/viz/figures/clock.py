@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import DenoisingClock, denoising_clock
+from dlm_lens.viz.figures.bands import draw_band
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
@@ -108,7 +109,7 @@ def _draw_layers(axes: Axes, clock: DenoisingClock, name: str, untrained: Denois
         layers, [one.value for one in found], style, color=colour, markersize=4, linewidth=1.4, label=name, gid=name
     )
     low, high = ([getattr(one, end) for one in found] for end in ("low", "high"))
-    axes.fill_between(layers, low, high, color=colour, alpha=0.18, linewidth=0)
+    draw_band(axes, layers, low, high, colour=colour, alpha=0.18)
     null = [max(clock.reading.null(name, layer), default=np.nan) for layer in layers]
     axes.plot(layers, null, color=NULL, linewidth=1, gid=f"{name} null")
     if untrained is not None:

@@ -11,6 +11,7 @@ from dlm_lens.printable import counted
 from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
 from dlm_lens.recording.recording import as_recording
+from dlm_lens.viz.figures.bands import draw_band
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 
@@ -112,7 +113,7 @@ def insertion_by_step(
         style = STYLES[list(COLOURS).index(name)]
         axes.plot(numbers, values, style, color=COLOURS[name], label=NAMES[name], gid=name, **THIN)
         low, high = [one.low for one in found], [one.high for one in found]
-        axes.fill_between(numbers, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
+        draw_band(axes, numbers, low, high, colour=COLOURS[name])
     axes.axhline(0.0, color="0.6", linewidth=0.8, linestyle="--")
     axes.set_xlabel("step", fontsize=8)
     whole_ticks(axes.xaxis)

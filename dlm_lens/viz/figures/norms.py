@@ -8,6 +8,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import ValueNorms, value_norms
+from dlm_lens.viz.figures.bands import draw_band
 from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
@@ -92,7 +93,10 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
         layer = profile["layer"].to_numpy()
         axes.plot(layer, profile[name], style, color=colour, markersize=4, linewidth=1.4, label=label, gid=name)
         low, high = profile[f"{name}_low"], profile[f"{name}_high"]
-        axes.fill_between(layer, low, high, color=colour, alpha=0.2, linewidth=0)
+        if name == "share":
+            # As in score_distribution: no interval of a few prompts where no key is a sink.
+            low, high = (ends.where(profile["sinks"] > 0) for ends in (low, high))
+        draw_band(axes, layer, low, high, colour=colour)
     panels[0].set_ylabel("mean value norm", fontsize=8)
     panels[0].legend(fontsize=7, frameon=False)
     if shares:
@@ -108,7 +112,7 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
         *([title] if title else []),
         f"Value norms per layer, {_drawn_formula(norms)}",
         f"sinks: {norms.rule}",
-        "scale of the right: share of all counted attention" if shares else "",
+        "scale of the right: share of the attention of all queries" if shares else "",
         f"n = {counted(norms.found, 'sink')}, {counted(norms.mean_sink.prompts, 'prompt')}, all steps",
     ]
     figure.suptitle(

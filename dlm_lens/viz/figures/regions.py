@@ -18,6 +18,7 @@ from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
+from dlm_lens.viz.figures.bands import draw_band
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, numbered, region_words, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
@@ -202,7 +203,7 @@ def _line(axes: Axes, recording: Recording, mass: Float[Tensor, "step batch"], n
     # Where there are no keys of the region, no other sequence would have any: a band up to the bound of so few
     # sequences (66% of two) would say that the share may be large.
     if np.where(there, values, 0.0).max() >= EMPTY:
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        draw_band(axes, x, low, high, colour=colour, alpha=0.15)
 
 
 def _alone(values: NDArray[np.float64], mark: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from matplotlib.patches import Patch
 
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.probes import RemaskSensitivity
+from dlm_lens.viz.figures.bands import draw_band
 from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.commitment import MOST_LABELS
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
@@ -96,7 +97,7 @@ def _draw_shares(axes: Axes, found: RemaskSensitivity) -> None:
         each = np.array([[np.nan if one is None else getattr(one, end) for end in ends] for one in means])
         steps = _numbers(found)
         axes.plot(steps, each[:, 0], style, color=colour, markersize=3, label=label, gid=name)
-        axes.fill_between(steps, each[:, 1], each[:, 2], color=colour, alpha=0.15, linewidth=0)
+        draw_band(axes, steps, each[:, 1], each[:, 2], colour=colour, alpha=0.15)
     axes.set_ylim(-0.02, 1.05)
     whole_ticks(axes.xaxis)
     axes.tick_params(labelsize=7)
