@@ -11,7 +11,8 @@ from torch import Tensor
 from dlm_lens.arguments import is_whole
 from dlm_lens.attention import HookLike
 from dlm_lens.printable import shown
-from dlm_lens.recording import AttentionPattern, ValueNorm, rerun
+from dlm_lens.recording import AttentionPattern, QueryClass, ValueNorm, rerun
+from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.shapes import check_shapes
@@ -53,6 +54,8 @@ class Snapshot:
         hooks: under which the pattern was computed.
         padding_keys: how many padding positions every query attends to (a reference's quirk), which are no keys
             here but have a share in the attention that is expected of a key.
+        counted: the queries that `received` counts; None for all that are computed.
+        queries: their class.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -74,6 +77,8 @@ class Snapshot:
     uniform_noise: bool = False
     hooks: tuple[str, ...] = ()
     padding_keys: int = 0
+    counted: Bool[Tensor, "query"] | None = None
+    queries: QueryClass = "all"
 
     def __post_init__(self) -> None:
         check_shapes(self, key=len(self.tokens), query=len(self.tokens))
@@ -83,17 +88,25 @@ class Snapshot:
             )
 
     def received(self) -> Received:
-        """Received attention of every head, relative to uniform; the learned sinks' own rows do not count."""
+        """Received attention of every head from the counted queries, relative to uniform.
+
+        The learned sinks' own rows do not count.
+        """
         visible = self.visible[: len(self.positions)]
         pattern, computed = self.pattern[:, : len(self.positions)], visible.any(-1)
         # Attention to padding counts in e_j; its keys have no score.
         there = (..., slice(len(self.tokens)))
         visible = torch.cat([visible, computed[:, None].expand(-1, self.padding_keys)], 1)
         pattern = torch.nn.functional.pad(pattern, (0, self.padding_keys))
-        found = received_from_pattern(pattern, dims=("head",), visible=visible, queries=computed, check_rows=False)
+        counted = computed if self.counted is None else computed & self.counted[: len(self.positions)]
+        found = received_from_pattern(pattern, dims=("head",), visible=visible, queries=counted, check_rows=False)
         assert found.viewers is not None
         return replace(
-            found, values=found.values[there], expected=found.expected[there], viewers=found.viewers[there]
+            found,
+            values=found.values[there],
+            expected=found.expected[there],
+            viewers=found.viewers[there],
+            queries=self.queries,
         )
 
     @property
@@ -113,18 +126,27 @@ class Snapshot:
 
 
 def snapshot(
-    model: Any, run: DenoisingRun, *, step: int, layer: int, row: int = 0, hooks: Sequence[HookLike] = ()
+    model: Any,
+    run: DenoisingRun,
+    *,
+    step: int,
+    layer: int,
+    row: int = 0,
+    hooks: Sequence[HookLike] = (),
+    queries: QueryClass = "all",
 ) -> Snapshot:
     """Run the model on the canvas that a step saw, and keep one layer's pattern and value norms.
 
     `step` is its number in the whole run, also where `run` is a part of it; `row` is its index in `run`. Under
-    `hooks` the pattern is the one that they leave, with the steps before run first as in `rerun`.
+    `hooks` the pattern is the one that they leave, with the steps before run first as in `rerun`. `queries` are
+    those that its received attention counts.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a step, layer or row that does not exist, or a run of another model.
+        ValueError: a step, layer, row or class of queries that does not exist, or a run of another model.
     """
     check_run(run)
+    queries = checked_class(queries, "attention")
     for name, index, numbers in (("step", step, run.step_numbers), ("row", row, range(len(run.tokens)))):
         if not is_whole(index) or index not in numbers:
             raise ValueError(f"{name} {shown(index)} of {len(numbers)}: {name}s {numbers_in_words(numbers)}")
@@ -162,4 +184,6 @@ def snapshot(
         tokenizer=recording.run.tokenizer,
         hooks=recording.hooks or (),
         padding_keys=int((facts.visible & ~facts.valid)[0, 0].sum()),
+        counted=torch.nn.functional.pad(facts.queries(queries)[0, 0], (0, recording.sinks))[keys],
+        queries=queries,
     )

@@ -102,6 +102,33 @@ def test_scores_of_a_snapshot_are_those_of_the_run(family):
         assert found.isfinite().any()
 
 
+@pytest.mark.parametrize("family", ["llada", "sink_qwen", "modernbert"])
+def test_scores_of_a_snapshot_are_those_of_its_class_of_queries(family):
+    network = tiny(family)
+    classes = ("all", "masked", "prompt")
+    reducers = [dl.ReceivedAttention(classes, min_viewers=1)]
+    texts = [[5, 9, 14, 3, 20, 6, 7, 30, 31], [7, 8, 9, 1]]
+    rec = dl.record(network, texts, reducers, steps=4, gen_length=12, block_length=12)
+    for queries in classes:
+        shot = snapshot(network, rec.run, step=1, layer=1, row=1, queries=queries)
+        keys = torch.tensor([*shot.positions, *range(rec.run.tokens.shape[1], rec.sizes["key"])])
+        wanted = received_of(rec, queries)
+        scores = wanted.values[1, 1, 1][:, keys]
+        few = (wanted.viewers[1, 1].squeeze(1)[-1] < shot.received().min_viewers)[keys]
+        found = shot.received().values[0, 0, 0]
+        torch.testing.assert_close(found, scores.masked_fill(few, torch.nan), equal_nan=True, rtol=1e-4, atol=1e-5)
+        assert shot.received().queries == queries
+        assert int(shot.received().counted) == int(wanted.counted[1, 1])
+    settings = {"steps": [1], "layer": 1, "head": None, "row": 1, "detector": TopK(2)}
+    figure = dl.viz.attention_maps(network, rec.run, queries="open", **settings)
+    shot = snapshot(network, rec.run, step=1, layer=1, row=1, queries="masked")
+    drawn = [int(x) for name in ("sink", "sinks") for x, _ in marks(figure.axes[0], name)]
+    assert drawn == shot.sinks_of(TopK(2), None)
+    assert "queries: masked" in figure.get_suptitle().replace("\n", " ")
+    with pytest.raises(ValueError, match="the classes of queries are all, masked"):
+        dl.viz.attention_maps(network, rec.run, queries="masks", **settings)
+
+
 def test_value_norms_of_a_snapshot_are_the_recorded_ones(model, recording):
     shot = snapshot(model, recording.run, step=2, layer=1, row=1)
     # [kv_head, key]; two query heads share a value.

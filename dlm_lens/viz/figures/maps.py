@@ -18,6 +18,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import HookLike
 from dlm_lens.printable import counted
+from dlm_lens.recording import QueryClass
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.sinks.detectors.base import as_detector
@@ -47,6 +48,7 @@ def attention_maps(
     row: int = 0,
     hooks: Sequence[HookLike] = (),
     detector: Detector | str | None = None,
+    queries: QueryClass = "all",
     title: str = "",
 ) -> Figure:
     """Attention A_ij of query i (down) on key j (across) at a few steps side by side, with the sinks marked.
@@ -65,17 +67,20 @@ def attention_maps(
         row: index of the sequence in the batch.
         hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         detector: the rule of the marked sinks, on this map's scores; `AboveMean(3.0)`, Eq. 3, by default.
+        queries: which queries count in these scores; the map shows all.
         title: the beginning of the caption, such as the model's name.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: no step or too many; a step, layer, head or row that the run does not have.
+        ValueError: no step or too many; a step, layer, head or row that the run does not have; an unknown class of
+            queries.
     """
     chosen = listed_steps(steps)
     if not 1 <= len(chosen) <= MOST_MAPS:
         raise ValueError(f"{len(chosen)} steps; give one to {MOST_MAPS}")
     rule = AboveMean(3.0) if detector is None else as_detector(detector)
-    shots = [snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks) for step in chosen]
+    place: dict[str, Any] = {"layer": layer, "row": row, "hooks": hooks, "queries": queries}
+    shots = [snapshot(model, run, step=step, **place) for step in chosen]
     heads = shots[0].pattern.shape[0]
     maps = [_of_head(shot, head, heads) for shot in shots]
     width = 1.4 + 4.1 * len(shots)
@@ -106,7 +111,7 @@ def attention_maps(
         "Attention maps",
         level,
         *([f"under {', '.join(shots[0].hooks)}"] if shots[0].hooks else []),
-        f"rule: {rule}; scale: {shots[0].received().read(rule.quantity)[1]}",
+        f"rule: {rule}; scale: {shots[0].received().read(rule.quantity)[1]}; queries: {shots[0].queries}",
         f"{' / '.join(counts)}, n = 1 sequence (row {row_number(run, row)})",
     ]
     figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
@@ -116,7 +121,7 @@ def attention_maps(
 @plot(
     "attention-maps",
     "patterns at a few steps with the sinks marked (Figures 4, 6, 8); runs the model",
-    options=("layer", "head", "row", "steps", "pick", "detector", "hooks", "model"),
+    options=("layer", "head", "row", "steps", "pick", "detector", "queries", "hooks", "model"),
 )
 def _draw(options: PlotOptions) -> Figure:
     layer, (_, head) = options.one_layer(), options.place()
@@ -130,6 +135,7 @@ def _draw(options: PlotOptions) -> Figure:
         row=options.row,
         hooks=options.interventions,
         detector=options.rule,
+        queries=options.queries,
         title=options.name,
     )
 
