@@ -56,8 +56,8 @@ def plot_command(
 ) -> None:
     """Draw one picture of a recording, or list the pictures.
 
-    A picture of one head shows the head whose main sink scores highest on average, unless --layer and --head or
-    --pick choose another one.
+    A picture of one head shows the head whose main sink scores highest in the row, on average over steps, unless
+    --layer and --head or --pick choose another one.
     """
     if name == "list":
         _list_plots(as_json)

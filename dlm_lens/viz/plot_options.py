@@ -75,7 +75,7 @@ class PlotOptions:
         row: index of the sequence.
         steps: the given steps; empty if not given.
         position: the given position, counted from the prompt's first token.
-        pick: which head where none is given: the "strongest", or the one whose sinks are "moving" most.
+        pick: which head of the row where none is given: the "strongest", or the one whose sinks are "moving" most.
         detector: the rule that finds sinks; None for `AboveMean(3.0)`.
         queries: which queries count in received attention.
         level: whose patterns are judged, in pictures of all heads: head, layer (mean over heads) or model.
@@ -106,8 +106,8 @@ class PlotOptions:
         default="strongest",
         metadata=_option(
             partial(one_of, allowed=PICKS),
-            "The head to draw without --layer and --head: strongest (highest score of its main sink, mean over "
-            "steps; the default) or moving (most moves of its sinks).",
+            "The head to draw without --layer and --head: strongest (highest score of its main sink in the row, "
+            "mean over steps; the default) or moving (most moves of its sinks there).",
         ),
     )
     detector: "DetectorText | None" = field(
@@ -243,7 +243,7 @@ class PlotOptions:
             return self.layer_and_head
         received = self.received if received is None else received
         if self.pick == "strongest":
-            return strongest(received)
+            return strongest(received, self.row)
         return most_moving(trajectories(received, self.rule), self.row)
 
     def one_layer(self) -> int:

@@ -200,8 +200,19 @@ def _slice(name: str, index: int, indices: Sequence[int]) -> slice:
     return slice(place, place + 1)
 
 
-def strongest(received: Received) -> tuple[int, int]:
-    """Layer and head with the highest mean (over steps and sequences) of the largest score."""
+def strongest(received: Received, row: int | None = None) -> tuple[int, int]:
+    """Layer and head with the highest mean (over steps and sequences) of the largest score.
+
+    Args:
+        received: at the level of heads.
+        row: index of the sequence whose steps count; None for all.
+
+    Raises:
+        ValueError: an unknown row.
+    """
+    if row is not None:
+        place = index_of("row", row, range(received.values.shape[1]))
+        received = received.part(rows=slice(place, place + 1))
     peak = received.values.nan_to_num(nan=-torch.inf).amax(-1)
     mean = torch.where(peak.isfinite(), peak, torch.nan).nanmean((0, 1)).nan_to_num(nan=-torch.inf)
     layer, head = divmod(int(mean.argmax()), mean.shape[1])

@@ -82,9 +82,9 @@ def test_the_head_is_the_strongest_one_unless_told(files):
     recording = Recording.load(files / "rec")
     options = PlotOptions({"rec": recording})
     layer, head = options.place()
-    best = recording.received.nan_to_num(nan=0).amax(-1).mean((0, 1))
+    best = recording.received[:, 0].nan_to_num(nan=0).amax(-1).mean(0)
     assert best[layer, head] == best.max()
-    assert strongest(options.received) == (layer, head)
+    assert strongest(options.received, 0) == (layer, head)
     assert PlotOptions({"rec": recording}, layer="mean", head="mean").place() == (None, None)
     assert PlotOptions({"rec": recording}, layer=1).place() == (1, None)
     assert find_sinks(options.received, options.rule).detector.eps == 3.0
@@ -96,10 +96,22 @@ def test_a_head_picked_in_some_recorded_heads_is_that_head_of_the_model(files):
     recording = Recording.load(files / "rec")
     for heads in ([1, 3], [2], [3, 0]):
         options = PlotOptions({"rec": recording.select(head=heads)})
-        values = recording.received.nan_to_num(nan=0).amax(-1).mean((0, 1))[:, heads]
+        values = recording.received[:, 0].nan_to_num(nan=0).amax(-1).mean(0)[:, heads]
         layer, place = divmod(int(values.argmax()), len(heads))
         assert options.one_head() == options.place() == (layer, heads[place])
         assert PlotOptions(options.recordings, layer=1, head=3).one_head() == (1, 3)
+
+
+def test_the_strongest_head_is_that_of_the_row(files):
+    recording = Recording.load(files / "rec")
+    values = recording.received.clone()
+    values[:, 1, 1, 2] += 5  # of row 1 alone, where no other key has as much
+    values[:, 0, 0, 3] += 9
+    planted = replace(recording, arrays={**recording.arrays, "received": values})
+    assert [PlotOptions({"rec": planted}, row=row).place() for row in (0, 1)] == [(0, 3), (1, 2)]
+    assert strongest(received_of(planted)) == (0, 3)
+    with pytest.raises(ValueError, match="row 2 is not among the rows 0, 1"):
+        PlotOptions({"rec": planted}, row=2).place()
 
 
 @pytest.mark.parametrize("kind", [name for name, one in plots().items() if "queries" in one.options])
@@ -109,7 +121,7 @@ def test_pictures_are_of_the_queries_and_the_level_that_are_given(files, kind):
     masked = received_of(recording, "masked")
     options = PlotOptions({"rec": recording}, queries="masked", detector=parse_detector("above-mean:0.3"))
     assert torch.equal(options.received.values.nan_to_num(nan=-1), masked.values.nan_to_num(nan=-1))
-    assert options.place() == strongest(masked)
+    assert options.place() == strongest(masked, 0)
     levels = ("head", "layer") if "level" in plots()[kind].options else ("head",)
     for level in levels:
         given = replace(options, level=level)
