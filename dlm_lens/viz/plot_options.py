@@ -272,11 +272,15 @@ class PlotOptions:
         """The number of the one step that is given; the middle of the row's steps by default.
 
         Raises:
-            ValueError: several are given, or one that the row did not run.
+            ValueError: several are given, or one that the row did not run, or it ran none of this part's.
         """
+        from dlm_lens.viz.selection import over_before
+
         if len(self.steps) > 1:
             raise ValueError(f"this picture is of one step, not of {', '.join(map(str, self.steps))}")
         ran = self.run.step_numbers[: self.row_steps]
+        if not ran:
+            raise ValueError(over_before(self.row))
         step = self.steps[0] if self.steps else ran[len(ran) // 2]
         if step not in ran:
             raise ValueError(f"step {step}: the steps of row {self.row} go from {ran[0]} to {ran[-1]}")

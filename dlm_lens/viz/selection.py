@@ -100,6 +100,11 @@ def row_number(given: Any, row: int) -> int:
     return int(numbers[row]) if is_whole(row) and 0 <= row < len(numbers) else row
 
 
+def over_before(row: int) -> str:
+    """The sentence for a row that had ended before the first step of a part of a run."""
+    return f"row {row} was over before the first of these steps; give another row, or earlier steps"
+
+
 def as_received(given: Any, queries: QueryClass = "all") -> Received:
     """A `Received` as it is, or the received attention of these queries of a `Recording`.
 

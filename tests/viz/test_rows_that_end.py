@@ -17,6 +17,7 @@ from dlm_lens.probes import replay as replayed
 from dlm_lens.recording import Recording
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.testing import tiny
+from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.reporting.data import Subject, content_of
 
 RULE = dl.AboveMean(0.2)
@@ -56,6 +57,12 @@ def test_a_report_of_a_row_that_was_over_says_so(ended, tmp_path):
     with pytest.raises(ValueError, match="row 0 was over before the first of these steps; give another row"):
         dl.viz.report(later, tmp_path / "report.html")
     assert dl.viz.report(later, tmp_path / "report.html", row=1).is_file()
+    # Pictures that choose a step said "tuple index out of range", and divided by zero.
+    for draw in (lambda row: PlotOptions({"later": later}, row=row).step(),
+                 lambda row: dl.viz.emerging_text(later.run, row=row)):  # fmt: skip
+        with pytest.raises(ValueError, match="row 0 was over before the first of these steps; give another row"):
+            draw(0)
+        assert draw(1)
 
 
 def test_e_j_of_the_block_is_that_of_the_row(ended):

@@ -176,6 +176,11 @@ def test_figures_of_a_run_name_its_row_in_the_whole(tmp_path: Path) -> None:
         for figure in figures:
             assert "(row 1)" in (figure.get_suptitle().replace("\n", " ") or titled(figure))
         assert "(row 2)" in titled(viz.attribution_map(effects, row=0))
+        heads = viz.attention_heads(run, model, step=0, layer=0)
+        one = viz.attention_pattern(run, model, step=0, layer=0, head=1, row=1)
+        assert "; sequence 2; " in heads.sentences[0]
+        assert "; sequence 1; " in one.sentences[0]
+        assert ", sequence 2. " in viz.emerging_text(run).sentences[0]
 
 
 def sentences(text: str) -> list[str]:

@@ -21,7 +21,7 @@ from dlm_lens.sinks.received import MERGED
 from dlm_lens.viz.reporting.packing import Pack, narrow, packed
 from dlm_lens.viz.reporting.rules import kinds_of, stored_rules
 from dlm_lens.viz.reporting.score_precision import PRECISIONS, Scores
-from dlm_lens.viz.selection import as_received, row_number
+from dlm_lens.viz.selection import as_received, over_before, row_number
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def _check(received: Received, run: DenoisingRun, row: int) -> None:
     if not is_whole(row) or not 0 <= row < batch:
         raise ValueError(f"row {shown(row)} of {batch}; rows go from 0 to {batch - 1}")
     if not int(run.row_steps[row]):
-        raise ValueError(f"row {row} was over before the first of these steps; give another row, or earlier steps")
+        raise ValueError(over_before(row))
     if received.values[:, row].numel() > MOST:
         raise ValueError(
             f"{received.values[:, row].numel():,} scores are more than a browser can hold ({MOST:,}); take a part, "

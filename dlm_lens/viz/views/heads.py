@@ -14,7 +14,7 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.viz.attention_snapshot import Snapshot, rows_sum, snapshot
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import index_of
+from dlm_lens.viz.selection import index_of, row_number
 from dlm_lens.viz.sink_tracks import row_blocks
 from dlm_lens.viz.views.view import Piece, View, rounded, web_labels
 
@@ -59,7 +59,7 @@ def attention_heads(
     names = [f"head {head}" for head in range(len(shot.pattern))]
     props = _props(shot, shot.pattern, kept) | {"attentionHeadNames": names}
     scale = _scale(f"attention A_ij, {rows_sum(shot)}", props)
-    about = (_where(shot, "level: head"), scale, *_numbering(shot, kept), *cropped)
+    about = (_where(shot, run, "level: head"), scale, *_numbering(shot, kept), *cropped)
     return View(f"Attention heads of layer {shot.layer} at step {step}", about, (Piece("AttentionHeads", props),))
 
 
@@ -171,7 +171,8 @@ def _one_head(
     place = index_of("head", head, range(len(values)))
     kept, cropped = _cropped(shot, run, positions, 1, sums=sums)
     props = _props(shot, values[place], kept) | {"showAxisLabels": True}
-    about = (_where(shot, f"level: head (head {head})"), _scale(unit, props), *_numbering(shot, kept), *cropped)
+    where = _where(shot, run, f"level: head (head {head})")
+    about = (where, _scale(unit, props), *_numbering(shot, kept), *cropped)
     title = f"{name} of layer {shot.layer}, head {head} at step {shot.step}"
     return View(title, about, (Piece("AttentionPattern", props),))
 
@@ -243,11 +244,13 @@ def _scale(unit: str, props: dict[str, Any]) -> str:
     return f"scale: {unit}; white is 0, the darkest {props['maxValue']:.3g}"
 
 
-def _where(shot: Snapshot, level: str) -> str:
+def _where(shot: Snapshot, run: DenoisingRun, level: str) -> str:
+    """Level, layer, step and row in words; `shot.row` is an index in `run`, which may be a part."""
     learned = f", and {counted(shot.sinks, 'learned sink token')} after them" if shot.sinks else ""
     masked, word = int(shot.masked.sum()), "open" if shot.uniform_noise else "masked"
     under = f" Under {', '.join(shot.hooks)}." if shot.hooks else ""
     return (
-        f"{level}; layer {shot.layer}; step {shot.step}; sequence {shot.row}; {len(shot.positions)} positions, "
-        f"{masked} of them {word}{learned}.{under} Rows (destination) are queries, columns (source) keys."
+        f"{level}; layer {shot.layer}; step {shot.step}; sequence {row_number(run, shot.row)}; "
+        f"{len(shot.positions)} positions, {masked} of them {word}{learned}.{under} Rows (destination) are "
+        "queries, columns (source) keys."
     )

@@ -17,7 +17,7 @@ from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import as_received, choose, index_of, step_places
+from dlm_lens.viz.selection import as_received, choose, index_of, over_before, row_number, step_places
 from dlm_lens.viz.views.view import Piece, View, rounded, web_labels
 
 TOKENS = 4096
@@ -110,10 +110,12 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
-        ValueError: a row or step that the run does not have.
+        ValueError: a row or step that the run does not have, or a row that was over before the steps of a part.
     """
     check_run(run)
     index_of("row", row, range(len(run.tokens)))
+    if steps is None and not int(run.row_steps[row]):
+        raise ValueError(over_before(row))
     chosen = _steps(steps, run.step_numbers, int(run.row_steps[row]))
     content, cropped = _last_positions(run.attention_mask[row].nonzero().flatten(), len(chosen))
     pieces, before, last = [], run.masked[0, row, content], 0
@@ -131,8 +133,8 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         before = masked
     word = "open" if run.uniform_noise else "masked"
     about = (
-        f"{counted(run.steps, 'step')}, sequence {row}. {MASK} is {word}; green was decoded since the previous "
-        "line.",
+        f"{counted(run.steps, 'step')}, sequence {row_number(run, row)}. {MASK} is {word}; green was decoded "
+        "since the previous line.",
         *([f"{REVISED} (red) was rewritten since the previous line."] if bool(run.revised[:, row].any()) else []),
         *cropped,
     )
