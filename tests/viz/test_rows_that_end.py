@@ -148,10 +148,17 @@ def test_commands_choose_steps_of_the_row(ended, monkeypatch, tmp_path):
     monkeypatch.setattr(
         "dlm_lens.viz.figures.maps.snapshot", _spy("dlm_lens.viz.attention_snapshot.snapshot", seen)
     )
-    for kind in ("attention-maps", "lens-table"):
-        out = tmp_path / f"{kind}.svg"
-        CliRunner().invoke(cli.app, ["plot", kind, str(path), "--row", "0", "-o", str(out)], catch_exceptions=False)
+    rows = []
+    counting = model.model.register_forward_pre_hook(
+        lambda _, args, given: rows.append(len(args[0] if args else given["input_ids"])), with_kwargs=True
+    )
+    for kind, more in (("attention-maps", []), ("lens-table", []), ("lens-table", ["--position", "3"])):
+        out = tmp_path / f"{kind}{len(more)}.svg"
+        told = ["plot", kind, str(path), "--row", "0", *more, "-o", str(out)]
+        CliRunner().invoke(cli.app, told, catch_exceptions=False)
         assert out.exists()
+    counting.remove()
+    assert set(rows) == {1}  # the other row of the recording does not run
     assert seen["steps"] == [0, 1]  # of steps 0 to 2; of all seven they were 1 and 4
     with pytest.raises(ValueError, match="step 4: the steps of row 0 go from 0 to 2"):
         CliRunner().invoke(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.probes import LogitLens, logit_lens
+from dlm_lens.sampling import DenoisingRun, part_of_run
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.figures.positions import MASKED
@@ -109,15 +110,20 @@ def _draw(options: PlotOptions) -> Figure:
     position = options.canvas_position()
     if position is not None:
         steps = step_places(options.steps, options.run.step_numbers) if options.steps else None
-        lens = logit_lens(options.network, options.run, [position], steps=steps, progress=True)
-        return lens_table(lens, position=position, row=options.row, title=options.name)
+        lens = logit_lens(options.network, _of_row(options), [position], steps=steps, progress=True)
+        return lens_table(lens, position=position, title=options.name)
     (step,) = step_places([options.step()], options.run.step_numbers)
     block = range(*row_blocks(options.run, options.row)[step]) or range(*options.run.spans[step])
     # Where states predict the next position, the one before the block predicts its first token.
     before = int(options.run.predicts_next(step, options.network.config))
     positions = range(max(0, block.start - before), block.stop)
-    lens = logit_lens(options.network, options.run, positions, steps=[step], progress=True)
-    return lens_table(lens, step=step, row=options.row, title=options.name)
+    lens = logit_lens(options.network, _of_row(options), positions, steps=[step], progress=True)
+    return lens_table(lens, step=step, title=options.name)
+
+
+def _of_row(options: PlotOptions) -> DenoisingRun:
+    """The run of the drawn row alone: a pass over the others would be for nothing."""
+    return part_of_run(options.run, None, [options.row])
 
 
 def _strip_label(lens: LogitLens, entries: Tensor) -> str:
