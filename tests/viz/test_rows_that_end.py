@@ -243,3 +243,17 @@ def test_region_mass_does_not_lead_across_an_end(ended):
     assert "there are no masked queries" in dl.viz.region_mass(rec).get_suptitle()
     notes = [text.get_text() for text in dl.viz.region_mass(rec, queries=("masked",)).axes[0].texts]
     assert notes == ["no queries"]
+
+
+def test_uniform_attention_does_not_lead_across_an_end():
+    """The share of masked keys of both rows, then of the one that is left."""
+    model = tiny("llada")
+    both = joined([
+        dl.record(model, [prompt], [dl.RegionMass()], steps=steps, gen_length=4, block_length=4)
+        for prompt, steps in (([5, 6], 2), ([7, 8, 9, 10], 4))
+    ])  # fmt: skip
+    masked = dl.viz.region_mass(both).axes[1]
+    (line,) = [one for one in masked.get_lines() if one.get_gid() == "even"]
+    first = [(4 / 6 + 4 / 8) / 2, (2 / 6 + 3 / 8) / 2]
+    assert line.get_ydata().tolist() == pytest.approx([*first, math.nan, 2 / 8, 1 / 8], rel=1e-6, nan_ok=True)
+    assert line.get_xdata()[[0, 1, 3, 4]].tolist() == [0, 1, 2, 3]

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from dlm_lens.arguments import WORDS, checked_arguments
@@ -87,10 +87,10 @@ def region_mass(
     chosen = [QUERY_CLASSES.index(name) for name in queries]
     for number, (axes, region) in enumerate(zip(panels, KEY_REGIONS, strict=True)):
         if region in even:
+            x, share = _broken(recording.run.running.T.numpy(), recording.steps, even[region])
             axes.plot(
-                recording.steps, even[region], color="0.55", linewidth=0.9, label="uniform attention", gid="even",
-                **_alone(even[region], "_"),
-            )  # fmt: skip
+                x, share, color="0.55", linewidth=0.9, label="uniform attention", gid="even", **_alone(share, "_")
+            )
         for name in queries:
             values = mass[..., QUERY_CLASSES.index(name), number]
             _line(axes, recording, values, name, words.get(name, name))
@@ -193,17 +193,24 @@ def _line(axes: Axes, recording: Recording, mass: Float[Tensor, "step batch"], n
         np.where(there, values, 0.0), there.astype(float), recording.run.row_prompts, bounds=SHARE_BOUNDS
     )
     colour, dashes, mark = QUERY_STYLES[name]
-    # The mean is over other sequences after one ends or has no queries of the class left: the line breaks there.
-    breaks = np.flatnonzero((there[:, 1:] != there[:, :-1]).any(0)) + 1
-    x, mean, low, high = (
-        np.insert(np.asarray(v, dtype=float), breaks, np.nan) for v in (recording.steps, mean, low, high)
-    )
+    x, mean, low, high = _broken(there, recording.steps, mean, low, high)
     label = f"{word} queries" if there.any() else None
     axes.plot(x, mean, linestyle=dashes, color=colour, linewidth=1.4, label=label, gid=name, **_alone(mean, mark))
     # Where there are no keys of the region, no other sequence would have any: a band up to the bound of so few
     # sequences (66% of two) would say that the share may be large.
     if np.where(there, values, 0.0).max() >= EMPTY:
         draw_band(axes, x, low, high, colour=colour, alpha=0.15)
+
+
+def _broken(there: Bool[np.ndarray, "sequence step"], *lines: ArrayLike) -> list[NDArray[np.float64]]:
+    """Lines over the steps with NaN where the mean is over other sequences from there on.
+
+    Args:
+        there: which sequences count at each step: one ends, or has no queries of a class left.
+        *lines: the steps, and numbers of every step.
+    """
+    breaks = np.flatnonzero((there[:, 1:] != there[:, :-1]).any(0)) + 1
+    return [np.insert(np.asarray(line, dtype=float), breaks, np.nan) for line in lines]
 
 
 def _alone(values: NDArray[np.float64], mark: str) -> dict[str, Any]:
