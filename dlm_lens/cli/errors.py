@@ -3,6 +3,7 @@
 import errno
 import re
 from collections.abc import Mapping
+from functools import partial
 
 from dlm_lens.recording.reducer_registry import REDUCERS
 
@@ -28,6 +29,13 @@ PHRASES = (
 )
 """Advice for Python -> advice for a command line."""
 
+HEADER = (
+    ("dtype", "storage", r"'(\w+)'"),
+    ("model dtype", "dtype", r"'torch\.(\w+)'"),
+    ("layers", "layers", r"\[([\d, ]*)\]"),
+)
+"""What the header of a recording calls the value of a parameter of `dlm-lens record`, the parameter, the value."""
+
 ALIASES = {"to": "out", "device_map": "device", "apply_chat_template": "chat"}
 """Parameters in Python whose options have another name."""
 
@@ -50,6 +58,10 @@ def as_command_line(sentence: str, options: Mapping[str, str]) -> str:
         return sentence
     if "gen_length" in options and options.get("settings") == "--set":
         sentence = _with_settings(sentence, options)
+    for name, parameter, text in HEADER:
+        if option := options.get(parameter, options.get(f"record_{parameter}", "")):
+            both = re.compile(rf"\bwith {name} = {text}, and now it is {text}")
+            sentence = both.sub(partial(_of_header, option), sentence)
     names = "|".join(sorted(map(re.escape, options), key=len, reverse=True))
     parts = re.split(r"([\w.]+\([^()]*\))", sentence)
     # Every second part is a call.
@@ -106,6 +118,11 @@ def _with_settings(sentence: str, options: Mapping[str, str]) -> str:
     seeds = rf"\bwith settings (seed)s = {same.format(2)}, and now it is {same.format(3)}"
     sentence = re.sub(seeds, differing, sentence)
     return re.sub(r"(sampler has no setting .*; it has )([\w, ]+)$", listed, sentence)
+
+
+def _of_header(option: str, found: re.Match[str]) -> str:
+    before, now = (text.replace(", ", ",") for text in found.groups())
+    return f"with {option} {before}, and now with {option} {now}"
 
 
 def _with_options(text: str, names: str, options: Mapping[str, str]) -> str:

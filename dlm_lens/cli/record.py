@@ -29,9 +29,6 @@ from dlm_lens.option_values import process_of_run, whole_numbers
 from dlm_lens.printable import echo
 from dlm_lens.recording.reducer_registry import REDUCERS_HELP, parse_reducers
 
-HEADER_OPTIONS = {"dtype": "--storage", "layers": "--layers", "hooks": "--hooks", "model dtype": "--dtype"}
-"""What the header of a recording calls the value of an option -> the option."""
-
 
 def record_command(
     context: typer.Context,
@@ -103,7 +100,6 @@ def record_command(
 
     from dlm_lens.adapters import load
     from dlm_lens.recording.record_runs import BatchError, Batches, record_batches
-    from dlm_lens.recording.shards import OtherRequestError
 
     network = load(model, dtype=dtype, device_map=device_or_gpu(device), **chosen_model)
     batches = Batches(_ids(network, lines, prompts), (seed,) * len(lines), batch_size)
@@ -127,17 +123,8 @@ def record_command(
         first, last = places[error.rows[0]], places[error.rows[-1]]
         named = first if first == last else f"{first} to {last}"
         raise ValueError(f"{error.sentence} ({named})") from None
-    except OtherRequestError as error:
-        raise ValueError(_with_options(str(error))) from None
     share = "" if world == 1 else f" (process {rank} of {world})"
     echo(f"{count} of {len(lines)} prompts recorded in {out}{share}")
-
-
-def _with_options(sentence: str) -> str:
-    """A sentence about two headers, with the options in place of the names in the header."""
-    for name, option in HEADER_OPTIONS.items():
-        sentence = sentence.replace(f" with {name} = ", f" with {option} = ")
-    return sentence
 
 
 def _ids(model: Any, lines: list[Any], path: Path) -> tuple[tuple[int, ...], ...]:

@@ -311,20 +311,16 @@ class ShardDirectory:
         return held[name]
 
 
-class OtherRequestError(ValueError):
-    """A directory holds the recording of another request; the sentence names what differs as the header does."""
-
-
 def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise unless a header is that of this call.
 
     Raises:
-        OtherRequestError: with all that differs; of many values the first `NAMED`.
+        ValueError: with all that differs; of many values the first `NAMED`.
     """
     found = _differences(before, now)
     if found:
         more = f"; {len(found) - NAMED} more differ" if len(found) > NAMED else ""
-        raise OtherRequestError(
+        raise ValueError(
             f"{path} holds a recording {'; '.join(found[:NAMED])}{more}; give the same to continue it, or another "
             "directory"
         )

@@ -47,6 +47,12 @@ from dlm_lens.cli import errors
             "--remasking topk; give the same",
         ),
         (
+            "x holds a recording with model dtype = 'torch.float32', and now it is 'torch.float64'; with layers = "
+            "[0, 1], and now it is [1]; with dtype = 'float32', and now it is 'float16'; give the same",
+            "x holds a recording with --dtype float32, and now with --dtype float64; with --layers 0,1, and now "
+            "with --layers 1; with --storage float32, and now with --storage float16; give the same",
+        ),
+        (
             "the llada sampler has no setting 'top_p'; it has steps, gen_length, cfg_scale, remasking, eot_token",
             "the llada sampler has no setting 'top_p'; it has --steps, --gen-length, --remasking; with --set: "
             "cfg_scale, eot_token",
@@ -64,6 +70,9 @@ from dlm_lens.cli import errors
 )  # fmt: skip
 def test_advice_names_the_options_of_the_command(sentence: str, shown: str) -> None:
     assert errors.as_command_line(sentence, cli._options(["record", "toy"])) == shown
+    if "--storage" in shown:  # as `dlm-lens eval --record` takes it
+        of_eval = errors.as_command_line(sentence, cli._options(["eval", "toy"]))
+        assert "with --record-storage float32, and now with --record-storage float16" in of_eval
 
 
 @pytest.mark.parametrize("command", ["experiment", "plan"])

@@ -174,16 +174,6 @@ def test_a_cache_and_parallel_decoding(files):
         assert found.run.tokens.equal(wanted.run.tokens)
 
 
-def test_another_recording_in_the_directory_is_told_by_the_options(files):
-    """The header's "dtype" is --storage; --dtype is that of the weights."""
-    assert CliRunner().invoke(cli.app, arguments(files, "out")).exit_code == 0
-    more = ["--storage", "float16", "--layers", "1", "--dtype", "float64"]
-    error = str(CliRunner().invoke(cli.app, arguments(files, "out", *more)).exception)
-    for difference in ("--storage = 'float32', and now it is 'float16'", "--layers = [0, 1], and now it is [1]",
-                       "--dtype = 'torch.float32', and now it is 'torch.float64'"):  # fmt: skip
-        assert f" with {difference}" in error
-
-
 def test_a_run_that_is_refused_leaves_no_directory(files):
     wrong = ["--hooks", "mask_positions(99)"]
     result = CliRunner().invoke(cli.app, arguments(files, "out", *wrong))
