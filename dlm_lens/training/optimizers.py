@@ -11,12 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dlm_lens.training.muon import build_muon
-from dlm_lens.training.settings import Optimisation
+from dlm_lens.training.settings import DECAY_SHARE, Optimisation
 
 logger = logging.getLogger(__name__)
-
-DECAY_SHARE = 0.1
-"""Of the steps, where `warmup_stable_decay` is given none."""
 
 ADDED = re.compile(r"(^|[._])(bias|sinks?|sink_logits)$")
 """The end of the names of parameters that are biases or sinks, whatever their shape."""
@@ -37,23 +34,28 @@ def learning_rate(step: int, steps: int, settings: Optimisation) -> float:
     f(p) = 1 - p ("linear"), (1 + cos(pi p)) / 2 ("cosine") or 1 - sqrt(p) ("1-sqrt"): the rates of transformers'
     `get_wsd_schedule` one step earlier, so that the first step is not at rate 0 and the last one is at `min_rate`.
     Where warm-up and decay round to more steps than there are, the decay is shorter; with a decay_share of 0 there
-    is none. The last step has `min_rate` also where it is the only one after the warm-up.
+    is none. The last step has `min_rate` also where it is the only one after the warm-up. With a `second_rate` the
+    max(1, round(second_share * steps)) steps before the decay have it, and it is in the place of `rate` above:
+    the two stable rates of LLaDA's pre-training (2502.09992, section 2.2).
     """
     warm_up = max(1, round(settings.warm_up * steps))
     if step < warm_up:
         return settings.rate * (step + 1) / warm_up
-    shape: str | None = "cosine"
+    shape, highest = "cosine", settings.rate
     if settings.schedule == "cosine":
         done = 1.0 if step >= steps - 1 else (step - warm_up) / (steps - 1 - warm_up)
     else:
-        shape = settings.decay_type
+        shape = settings.decay_type or "linear"
         share = DECAY_SHARE if settings.decay_share is None else settings.decay_share
         first = steps if share == 0 else max(warm_up, steps - max(1, round(share * steps)))
+        second = settings.second_rate, settings.second_share
+        if second[0] is not None and second[1] is not None and step >= first - max(1, round(second[1] * steps)):
+            highest = second[0]
         if step < first or share == 0:
-            return settings.rate
+            return highest
         done = min(1.0, (step - first + 1) / (steps - first))
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "1-sqrt": 1 - math.sqrt(done)}.get(str(shape), 1 - done)
-    return settings.min_rate + (settings.rate - settings.min_rate) * left
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "1-sqrt": 1 - math.sqrt(done)}.get(shape, 1 - done)
+    return settings.min_rate + (highest - settings.min_rate) * left
 
 
 def build_optimizer(model: nn.Module, settings: Optimisation) -> Optimizer:

@@ -21,6 +21,9 @@ Schedule = Literal["cosine", "warmup_stable_decay"]
 DecayType = Literal["linear", "cosine", "1-sqrt"]
 Precision = Literal["bf16", "fp32"]
 
+DECAY_SHARE = 0.1
+"""Of the steps, where `warmup_stable_decay` is given none."""
+
 FREE = frozenset(
     {"output", "micro_batch_size", "save_minutes", "save_steps", "keep", "keep_best", "log_steps", "report_to",
      "workers", "probe_steps", "probe_rows", "eval_steps", "eval_samples", "eval_rows"}
@@ -130,6 +133,9 @@ class Optimisation:
         schedule: "cosine", or "warmup_stable_decay", in which the rate stays the same between warm-up and decay.
         decay_share: of the steps, in which the rate of warmup_stable_decay falls; None for 0.1, 0 for no decay.
         decay_type: along what it then falls: "linear" (None for it), "cosine" or "1-sqrt", as in transformers.
+        second_rate: to which the rate of warmup_stable_decay drops at once before the decay, and from which it then
+            falls; None for `rate`. With it LLaDA was pre-trained (2502.09992, section 2.2).
+        second_share: of the steps, in which the rate is `second_rate`.
         betas: of AdamW.
         weight_decay: of the layers' matrices and experts.
         other_weight_decay: of embeddings, norms, biases and sinks; None for the same, as in the published code.
@@ -138,8 +144,8 @@ class Optimisation:
             statistics and checkpoints then have in place of the trained weights; None for none, 0.9999 in MDLM.
 
     Raises:
-        ValueError: a value of another type or out of its range, a min_rate above the rate, or a decay of a schedule
-            that has none.
+        ValueError: a value of another type or out of its range, a min_rate above the rate, a decay or a second rate
+            of a schedule that has none, or one of second_rate and second_share without the other.
     """
 
     optimizer: OptimizerName = "adamw"
@@ -149,6 +155,8 @@ class Optimisation:
     schedule: Schedule = "cosine"
     decay_share: float | None = None
     decay_type: DecayType | None = None
+    second_rate: float | None = None
+    second_share: float | None = None
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     other_weight_decay: float | None = None
@@ -183,7 +191,7 @@ class Optimisation:
                 raise ValueError(f"{name} is {value}; it must be finite and not negative, and 0 for none")
 
     def _check_decay(self) -> None:
-        for name in ("decay_share", "decay_type"):
+        for name in ("decay_share", "decay_type", "second_rate", "second_share"):
             value = getattr(self, name)
             if value is not None and self.schedule == "cosine":
                 raise ValueError(
@@ -196,6 +204,24 @@ class Optimisation:
             raise ValueError(
                 f"decay_share is {self.decay_share} and warm_up is {self.warm_up}; they are shares of the steps, "
                 "not negative and together at most 1"
+            )
+        if self.second_rate is not None or self.second_share is not None:
+            self._check_second(self.second_rate, self.second_share)
+
+    def _check_second(self, rate: float | None, share: float | None) -> None:
+        if rate is None or share is None:
+            raise ValueError(
+                f"second_rate is {rate} and second_share is {share}; give both, or neither for a single stable rate"
+            )
+        if not self.min_rate <= rate <= self.rate:
+            raise ValueError(
+                f"second_rate is {rate}; it must be from min_rate, {self.min_rate}, to rate, {self.rate}"
+            )
+        others = self.warm_up + (DECAY_SHARE if self.decay_share is None else self.decay_share)
+        if not (share > 0 and round(share + others, 9) <= 1):  # 0.6 + 0.3 + 0.1 may be above 1 in floats
+            raise ValueError(
+                f"second_share is {share}, and warm_up and the decay take {others:g} of the steps; it must be "
+                "above 0, and all three together at most 1"
             )
 
 

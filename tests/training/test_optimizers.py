@@ -186,6 +186,36 @@ def test_a_stable_rate_has_three_phases() -> None:
     assert [learning_rate(step, 1, few) for step in range(1)] == [2.0]
 
 
+def test_a_second_stable_rate_is_that_of_llada() -> None:
+    """2502.09992, section 2.2: 1.2T tokens up to the drop, 0.8T at 1e-4, 0.3T of a linear decay to 1e-5."""
+    shares = {"warm_up": 0.02, "second_share": 0.8 / 2.3, "decay_share": 0.3 / 2.3}
+    llada = stable(rate=4e-4, second_rate=1e-4, min_rate=1e-5, **shares)
+    rates = [learning_rate(step, 2300, llada) for step in range(2300)]
+    assert rates[:46] == pytest.approx([4e-4 * (step + 1) / 46 for step in range(46)])
+    assert rates[46:2000] == [4e-4] * 1154 + [1e-4] * 800
+    assert rates[2000:] == pytest.approx([1e-4 - 9e-5 * (k + 1) / 300 for k in range(300)])
+    held = stable(second_rate=1.0, second_share=0.5, decay_share=0)
+    assert [learning_rate(step, 10, held) for step in range(11)] == [2.0] * 5 + [1.0] * 6
+    for given, message in (
+        ({"second_rate": 1.0}, r"second_rate is 1\.0 and second_share is None; give both, or neither"),
+        (
+            {"second_rate": 3.0, "second_share": 0.5},
+            r"second_rate is 3\.0; it must be from min_rate, 0\.2, to",
+        ),
+        (
+            {"second_rate": 1.0, "second_share": 0.9},
+            r"second_share is 0\.9, and warm_up and the decay take 0\.11",
+        ),
+        ({"second_rate": 1.0, "second_share": float("nan")}, r"second_share is nan, and warm_up and the decay"),
+        (
+            {"schedule": "cosine", "second_share": 0.5},
+            r"second_share is 0\.5 and optimisation\.schedule is",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Optimisation(**{"schedule": "warmup_stable_decay", "rate": 2.0, "min_rate": 0.2} | given)
+
+
 def test_decays_that_cannot_be_are_refused() -> None:
     for given, message in (
         ({"decay_share": 0.2}, r"decay_share is 0\.2 and optimisation\.schedule is 'cosine', which falls from the"),
