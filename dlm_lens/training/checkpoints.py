@@ -61,13 +61,17 @@ def step_of(path: Path) -> int:
 
 
 class RunRecord(Document):
-    """run.json of a checkpoint; `files` holds the digests of the other files, `data` is of `data_record`."""
+    """run.json of a checkpoint.
+
+    `files` holds the digests of the other files, `data` is of `data_record`, `evaluation` of `evaluation_record`.
+    """
 
     step: int
     total_steps: int | None = None
     cursor: Any = None
     settings: dict[str, Any] = Field(default_factory=dict)
     data: dict[str, Any] = Field(default_factory=dict)
+    evaluation: str = ""
     seconds: float = 0.0
     open_loss: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)

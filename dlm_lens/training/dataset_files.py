@@ -4,6 +4,7 @@ import glob
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,26 @@ LINES = ".txt"
 """The ending of files in which every line is a document."""
 
 
-def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
+def read_evaluation(settings: DataSettings) -> Any | None:
+    """The evaluation data of the settings, as `read_dataset` reads them; None where none are named.
+
+    Raises:
+        FileNotFoundError: as `read_dataset`.
+        ValueError: as `read_dataset`.
+    """
+    if settings.eval_path is None:
+        return None if settings.eval_split is None else read_dataset(settings, settings.eval_split)
+    own = replace(settings, path=settings.eval_path, name=None, split="train")
+    return read_dataset(own, settings.eval_split, option="data.eval_path")
+
+
+def read_dataset(settings: DataSettings, split: str | None = None, *, option: str = "data.path") -> Any:
     """The dataset of the settings, from local files or the hub; no code of it is executed.
+
+    Args:
+        settings: path, split, streaming.
+        split: in place of the settings' own.
+        option: the setting that named the path, for the errors.
 
     Raises:
         FileNotFoundError: a missing local file, or a dataset that the hub does not deliver.
@@ -26,7 +45,7 @@ def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
     import datasets
 
     if not settings.path:
-        raise ValueError("data.path is empty; name a dataset of the hub, or a .jsonl, .parquet or .txt file")
+        raise ValueError(f"{option} is empty; name a dataset of the hub, or a .jsonl, .parquet or .txt file")
     split = split or settings.split
     if settings.streaming and "[" in split:
         raise ValueError(
@@ -34,7 +53,7 @@ def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
             "false"
         )
     if Path(settings.path).suffix in READERS or settings.path.startswith((".", "/", "~")):
-        return _local_files(settings, split)
+        return _local_files(settings, split, option)
     try:
         with reading(settings):
             return datasets.load_dataset(settings.path, settings.name, split=split, streaming=settings.streaming)
@@ -47,19 +66,19 @@ def read_dataset(settings: DataSettings, split: str | None = None) -> Any:
         ) from error
 
 
-def _local_files(settings: DataSettings, split: str) -> Any:
+def _local_files(settings: DataSettings, split: str, option: str) -> Any:
     """The dataset of a file or a pattern; of a .txt file the lines that hold text."""
     import datasets
 
     path = os.path.expanduser(settings.path)
     suffix = Path(path).suffix
     if suffix not in READERS:
-        raise ValueError(f"data.path {settings.path} has an unknown ending; use one of {', '.join(READERS)}")
+        raise ValueError(f"{option} {settings.path} has an unknown ending; use one of {', '.join(READERS)}")
     files = files_of(path)
     if not files:
-        raise FileNotFoundError(f"data.path {settings.path} is not a file, or matches none")
+        raise FileNotFoundError(f"{option} {settings.path} is not a file, or matches none")
     if not any(Path(file).stat().st_size for file in files):
-        raise ValueError(f"data.path {settings.path} is empty; give at least one document")
+        raise ValueError(f"{option} {settings.path} is empty; give at least one document")
     # The datasets library takes [1] in the name of a file for a pattern too, which it then does not find.
     data_files = path if "*" in path else glob.escape(path)
     with reading(settings):
@@ -71,7 +90,7 @@ def _local_files(settings: DataSettings, split: str) -> Any:
         found = found.filter(_has_text, input_columns=["text"])
         first = next(iter(found), None)
     if first is None:
-        raise ValueError(f"data.path {settings.path} holds blank lines alone; give at least one line of text")
+        raise ValueError(f"{option} {settings.path} holds blank lines alone; give at least one line of text")
     return found
 
 

@@ -76,7 +76,8 @@ def check_evaluated(settings: TrainingSettings, *, evaluates: bool) -> None:
     if settings.eval_steps and not evaluates:
         raise ValueError(
             f"eval_steps is {settings.eval_steps} and there are no evaluation data, so that no evaluation loss "
-            "would be computed; give eval_dataset (in a config data.eval_split), or set eval_steps to 0"
+            "would be computed; give eval_dataset (in a config data.eval_path or data.eval_split), or set "
+            "eval_steps to 0"
         )
 
 

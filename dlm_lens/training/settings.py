@@ -30,6 +30,9 @@ FREE = frozenset(
 )  # fmt: skip
 """Settings that a resumed run may change, because they do not affect the weights."""
 
+EVALUATED = ("eval_split", "eval_path")
+"""The settings of data that name evaluation data, which a resumed run may change too."""
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -80,7 +83,9 @@ class DataSettings:
             every masked position has a predecessor. True is refused for ids, which get no token; None there
             leaves a beginning that they bring unmasked where the outputs are shifted.
         shuffle_buffer: documents among which a stream is shuffled; 0 for its own order.
-        eval_split: for the evaluation loss, every `eval_steps` steps.
+        eval_split: for the evaluation loss, every `eval_steps` steps; of `eval_path`, where that is given.
+        eval_path: data of their own for the evaluation loss, as in `path`, with the same columns; a dataset of the
+            hub without a configuration. Their split is `eval_split`, or "train", as that of a file is called.
 
     Raises:
         ValueError: a value of another type, a length below 2, a negative buffer, one of the fine-tuning columns
@@ -99,6 +104,7 @@ class DataSettings:
     bos: bool | None = None
     shuffle_buffer: int = 0
     eval_split: str | None = None
+    eval_path: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self, "data.")
@@ -261,8 +267,8 @@ class TrainingSettings:
             spawned (macOS, Windows), a `Source` of one's own must be picklable.
 
     Raises:
-        ValueError: a value of another type, not exactly one budget, a count out of its range, or data.eval_split
-            or keep_best without eval_steps.
+        ValueError: a value of another type, not exactly one budget, a count out of its range, or data.eval_split,
+            data.eval_path or keep_best without eval_steps.
     """
 
     output: str | Path = "runs/training"
@@ -318,11 +324,13 @@ class TrainingSettings:
                 "keep_best is True and eval_steps is 0, so that no checkpoint would be the best; set eval_steps, "
                 "or keep_best to false"
             )
-        if self.data.eval_split is not None and not self.eval_steps:
-            raise ValueError(
-                f"data.eval_split is {self.data.eval_split!r} and eval_steps is 0, so that no evaluation loss "
-                "would be computed; set eval_steps, or data.eval_split to null"
-            )
+        for name in EVALUATED:
+            value = getattr(self.data, name)
+            if value is not None and not self.eval_steps:
+                raise ValueError(
+                    f"data.{name} is {value!r} and eval_steps is 0, so that no evaluation loss would be computed; "
+                    f"set eval_steps, or data.{name} to null"
+                )
 
     def total_steps(self, rows: int | Fraction | None = None) -> int:
         """Optimiser steps of the run: those of whole batches that the budget holds.
@@ -356,9 +364,9 @@ class TrainingSettings:
         return steps
 
     def identity(self) -> dict[str, Any]:
-        """The settings that a resumed run must share with the earlier one: all but `FREE` and data.eval_split."""
+        """The settings that a resumed run must share with the earlier one: all but `FREE`, and `EVALUATED`."""
         values = {name: value for name, value in asdict(self).items() if name not in FREE}
-        del values["data"]["eval_split"]
+        values["data"] = {name: value for name, value in values["data"].items() if name not in EVALUATED}
         return values | {"objective": {"kind": type(self.objective).__name__, **values["objective"]}}
 
     def defaults(self) -> dict[str, Any]:

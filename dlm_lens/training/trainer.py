@@ -47,7 +47,7 @@ from dlm_lens.training.data import (
     check_tokens,
     sequences,
 )
-from dlm_lens.training.dataset_files import read_dataset
+from dlm_lens.training.dataset_files import read_dataset, read_evaluation
 from dlm_lens.training.fit_checks import (
     check_early_stopping,
     check_evaluated,
@@ -59,7 +59,7 @@ from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
 from dlm_lens.training.objective import DROPOUT, random_numbers
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
-from dlm_lens.training.settings import TrainingSettings, completed, differences
+from dlm_lens.training.settings import EVALUATED, TrainingSettings, completed, differences
 from dlm_lens.training.sink_probe import probe_batch
 from dlm_lens.training.sources import Cursor, Example, Source, take
 from dlm_lens.training.swiglu import SwiGLU
@@ -120,7 +120,8 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self.train_data = train_dataset
         self.source = self._source(train_dataset, "train_dataset", settings.seed)
         check_positions(model, self.source.length)
-        self.examples = None if eval_dataset is None else self._examples(eval_dataset)
+        place = settings.data.eval_path or (settings.data.path if settings.data.eval_split else "")
+        self.examples = None if eval_dataset is None else self._examples(eval_dataset, place)
         if getattr(model, "dtype", torch.float32) != torch.float32:
             logger.warning("the weights are %s, in which small updates are lost; load them in float32", model.dtype)
         steps = settings.total_steps(None if settings.epochs is None else sequences(self.source))
@@ -155,9 +156,9 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         shift = bool(getattr(self.objective, "logit_shift", False))
         return build_source(dataset, replace(self.settings.data, **changed), self.tokenizer, shift=shift, seed=seed)
 
-    def _examples(self, dataset: Any) -> list[Example]:
-        """The sequences of an evaluation set, the same in every run."""
-        source = self._source(dataset, "eval_dataset", EVALUATION_ORDER, shuffle_buffer=0)
+    def _examples(self, dataset: Any, path: str = "") -> list[Example]:
+        """The sequences of an evaluation set, the same in every run; `path` is for errors while it is read."""
+        source = self._source(dataset, "eval_dataset", EVALUATION_ORDER, shuffle_buffer=0, path=path)
         if source.length > self.source.length:
             raise ValueError(
                 f"eval_dataset has rows of {source.length} positions and train_dataset of {self.source.length}; "
@@ -350,7 +351,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
                 "or choose another output (model.start takes the weights of a checkpoint)"
             )
         self.stopwatch.before = record["seconds"]
-        self._open_loss = record["open_loss"]
+        self._open_loss, self._evaluated_before = record["open_loss"], record["evaluation"]
         return record["step"], record["cursor"]
 
     def _check_engine(self, found: Path, files: Mapping[str, str]) -> None:
@@ -483,12 +484,12 @@ def run_training(settings: TrainingSettings) -> Path | None:
     """Train by settings, resuming from the newest checkpoint if there is one; return the last checkpoint.
 
     Raises:
-        ValueError: eval_steps without data.eval_split; and what `MaskedDiffusionTrainer` raises.
+        ValueError: eval_steps without data.eval_path or data.eval_split; and what `MaskedDiffusionTrainer` raises.
     """
-    check_evaluated(settings, evaluates=settings.data.eval_split is not None)
+    check_evaluated(settings, evaluates=any(getattr(settings.data, name) is not None for name in EVALUATED))
     logging.getLogger("dlm_lens").setLevel(logging.INFO)
     dataset = read_dataset(settings.data)
-    evaluation = read_dataset(settings.data, settings.data.eval_split) if settings.data.eval_split else None
+    evaluation = read_evaluation(settings.data)
     with without_progress_bars():
         model = build_model(settings)
     trainer = MaskedDiffusionTrainer(model, settings, dataset, evaluation)

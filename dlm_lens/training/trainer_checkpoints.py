@@ -1,5 +1,6 @@
 """`CheckpointingTrainer`: a Trainer that writes complete checkpoints atomically and reads no pickles."""
 
+import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -30,11 +31,13 @@ from dlm_lens.training.checkpoints import (
     step_of,
     tidy,
 )
-from dlm_lens.training.data import data_record
+from dlm_lens.training.data import data_record, evaluation_record
 from dlm_lens.training.optimizers import learning_rate, optimizer_tensors, restore_optimizer
 from dlm_lens.training.settings import TrainingSettings
-from dlm_lens.training.sources import Cursor
+from dlm_lens.training.sources import Cursor, Example
 from dlm_lens.training.weight_average import RAW, Averaging, WeightAverage
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointingTrainer(Trainer):
@@ -45,6 +48,7 @@ class CheckpointingTrainer(Trainer):
     stopwatch: Stopwatch
     last_cursor: Cursor | None
     train_data: Any
+    examples: list[Example] | None
     control: Any
     optimizer: Any
     lr_scheduler: Any
@@ -54,6 +58,8 @@ class CheckpointingTrainer(Trainer):
     """Of the resumed checkpoint: the losses since its last log entry, per process, and the step of that entry."""
     _loss_after_step: torch.Tensor | None = None
     _saved_step: int | None = None
+    _evaluated_before: str = ""
+    """The `evaluation_record` of the resumed checkpoint."""
     average: WeightAverage | None = None
     """Of the weights, from the first step on; None without `optimisation.ema_decay`."""
     _initial_global_step: int
@@ -145,7 +151,20 @@ class CheckpointingTrainer(Trainer):
         """The state of the checkpoint, with the `log_steps` of this run in place of the earlier one's."""
         begun: tuple[int, int] = super()._init_training_state(max_steps, *args, **kwargs)
         self.state.compute_steps(self.args, max_steps)
+        self._forget_the_best_of_other_data()
         return begun
+
+    def _forget_the_best_of_other_data(self) -> None:
+        """Begin anew with the least evaluation loss where the checkpoint has that of other texts or masks."""
+        before = self._evaluated_before
+        if self.state.best_metric is None or not before or before == self.evaluation_record:
+            return
+        logger.warning(
+            "the least evaluation loss so far, %.4g, is of other evaluation data or masks than those of this run: "
+            "keep_best and EarlyStoppingCallback begin anew",
+            self.state.best_metric,
+        )
+        self.state.best_metric = self.state.best_global_step = None
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Continue the mean loss of the next log entry where the checkpoint left it, if it holds that."""
@@ -171,6 +190,7 @@ class CheckpointingTrainer(Trainer):
             "cursor": self.last_cursor,
             "settings": json_values(self.settings.identity()),
             "data": self.data_record,
+            "evaluation": self.evaluation_record,
             "seconds": self.stopwatch.seconds(),
             "versions": {"torch": torch.__version__},
         }
@@ -179,6 +199,11 @@ class CheckpointingTrainer(Trainer):
     def data_record(self) -> dict[str, Any]:
         """What identifies the training data."""
         return data_record(self.train_data, self.settings.data)
+
+    @cached_property
+    def evaluation_record(self) -> str:
+        """What identifies the evaluation data and their masks; empty where there are none."""
+        return evaluation_record(self.examples, self.settings.eval_samples)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model as `dlm_lens.load` reads it, and its tokenizer; nothing is pickled.

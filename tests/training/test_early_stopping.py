@@ -77,6 +77,21 @@ def test_the_best_checkpoint_is_kept_over_a_resume(tmp_path: Path, monkeypatch: 
     assert rest.best_checkpoint == tmp_path / "checkpoint-3"
 
 
+def test_losses_of_other_evaluation_data_are_not_compared_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No loss of harder texts would be below those of the texts before, and no checkpoint would be the best."""
+    given = {"keep": 9, "keep_best": True}
+    scored(tmp_path, [3.0, 1.0, 2.0], monkeypatch, steps=3, **given).train()
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    (tmp_path / "checkpoint-3" / "run.json").unlink()
+    other = scored(tmp_path, [5.0], monkeypatch, steps=3, **given | {"eval_dataset": ROWS[:5]})
+    other.train(resume_from_checkpoint=True)
+    assert "the least evaluation loss so far, 1, is of other evaluation data or masks" in caplog.text
+    assert other.best_checkpoint == tmp_path / "checkpoint-3"
+    assert other.state.best_metric == 5.0
+
+
 def test_the_best_checkpoint_has_the_least_loss_that_was_logged(tmp_path: Path) -> None:
     trainer = job(tmp_path, eval_dataset=ROWS, eval_steps=3, keep_best=True)
     trainer.train()

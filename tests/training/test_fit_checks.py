@@ -111,7 +111,10 @@ def test_isolated_documents_of_next_token_are_refused_before_the_first_step(tmp_
 
 
 def test_evaluation_losses_without_data_are_refused(tmp_path: Path) -> None:
-    message = r"eval_steps is 2 and there are no evaluation data.*give eval_dataset \(in a config data.eval_split\)"
+    message = (
+        r"eval_steps is 2 and there are no evaluation data.*give eval_dataset \(in a config data.eval_path or "
+        r"data.eval_split\)"
+    )
     with pytest.raises(ValueError, match=message):
         job(tmp_path, eval_steps=2)
     text = tmp_path / "text.txt"

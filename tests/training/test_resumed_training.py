@@ -167,7 +167,7 @@ def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTraine
     with pytest.raises(ValueError, match="exists already"):
         job(directory).train()
     # How a batch is divided does not change what is learned, nor does the evaluation.
-    split = DataSettings(length=12, eval_split="test")
+    split = DataSettings(length=12, eval_split="test", eval_path="other.txt")
     again = job(directory, micro_batch_size=2, data=split, eval_steps=2, eval_dataset=ROWS)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == STEPS

@@ -118,6 +118,7 @@ def test_another_kind_of_objective_takes_the_settings_that_it_has(tmp_path: Path
         ("probe_steps=-1", r"probe_steps is -1; it must not be negative"),
         ("workers=-1", r"workers is -1; it must not be negative"),
         ("data.eval_split=test", r"data\.eval_split is 'test' and eval_steps is 0, so that no evaluation loss"),
+        ("data.eval_path=test.txt", r"data\.eval_path is 'test\.txt' and eval_steps is 0, .* or data\.eval_path"),
         (
             "optimisation.rate=.inf",
             r"learning rates go from rate inf down to .*; they must be finite, and not negative",

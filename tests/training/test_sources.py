@@ -20,7 +20,7 @@ from dlm_lens.training import (
     RowSource,
 )
 from dlm_lens.training.data import build_source, check_texts, data_record
-from dlm_lens.training.dataset_files import read_dataset
+from dlm_lens.training.dataset_files import read_dataset, read_evaluation
 from dlm_lens.training.sources import PackedSource, take
 from tests.training.job import job
 
@@ -222,6 +222,21 @@ def test_a_part_of_a_split_needs_the_whole_data(tmp_path: Path) -> None:
         read_dataset(DataSettings(path=str(file)), "train[:-1]")
     assert len(read_dataset(DataSettings(path=str(file), streaming=False, split="train[:-1]"))) == 2
     assert len(list(read_dataset(DataSettings(path=str(file), split="train+train")))) == 6
+
+
+def test_evaluation_data_have_a_file_or_a_part_of_the_training_data(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("w1\nw2\nw3\n")
+    (tmp_path / "other.txt").write_text("w4\nw5\n")
+    data = DataSettings(path=str(tmp_path / "text.txt"), split="train[:-1]", streaming=False)
+    assert read_evaluation(data) is None
+    own = replace(data, eval_path=str(tmp_path / "other.txt"))
+    assert read_evaluation(own)["text"] == ["w4", "w5"]
+    assert read_evaluation(replace(own, eval_split="train[1:]"))["text"] == ["w5"]
+    assert read_evaluation(replace(data, eval_split="train[-1:]"))["text"] == ["w3"]
+    with pytest.raises(FileNotFoundError, match=r"^data\.eval_path .*missing\.txt is not a file"):
+        read_evaluation(replace(data, eval_path=str(tmp_path / "missing.txt")))
+    with pytest.raises(ValueError, match=r"^data\.eval_path is empty; name a dataset of the hub, or"):
+        read_evaluation(replace(data, eval_path=""))
 
 
 @pytest.mark.parametrize("name", ["text[1].jsonl", "text [a-z].jsonl", "[!].txt"])
