@@ -62,7 +62,7 @@ def _merged(experiment: Experiment, runs: Sequence[Results], replace: bool) -> d
         raise ValueError(f"{twice} is in more than one of the runs; leave one of them out, or give replace=True")
     models = list(dict.fromkeys(models))
     first = runs[0].config
-    for name in ("small", "dtype"):
+    for name in ("small", "dtype", "load"):
         if any(run.config.get(name) != first.get(name) for run in runs):
             raise ValueError(f"the runs have different {name}; compute them with the same options")
     own = {model: settings_of(run.settings, model) for run in runs for model in run.settings["models"]}
@@ -71,7 +71,8 @@ def _merged(experiment: Experiment, runs: Sequence[Results], replace: bool) -> d
     files = _files(runs)
     # The files as the runs read them, whatever they hold now.
     config = {name: value for name, value in config.items() if name != "files"}
-    return {**config, **({"files": files} if files else {}), "dtype": first.get("dtype")}
+    load = {"load": first["load"]} if "load" in first else {}
+    return {**config, **({"files": files} if files else {}), "dtype": first.get("dtype"), **load}
 
 
 def _files(runs: Sequence[Results]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`run_experiment`: compute the items that are missing, and store each one before the next begins."""
 
+import json
 import logging
 import platform
 import time
@@ -40,7 +41,7 @@ def run_experiment(
         small: the small settings instead of the full ones.
         models: instead of the settings' own.
         settings: settings to replace.
-        loading: arguments of `dlm_lens.load`; only dtype is a part of the config.
+        loading: arguments of `dlm_lens.load` for every model; all but device_map are a part of the config.
 
     Raises:
         ValueError: an unknown setting, `out` holds results of other settings, or `loading` of an experiment that
@@ -53,10 +54,7 @@ def run_experiment(
         raise ValueError(
             f"{experiment.name} trains its networks and measures them as they were trained; leave out {names}"
         )
-    dtype = loading.get("dtype")
-    config = experiment.config(small, models, settings) | {
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch.")
-    }
+    config = experiment.config(small, models, settings) | _loaded_with(loading)
     items = list_items(experiment, config)
     with ResultsFile(out, config, _session(rank, world), rank, experiment.grows) as file:
         bench = Bench(loading, file.note_weights)
@@ -72,6 +70,17 @@ def run_experiment(
                 file.append(Record(item, value, time.perf_counter() - start))
                 bar.update()
     return read_results(out, lambda found: list_items(experiment, found))
+
+
+def _loaded_with(loading: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config has of the arguments of `dlm_lens.load`: dtype, and as `load` the others, if any."""
+    dtype = loading.get("dtype")
+    others = {name: value for name, value in loading.items() if name not in ("dtype", "device_map")}
+    plain = json.loads(json.dumps(others, default=repr))
+    return {
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        **({"load": plain} if plain else {}),
+    }
 
 
 def list_items(experiment: Experiment, config: Mapping[str, Any]) -> list[Item]:

@@ -75,5 +75,8 @@ def test_under_torchrun_every_process_has_its_own_gpu(
         given.clear()
         assert str(CliRunner().invoke(cli.app, [*command_line, *option]).exception) == "stopped"
         assert given["device" if command == "eval" else "device_map"] == wanted
+    given.clear()
+    CliRunner().invoke(cli.app, [*command_line, "--load", "mask_token_id=7", "--load", "sampler=p2"])
+    assert (given["mask_token_id"], given["sampler"]) == (7, "p2")
     refused = CliRunner().invoke(cli.app, [*command_line, "--device", "cuda:4"]).exception
     assert str(refused) == "--device is cuda:4, and this machine has 4 CUDA devices; leave --device out for a GPU"

@@ -70,7 +70,7 @@ def test_a_plan_takes_no_dtype(tmp_path: Path) -> None:
 
     command = ["experiment", "fig7-paths", "--small", "--plan", "--out", str(tmp_path), "--dtype", "bfloat16"]
     said = str(CliRunner().invoke(app, command).exception)
-    assert said == "--plan counts in the dtype of each model's config.json; leave out --dtype"
+    assert said == "--plan counts each model by its config.json, in the dtype that is there; leave out --dtype"
 
 
 def test_a_setting_that_is_an_option_of_the_command_names_it(tmp_path: Path) -> None:

@@ -128,6 +128,12 @@ def test_merged_runs_are_one_run(tmp_path: Path) -> None:
     run_experiment(experiment, tmp_path / "other", models=["b"], settings={"factor": 2})
     with pytest.raises(ValueError, match="different factor, which cannot be given by model"):
         merge_results(experiment, [tmp_path / "ac", tmp_path / "other"], tmp_path / "no")
+    for model in ("a", "b"):
+        run_experiment(experiment, tmp_path / f"p2-{model}", models=[model], loading={"sampler": "p2"})
+    p2 = merge_results(experiment, [tmp_path / "p2-a", tmp_path / "p2-b"], tmp_path / "p2")
+    assert p2.config["load"] == {"sampler": "p2"}
+    with pytest.raises(ValueError, match="the runs have different load; compute them with the same options"):
+        merge_results(experiment, [tmp_path / "p2-a", tmp_path / "b"], tmp_path / "no")
 
 
 def test_a_model_that_was_run_again_replaces_its_records(tmp_path: Path) -> None:

@@ -116,6 +116,17 @@ def test_a_dtype_of_torch_is_kept_by_its_name(tmp_path: Path) -> None:
     assert run_experiment(squares(), tmp_path, loading={"dtype": "bfloat16"}).config["dtype"] == "bfloat16"
 
 
+def test_results_of_models_that_were_loaded_otherwise_are_not_mixed(tmp_path: Path) -> None:
+    """Only the dtype was compared: items of two samplers or mask tokens could stand in one table."""
+    run_experiment(squares(), tmp_path, loading={"mask_token_id": 5, "device_map": "cpu"})
+    found = run_experiment(squares(), tmp_path, loading={"mask_token_id": 5, "device_map": None})
+    assert found.config["load"] == {"mask_token_id": 5}
+    with pytest.raises(ValueError, match=r"with load\.mask_token_id=5, and this run has load\.mask_token_id=6"):
+        run_experiment(squares(), tmp_path, loading={"mask_token_id": 6})
+    with pytest.raises(ValueError, match=r"with load=.*'mask_token_id': 5.*, and this run has load=None"):
+        run_experiment(squares(), tmp_path)
+
+
 def test_a_torn_last_line_is_computed_again(tmp_path: Path) -> None:
     run_experiment(squares(), tmp_path)
     path = tmp_path / "results-00000.jsonl"
