@@ -170,15 +170,17 @@ class DiffusionBridge(TransformerBridge):
         """Denoise, and keep activations: `cache[name, step]`, `cache[name]` as [step, ...], `cache.at(step)`.
 
         Only activations that match the filter are kept. The size of the cache is computed before the first step
-        (`bytes_per_step` computes it without a run), with every position of the canvas at every step: AR and block
-        decoding see fewer at most steps. Hooks act before activations are kept.
+        (`bytes_per_step` computes it without a run), in AR decoding with the positions that are written at each
+        step, else with every position of the canvas: block decoding sees fewer at most steps. Hooks act before
+        activations are kept.
 
         Args:
             prompt: as for `denoise`.
             attention_mask: as for `denoise`.
             names_filter: a name, a list of names or a function of a name, as for `run_with_cache`; None for all.
             cache_steps: an index, a slice or indices of steps, negative from the end of the steps that are planned
-                (a run whose steps depend on its tokens may end before them: a warning); None for all.
+                (a run whose steps depend on its tokens may end before them: a warning); None for all. A resumed
+                run computes those from its first one on.
             pos_slice: which positions to keep, as for `run_with_cache`; those of the canvas that a step sees, of
                 which negative ones count from its end. None beside an approximate cache.
             device: device that activations are moved to as soon as they are computed; None for no move.
@@ -191,8 +193,9 @@ class DiffusionBridge(TransformerBridge):
         Raises:
             KeyError: no hook point has such a name.
             MemoryError: the cache would not fit; the message has its size and remedies.
-            ValueError: an invalid prompt, setting, site or step; a run that ended before the first of the steps;
-                a position of `pos_slice` that a step does not see, or positions beside an approximate cache.
+            ValueError: an invalid prompt, setting, site or step; a step that a resumed run does not compute; a run
+                that ended before the first of the steps; a position of `pos_slice` that a step does not see, or
+                positions beside an approximate cache.
         """
         points = chosen_points(self, names_filter)
         edits = bool(fwd_hooks or hooks)

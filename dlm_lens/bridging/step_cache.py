@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -164,6 +164,35 @@ def bytes_per_step(
     """
     for number, value in (("positions", positions), ("rows", rows)):
         whole(least=1).check(number, value)
+    return _measured(bridge, points, pos_slice).bytes(positions, rows)
+
+
+class _Measured(NamedTuple):
+    """Bytes of activations over 1, 2 and 3 positions, and their lengths along the axis that a `pos_slice` cuts."""
+
+    sizes: Mapping[str, list[int]]
+    lengths: Mapping[str, list[int]]
+    pos_slice: Any
+
+    def bytes(self, positions: int, rows: int, step: int | None = None) -> dict[str, int]:
+        """Bytes of every activation over `positions` canvas positions, in `rows` rows.
+
+        Raises:
+            ValueError: a position of `pos_slice` that one does not have (at a step of a run).
+        """
+        found = {name: rows * _extended(each, positions) for name, each in self.sizes.items() if each}
+        kept: dict[int, int] = {}
+        for name, each in self.lengths.items():
+            if each:
+                length = _extended(each, positions)
+                if length not in kept:
+                    kept[length] = _cut(name, torch.arange(length), self.pos_slice, 0, step).numel()
+                found[name] = found[name] // length * kept[length]
+        return found
+
+
+def _measured(bridge: Any, points: Iterable[str], pos_slice: Any) -> _Measured:
+    """The sizes of activations in three passes over one row of 1, 2 and 3 positions."""
     sizes: dict[str, list[int]] = {name: [] for name in points}
     lengths: dict[str, list[int]] = {name: [] for name in sizes}
 
@@ -177,21 +206,7 @@ def bytes_per_step(
     with torch.no_grad(), bridge.hooks(fwd_hooks=[(name, measure) for name in sizes]):
         for length in (1, 2, 3):
             bridge(torch.zeros(1, length, dtype=torch.long, device=device), use_cache=False)
-    found = {name: rows * _extended(each, positions) for name, each in sizes.items() if each}
-    for name, each in lengths.items():
-        if each:
-            length = _extended(each, positions)
-            found[name] = found[name] // length * _kept_of(name, pos_slice, length)
-    return found
-
-
-def _kept_of(name: str, pos_slice: Any, length: int) -> int:
-    """How many of an activation's positions a `pos_slice` keeps.
-
-    Raises:
-        ValueError: it names one that the activation does not have.
-    """
-    return _cut(name, torch.arange(length), pos_slice, 0).numel()
+    return _Measured(sizes, lengths, pos_slice)
 
 
 def _cut(name: str, value: Tensor, pos_slice: Any, dim: int, step: int | None = None) -> Tensor:
@@ -244,12 +259,18 @@ class CacheCollector:
     steps: tuple[int, ...] = ()
     values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
-    def check(self, rows: int, positions: int, total: int, cache: str | None) -> None:
+    def check(self, rows: int, seen: Mapping[int, int], cache: str | None) -> None:
         """Resolve the steps, and refuse a cache that does not fit into memory.
+
+        Args:
+            rows: of the network.
+            seen: step -> how many positions it sees at most, of those that the run computes, up to its last one.
+            cache: the run's approximate cache.
 
         Raises:
             MemoryError: the cache is larger than the limit; the message has its size and remedies.
-            ValueError: a step that the run does not have, or positions of a run with an approximate cache.
+            ValueError: a step that the run does not have, positions of a run with an approximate cache, or one
+                that a step does not see.
         """
         if cache is not None and self.positions is not None:
             raise ValueError(
@@ -257,9 +278,13 @@ class CacheCollector:
                 "step computes, and a number would be another one of the canvas at each step; leave pos_slice out "
                 "(run.computed has the positions of every step), or the cache"
             )
-        self.steps = chosen_steps(self.wanted, total)
-        costs = bytes_per_step(self.bridge, self.points, positions, rows, self.positions)
-        needed = len(self.steps) * sum(costs.values())
+        self.steps = self._computed(seen)
+        measured = _measured(self.bridge, self.points, self.positions)
+        # The first step that sees so many positions, which an error names; the last of them costs most.
+        first = {seen[step]: step for step in reversed(self.steps)}
+        each = {length: measured.bytes(length, rows, step) for length, step in sorted(first.items())}
+        costs = each[max(each)]
+        needed = sum(sum(each[seen[step]].values()) for step in self.steps)
         if self.device is None and len(devices(self.bridge.original_model)) > 1:
             # Layers on several devices: activations can be stacked and compared on one device only.
             self.device = input_device(self.bridge.original_model)
@@ -269,11 +294,29 @@ class CacheCollector:
         if limit is None or needed <= limit:
             return
         largest = max(costs, key=lambda name: costs[name])
+        most = " at most" if len(each) > 1 else ""
         raise MemoryError(
             f"the cache would take {_size(needed)} ({len(costs)} activations of {len(self.steps)} steps; {largest} "
-            f"alone {_size(costs[largest])} per step), and {_size(limit)} may be used on {device}; narrow "
+            f"alone {_size(costs[largest])} per step{most}), and {_size(limit)} may be used on {device}; narrow "
             "names_filter, give fewer cache_steps or a pos_slice, or device='cpu'"
         )
+
+    def _computed(self, seen: Mapping[int, int]) -> tuple[int, ...]:
+        """The steps to keep, of those that the run computes.
+
+        Raises:
+            ValueError: a step that the run does not have, or one before those that a resumed run computes.
+        """
+        total = max(seen) + 1
+        chosen = chosen_steps(self.wanted, total)
+        found = tuple(step for step in chosen if step in seen)
+        every = self.wanted is None or isinstance(self.wanted, slice)
+        if not found or (len(found) < len(chosen) and not every):
+            raise ValueError(
+                f"cache_steps={shown(self.wanted)} has step {chosen[0]}, which a resumed run does not compute "
+                f"again: give steps from {min(seen)} to {total - 1}"
+            )
+        return found
 
     def __call__(self, tensor: Any, hook: Any) -> None:
         """Keep the activation if the step is wanted; `hook` is a StepPoint."""

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -74,8 +74,8 @@ class BridgeRun(StepObserver):
     Args:
         bridge: the bridge whose hook points are used.
         hooks: (name or filter, function), in the order in which they run.
-        on_start: called once, before the first forward pass, as (rows of the network, positions, steps, the run's
-            approximate cache).
+        on_start: called once, before the first forward pass, as (rows of the network, step -> how many positions it
+            sees at most, the run's approximate cache).
     """
 
     needs_full_logits = True
@@ -85,7 +85,7 @@ class BridgeRun(StepObserver):
         self,
         bridge: Any,
         hooks: Sequence[FwdHook],
-        on_start: Callable[[int, int, int, str | None], None] | None = None,
+        on_start: Callable[[int, Mapping[int, int], str | None], None] | None = None,
     ) -> None:
         super().__init__(bridge.original_model)
         for pair in hooks:
@@ -124,7 +124,7 @@ class BridgeRun(StepObserver):
             self.now = self.now.for_rows(rows)
             if not self._begun:
                 self._begun = True
-                self._begin(rows, canvas.shape[1], self.now)
+                self._begin(rows, self._seen(plan, canvas.shape[1]), self.now)
         return canvas
 
     def stop(self) -> None:
@@ -141,7 +141,17 @@ class BridgeRun(StepObserver):
             entries |= hidden_in(self._memory, hooks)
         return entries
 
-    def _begin(self, rows: int, positions: int, now: RunStep) -> None:
+    def _seen(self, plan: StepPlan, positions: int) -> dict[int, int]:
+        """How many positions each step from `plan` on sees at most: all but in AR decoding.
+
+        In blocks fewer too; but where the number of steps depends on the tokens, so does the block of a step.
+        """
+        if not self.sampler.autoregressive:
+            return dict.fromkeys(range(plan.index, plan.total), positions)
+        plans = self.sampler.plans(plan.span[0], positions)
+        return {one.index: one.prefix_length for one in plans[plan.index :]}
+
+    def _begin(self, rows: int, seen: Mapping[int, int], now: RunStep) -> None:
         clean = [hook for hook in self._values if hook.needs_clean_pass]
         if self.sampler.cache is not None and clean:
             raise ValueError(
@@ -157,7 +167,7 @@ class BridgeRun(StepObserver):
         check_hooks(self._values, now)
         if self.on_start is not None:
             with self._silence():
-                self.on_start(rows, positions, now.total, self.sampler.cache)
+                self.on_start(rows, seen, self.sampler.cache)
 
     @contextmanager
     def _silence(self) -> Iterator[None]:

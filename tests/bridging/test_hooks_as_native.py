@@ -103,6 +103,13 @@ def test_a_resumed_run_caches_the_steps_that_it_runs() -> None:
     assert torch.equal(cache[point, 3], every[point, 3])
     with pytest.raises(ValueError, match="cache_steps: step 9 is not there: the run has 4 steps, 0 to 3"):
         bridge.denoise_with_cache(PROMPT, names_filter=point, cache_steps=9, resume=kept.after(2), **SETTINGS)
+    # Steps before the first one were counted, and an empty cache was returned of them alone.
+    given: dict[str, Any] = {"names_filter": point, "resume": kept.after(2), **SETTINGS}
+    assert bridge.denoise_with_cache(PROMPT, max_bytes=cache.nbytes, **given)[1].steps == (2, 3)
+    assert bridge.denoise_with_cache(PROMPT, cache_steps=slice(1, 3), **given)[1].steps == (2,)
+    for wrong in (1, [0, 3], slice(0, 2)):
+        with pytest.raises(ValueError, match=r"has step [01], which a resumed run does .* give steps from 2 to 3"):
+            bridge.denoise_with_cache(PROMPT, cache_steps=wrong, **given)
 
 
 @pytest.mark.parametrize("hook", [zero_value(1), steer(torch.ones(4, 8), 0.1, site="v")], ids=["zero", "steer"])

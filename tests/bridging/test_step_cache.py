@@ -207,6 +207,22 @@ def test_steps_of_an_ar_run_do_not_stack() -> None:
         cache["blocks.0.attn.hook_pattern"]
 
 
+def test_a_request_of_an_ar_run_is_counted_step_by_step() -> None:
+    """Every step was counted with the whole canvas, so that a request that fits was refused."""
+    tl = dl.bridge("toy-ar")
+    needed = sum(4 * 4 * n * n * 4 for n in (7, 8, 9))  # layers, heads, queries, keys, bytes
+    options: dict[str, Any] = {"gen_length": 3, "names_filter": patterns}
+    _, cache = tl.denoise_with_cache(PROMPT, max_bytes=needed, **options)
+    assert cache.nbytes == needed
+    with pytest.raises(MemoryError, match=r"4 activations of 3 steps; .* alone 1\.3 kB per step at most\)"):
+        tl.denoise_with_cache(PROMPT, max_bytes=needed - 1, **options)
+    some = {**options, "cache_steps": [0, -1], "pos_slice": -1}
+    _, last = tl.denoise_with_cache(PROMPT, max_bytes=4 * 4 * (7 + 9) * 4, **some)
+    assert last.nbytes == 4 * 4 * (7 + 9) * 4
+    with pytest.raises(ValueError, match=r"pos_slice is 8, and .* has 7 positions, 0 to 6 at step 0, which"):
+        tl.denoise_with_cache(PROMPT, pos_slice=8, **options)
+
+
 def test_hooks_act_before_activations_are_kept() -> None:
     tl = dl.bridge("toy")
     _, cache = tl.denoise_with_cache(
