@@ -1,5 +1,6 @@
 """A results page in the form of a paper's appendix: per experiment picture, verdicts, command and numbers."""
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,10 @@ def section(one: Entry, pictures: Mapping[str, str], after: Mapping[Finding, flo
 
 
 def command(experiment: Experiment, results: Results) -> str:
-    """The command that computes these results: the settings that differ from the defaults of the models."""
+    """The command that computes these results: the settings that differ from the defaults of the models.
+
+    With the options that say how the models are loaded, apart from the device.
+    """
     small, models = bool(results.config["small"]), results.settings.get("models", ())
     defaults = experiment.config(small, models)["settings"]
     if models:
@@ -132,6 +136,9 @@ def command(experiment: Experiment, results: Results) -> str:
     for name, value in changed.items():
         text = f"{name}={value!r}".replace("'", '"')
         parts.append(f"--set '{text}'" if any(sign in text for sign in ' ["{') else f"--set {text}")
+    if results.config.get("dtype") is not None:
+        parts.append(f"--dtype {results.config['dtype']}")
+    parts += [f"--load {shlex.quote(f'{name}={value}')}" for name, value in results.config.get("load", {}).items()]
     return " ".join(parts)
 
 

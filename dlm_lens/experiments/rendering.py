@@ -74,9 +74,11 @@ def describe(experiment: Experiment, results: Results, rendering: Rendering) -> 
 
 
 def scale_of(results: Results) -> str:
-    """Scale and settings of a run, in a sentence."""
+    """Scale and settings of a run, and how its models were loaded where that was given, in a sentence."""
     scale = "small" if results.config["small"] else "full"
-    return f"Scale: {scale} ({', '.join(f'{name}={value!r}' for name, value in results.settings.items())})."
+    loaded = {name: results.config[name] for name in ("dtype", "load") if results.config.get(name) is not None}
+    shown = {**results.settings, **loaded}
+    return f"Scale: {scale} ({', '.join(f'{name}={value!r}' for name, value in shown.items())})."
 
 
 def number_tables(experiment: Experiment, rendering: Rendering) -> Iterable[str]:

@@ -1,6 +1,7 @@
 """Pages of results: counts of verdicts, the correction for many comparisons, commands that reproduce."""
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import pytest
 from scipy import stats
 
+from dlm_lens.cli.options import loading_options
 from dlm_lens.experiments.appendix import Entry, command, corrected, entries, glance, on_correction, section
 from dlm_lens.experiments.experiment import Bench, Experiment, Finding, Rendering, Table
+from dlm_lens.experiments.rendering import scale_of
 from dlm_lens.experiments.results import Item, Record, Results
 from dlm_lens.option_values import read_setting
 
@@ -61,6 +64,17 @@ def test_the_command_gives_the_settings_back() -> None:
     assert line.startswith("dlm-lens experiment planted --small --set n=5 ")
     quoted = re.findall(r"--set (?:'([^']*)'|(\S+))", line)
     assert dict(read_setting(a or b) for a, b in quoted) == given
+
+
+def test_the_command_and_the_scale_say_how_the_models_were_loaded() -> None:
+    """Without the dtype the printed command was refused where it was to continue these results."""
+    one, load = experiment(), {"mask_token_id": 5, "sampler": "p2", "adapter": "my factors", "check": False}
+    results = Results({**one.config(True), "dtype": "bfloat16", "load": load}, [])
+    words = shlex.split(command(one, results))
+    assert words[3:6] == ["--small", "--dtype", "bfloat16"]
+    assert set(words[6::2]) == {"--load"}
+    assert loading_options(words[7::2]) == load
+    assert scale_of(results).endswith(f", dtype='bfloat16', load={load!r}).")
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
