@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,41 +29,47 @@ from dlm_lens.option_values import process_of_run, whole_numbers
 from dlm_lens.printable import echo
 from dlm_lens.recording.reducer_registry import REDUCERS_HELP, parse_reducers
 
+if TYPE_CHECKING:
+    from dlm_lens.recording import Reducer
+    from dlm_lens.recording.record_runs import Batches
+
+
+PROMPTS = typer.Option(
+    help='JSON lines, each {"prompt": "..."}, {"messages": [{"role": ..., "content": ...}]} or '
+    '{"input_ids": [...]}.'
+)
+OUT = typer.Option(help="Directory of the recordings; the same command continues an interrupted run.")
+STATISTICS = typer.Option(help=f"What to record: {REDUCERS_HELP}.")
+BATCH_SIZE = typer.Option(help="Prompts in one run, and in one directory.")
+DENOISING_STEPS = typer.Option(help="Denoising steps.")
+GEN_LENGTH = typer.Option(help="Tokens of the answer.")
+BLOCK_LENGTH = typer.Option(help="Tokens of a block.")
+TEMPERATURE = typer.Option(help="0 takes the likeliest token.")
+REMASKING = typer.Option(help="How the sampler chooses the positions of a step, such as low_confidence.")
+CACHE = typer.Option(help="Approximate cache of bidirectional models: prefix or dual (Fast-dLLM).")
+THRESHOLD = typer.Option(help="Unmask all positions of the block with this confidence or more.")
+FACTOR = typer.Option(help="Unmask as many as the confidence allows (Fast-dLLM); or --threshold.")
+ROW_SEED = typer.Option(help="Seed of every prompt.")
+
 
 def record_command(
     context: typer.Context,
     model: Annotated[str, MODEL],
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            help='JSON lines, each {"prompt": "..."}, {"messages": [{"role": ..., "content": ...}]} or '
-            '{"input_ids": [...]}.'
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option(help="Directory of the recordings; the same command continues an interrupted run.")
-    ],
-    reducers: Annotated[str, typer.Option(help=f"What to record: {REDUCERS_HELP}.")] = "received",
+    prompts: Annotated[Path, PROMPTS],
+    out: Annotated[Path, OUT],
+    reducers: Annotated[str, STATISTICS] = "received",
     hooks: Annotated[str, HOOKS] = "",
-    batch_size: Annotated[int, typer.Option(help="Prompts in one run, and in one directory.")] = 8,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    gen_length: Annotated[int | None, typer.Option(help="Tokens of the answer.")] = None,
-    block_length: Annotated[int | None, typer.Option(help="Tokens of a block.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token.")] = None,
-    remasking: Annotated[
-        str | None, typer.Option(help="How the sampler chooses the positions of a step, such as low_confidence.")
-    ] = None,
-    cache: Annotated[
-        str | None, typer.Option(help="Approximate cache of bidirectional models: prefix or dual (Fast-dLLM).")
-    ] = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="Unmask all positions of the block with this confidence or more.")
-    ] = None,
-    factor: Annotated[
-        float | None, typer.Option(help="Unmask as many as the confidence allows (Fast-dLLM); or --threshold.")
-    ] = None,
+    batch_size: Annotated[int, BATCH_SIZE] = 8,
+    steps: Annotated[int | None, DENOISING_STEPS] = None,
+    gen_length: Annotated[int | None, GEN_LENGTH] = None,
+    block_length: Annotated[int | None, BLOCK_LENGTH] = None,
+    temperature: Annotated[float | None, TEMPERATURE] = None,
+    remasking: Annotated[str | None, REMASKING] = None,
+    cache: Annotated[str | None, CACHE] = None,
+    threshold: Annotated[float | None, THRESHOLD] = None,
+    factor: Annotated[float | None, FACTOR] = None,
     settings: Annotated[list[str] | None, SETTINGS] = None,
-    seed: Annotated[int, typer.Option(help="Seed of every prompt.")] = 0,
+    seed: Annotated[int, ROW_SEED] = 0,
     layers: Annotated[str | None, RECORDED_LAYERS] = None,
     device: Annotated[str | None, DEVICE] = None,
     dtype: Annotated[str | None, DTYPE] = None,
@@ -74,7 +80,7 @@ def record_command(
 
     Under torchrun each process takes its share of the batches. The same command continues a run that was killed.
     """
-    from dlm_lens.hooks.expressions import check_expression, parse_hooks
+    from dlm_lens.hooks.expressions import check_expression
 
     check_network(model, dtype, device)
     chosen_model = loading_options(loading)
@@ -85,37 +91,45 @@ def record_command(
     check_least(0, temperature=temperature)
     chosen = None if layers is None else whole_numbers("--layers", layers)
     statistics = parse_reducers(reducers)
-    rank, world = process_of_run()
+    process = process_of_run()
     if hooks:
         check_expression(hooks)
     lines = read_prompts(prompts)
-    given = sampler_settings(
-        context.command,
-        {
-            "steps": steps, "gen_length": gen_length, "block_length": block_length, "temperature": temperature,
-            "remasking": remasking, "cache": cache, "threshold": threshold, "factor": factor,
-        },
-        settings or (),
-    )  # fmt: skip
+    with_option = {
+        "steps": steps, "gen_length": gen_length, "block_length": block_length, "temperature": temperature,
+        "remasking": remasking, "cache": cache, "threshold": threshold, "factor": factor,
+    }  # fmt: skip
+    given = sampler_settings(context.command, with_option, settings or ()) | {"layers": chosen, "dtype": storage}
 
     from dlm_lens.adapters import load
-    from dlm_lens.recording.record_runs import BatchError, Batches, record_batches
+    from dlm_lens.recording.record_runs import Batches
 
     network = load(model, dtype=dtype, device_map=device_or_gpu(device), **chosen_model)
     batches = Batches(_ids(network, lines, prompts), (seed,) * len(lines), batch_size)
-    made = record_batches(
-        network,
-        batches,
-        [statistic.build() for statistic in statistics],
-        hooks=parse_hooks(hooks) if hooks else (),
-        to=out,
-        layers=chosen,
-        dtype=storage,  # type: ignore[arg-type]
-        progress=rank == 0,
-        rank=rank,
-        world=world,
-        **given,
-    )
+    built = [statistic.build() for statistic in statistics]
+    _record(network, batches, built, hooks, prompts, process, to=out, **given)
+
+
+def _record(
+    network: Any,
+    batches: "Batches",
+    reducers: list["Reducer"],
+    hooks: str,
+    prompts: Path,
+    process: tuple[int, int],
+    **given: Any,
+) -> None:
+    """Record the share of this process (its rank, and how many there are) of the batches, and print its size.
+
+    Raises:
+        ValueError: a batch that cannot be recorded, with the place of its prompts in their file.
+    """
+    from dlm_lens.hooks.expressions import parse_hooks
+    from dlm_lens.recording.record_runs import BatchError, record_batches
+
+    rank, world = process
+    shared: dict[str, Any] = {"progress": rank == 0, "rank": rank, "world": world}
+    made = record_batches(network, batches, reducers, hooks=parse_hooks(hooks) if hooks else (), **shared, **given)
     try:
         count = sum(len(recording.rows) for recording in made)
     except BatchError as error:
@@ -124,7 +138,7 @@ def record_command(
         named = first if first == last else f"{first} to {last}"
         raise ValueError(f"{error.sentence} ({named})") from None
     share = "" if world == 1 else f" (process {rank} of {world})"
-    echo(f"{count} of {len(lines)} prompts recorded in {out}{share}")
+    echo(f"{count} of {len(batches.ids)} prompts recorded in {given['to']}{share}")
 
 
 def _ids(model: Any, lines: list[Any], path: Path) -> tuple[tuple[int, ...], ...]:
