@@ -25,59 +25,63 @@ from dlm_lens.cli.options import (
     device_or_gpu,
     loading_options,
 )
-from dlm_lens.cli.output import show_json
+from dlm_lens.cli.output import show_json, show_tables
 from dlm_lens.files.paths import check_directory
 from dlm_lens.option_values import settings_of, whole_numbers, words
 from dlm_lens.printable import echo
 from dlm_lens.recording.reducer_registry import parse_reducers
 
 if TYPE_CHECKING:
-    from dlm_lens.evaluation import Preset
+    from dlm_lens.evaluation import Evaluation, Preset
+
+
+TASKS = typer.Option(help="Tasks of the harness, separated by commas.")
+PRESET = typer.Option(help="A cell of the papers' tables; --presets lists them.")
+PRESETS = typer.Option("--presets", help="List the presets, and stop.")
+LIMIT = typer.Option(help="Documents per task, or a share of them below 1.")
+BATCH_SIZE = typer.Option(help="Canvases per forward pass, or auto.")
+NUM_FEWSHOT = typer.Option(help="Worked examples before each document.")
+CHAT = typer.Option("--chat", help="Put prompts into the chat template.")
+ADD_BOS = typer.Option("--add-bos", help="Begin every text with the beginning-of-text token.")
+MAX_LENGTH = typer.Option(help="Positions of a canvas; the model's by default.")
+LIKELIHOOD = typer.Option(help="Settings, such as method=mc,samples=128,cfg_scale=0.5; repeatable.")
+GENERATION = typer.Option(help='Settings, such as gen_length=256,options={"threshold":0.9}; repeatable.')
+OUT = typer.Option(help="Directory of the results; the same command continues an interrupted evaluation.")
+AGAINST = typer.Option(
+    help="Directory of another evaluation of the same documents (its --out), such as a control: print the "
+    "differences too, with paired standard errors."
+)
+RECORD = typer.Option(help="What to record of every request into --record-to, as in dlm-lens record --reducers.")
+RECORD_TO = typer.Option(help="Directory of the recordings, TASK/DOCUMENT-REQUEST each.")
+UNSAFE_CODE = typer.Option("--confirm-run-unsafe-code", help="Let tasks execute the code that the model wrote.")
 
 
 def eval_command(
     context: typer.Context,
     model: Annotated[str, MODEL] = "toy",
-    tasks: Annotated[str | None, typer.Option(help="Tasks of the harness, separated by commas.")] = None,
-    preset: Annotated[str | None, typer.Option(help="A cell of the papers' tables; --presets lists them.")] = None,
-    presets: Annotated[bool, typer.Option("--presets", help="List the presets, and stop.")] = False,
+    tasks: Annotated[str | None, TASKS] = None,
+    preset: Annotated[str | None, PRESET] = None,
+    presets: Annotated[bool, PRESETS] = False,
     hooks: Annotated[str, HOOKS] = "",
-    limit: Annotated[float | None, typer.Option(help="Documents per task, or a share of them below 1.")] = None,
-    batch_size: Annotated[str, typer.Option(help="Canvases per forward pass, or auto.")] = "auto",
-    num_fewshot: Annotated[int | None, typer.Option(help="Worked examples before each document.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the chat template.")] = False,
-    add_bos: Annotated[
-        bool, typer.Option("--add-bos", help="Begin every text with the beginning-of-text token.")
-    ] = False,
-    max_length: Annotated[int | None, typer.Option(help="Positions of a canvas; the model's by default.")] = None,
-    likelihood: Annotated[
-        list[str] | None,
-        typer.Option(help="Settings, such as method=mc,samples=128,cfg_scale=0.5; repeatable."),
-    ] = None,
-    generation: Annotated[
-        list[str] | None,
-        typer.Option(help='Settings, such as gen_length=256,options={"threshold":0.9}; repeatable.'),
-    ] = None,
+    limit: Annotated[float | None, LIMIT] = None,
+    batch_size: Annotated[str, BATCH_SIZE] = "auto",
+    num_fewshot: Annotated[int | None, NUM_FEWSHOT] = None,
+    chat: Annotated[bool, CHAT] = False,
+    add_bos: Annotated[bool, ADD_BOS] = False,
+    max_length: Annotated[int | None, MAX_LENGTH] = None,
+    likelihood: Annotated[list[str] | None, LIKELIHOOD] = None,
+    generation: Annotated[list[str] | None, GENERATION] = None,
     seed: Annotated[int, SEED] = 0,
     dtype: Annotated[str | None, DTYPE] = None,
     device: Annotated[str | None, DEVICE] = None,
     loading: Annotated[list[str] | None, LOADING] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the results; the same command continues an interrupted evaluation."),
-    ] = None,
-    record: Annotated[
-        str | None,
-        typer.Option(help="What to record of every request into --record-to, as in dlm-lens record --reducers."),
-    ] = None,
-    record_to: Annotated[
-        Path | None, typer.Option(help="Directory of the recordings, TASK/DOCUMENT-REQUEST each.")
-    ] = None,
+    out: Annotated[Path | None, OUT] = None,
+    against: Annotated[Path | None, AGAINST] = None,
+    record: Annotated[str | None, RECORD] = None,
+    record_to: Annotated[Path | None, RECORD_TO] = None,
     record_layers: Annotated[str | None, RECORDED_LAYERS] = None,
     record_storage: Annotated[str, STORAGE] = "float32",
-    confirm_run_unsafe_code: Annotated[
-        bool, typer.Option("--confirm-run-unsafe-code", help="Let tasks execute the code that the model wrote.")
-    ] = False,
+    confirm_run_unsafe_code: Annotated[bool, UNSAFE_CODE] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Evaluate a model on tasks of lm-evaluation-harness, and on those that come with this package."""
@@ -96,31 +100,45 @@ def eval_command(
     settings = _settings(preset, given, pairs) | chosen_model
     if record or record_to is not None or record_layers is not None:
         settings |= _recorded(record or "received", record_to, record_layers, record_storage)
-    from dlm_lens.evaluation import evaluate
-
-    if out is not None:
-        settings["responses"] = out / "responses.jsonl"
-    # Some tasks of the harness print, and standard output may be JSON.
-    with redirect_stdout(sys.stderr):
-        result = evaluate(
-            model,
-            hooks=hooks or (),
-            limit=limit,
-            batch_size=batch_size,
-            seed=seed,
-            dtype=dtype,
-            device=device_or_gpu(device) or "cpu",
-            confirm_run_unsafe_code=confirm_run_unsafe_code,
-            **settings,
-        )
-    # Saved before anything is printed: the reader of the output may be gone.
-    if out is not None:
-        result.save(out)
-    _show(result, as_json)
+    settings |= {"hooks": hooks or (), "limit": limit, "batch_size": batch_size, "seed": seed, "dtype": dtype}
+    settings |= {"device": device_or_gpu(device) or "cpu", "confirm_run_unsafe_code": confirm_run_unsafe_code}
+    if against is not None:
+        _check_against(against, out)
+    _show(_evaluated(model, settings, out), against, as_json)
     if out is not None:
         echo(f"\nresults: {out / 'results.json'}", err=True)
     if record_to is not None:
         echo(f"recordings: {record_to}; requests.jsonl lists the request of each", err=True)
+
+
+def _check_against(against: Path, out: Path | None) -> None:
+    """Raise unless a directory holds a saved evaluation that can be read and stays.
+
+    Raises:
+        ValueError: it does not, or it is that of this evaluation.
+    """
+    from dlm_lens.evaluation.score_differences import read_saved
+
+    if out is not None and out.resolve() == against.resolve():
+        raise ValueError(
+            f"--against and --out are both {against}, whose results would be replaced; choose another --out"
+        )
+    read_saved(against)
+
+
+def _evaluated(model: str, settings: dict[str, Any], out: Path | None) -> "Evaluation":
+    """The evaluation of a model, whose answers and results are in the directory `out`."""
+    from dlm_lens.evaluation import evaluate
+
+    if out is not None:
+        settings = settings | {"responses": out / "responses.jsonl"}
+    # Some tasks of the harness print, and standard output may be JSON.
+    with redirect_stdout(sys.stderr):
+        result = evaluate(model, **settings)
+    # Saved before anything is printed: the reader of the output may be gone.
+    if out is not None:
+        result.save(out)
+    return result
 
 
 def _check(model: str, dtype: str | None, device: str | None, hooks: str, batch_size: str) -> None:
@@ -134,14 +152,21 @@ def _check(model: str, dtype: str | None, device: str | None, hooks: str, batch_
         raise ValueError(f"--batch-size is {batch_size!r}; give a whole number, or auto")
 
 
-def _show(result: Any, as_json: bool) -> None:
-    """Print the scores of an `Evaluation`."""
+def _show(result: "Evaluation", against: Path | None, as_json: bool) -> None:
+    """Print the scores of an `Evaluation`, and their differences from those of a saved one."""
+    from dlm_lens.evaluation.score_differences import score_differences
+
+    if not as_json:
+        echo(result.markdown())
+    tables = {}
+    if against is not None and result.scores:  # one of several processes has them
+        tables["differences"] = score_differences(result, against)
     if as_json:
         from dlm_lens.evaluation.evaluation import json_of
 
-        show_json({"scores": json_of(result.scores), "settings": dict(result.settings)})
+        show_tables(True, {"scores": json_of(result.scores), "settings": dict(result.settings)}, tables)
     else:
-        echo(result.markdown())
+        show_tables(False, {}, tables)
 
 
 def _settings(preset: str | None, given: dict[str, Any], pairs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

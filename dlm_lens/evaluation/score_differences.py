@@ -117,10 +117,10 @@ def _scored(given: Evaluation | str | Path) -> _Scored:
         return _Scored(given.scores, given.results.get("samples", {}))
     if not isinstance(given, str | Path):
         raise ValueError(f"{shown(given)} is no evaluation; give an Evaluation, or the directory of a saved one")
-    return _saved(user_path(given))
+    return read_saved(user_path(given))
 
 
-def _saved(directory: Path) -> _Scored:
+def read_saved(directory: Path) -> _Scored:
     """An evaluation as `Evaluation.save` writes it.
 
     Raises:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dlm_lens.cli import app as cli
 from dlm_lens.cli.evaluate import _settings, read_pairs
-from dlm_lens.evaluation import find_preset, list_presets
+from dlm_lens.evaluation import Evaluation, Score, find_preset, list_presets
 from dlm_lens.recording import RecordingSet
 
 
@@ -43,6 +43,31 @@ def test_it_prints_a_table_and_keeps_everything(tmp_path: Path) -> None:
     assert run(*asked) == printed
     with pytest.raises(ValueError, match="holds answers with seed=0"):
         run(*asked, "--seed", "1")
+
+
+def test_it_prints_the_differences_from_a_saved_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(values: list[float]) -> Evaluation:
+        lines = [
+            {"task": "t", "doc_id": n, "doc_hash": f"h{n}", "filter": "none", "acc": one}
+            for n, one in enumerate(values)
+        ]
+        score = Score("t", "acc", "none", sum(values) / len(values), 0.1, len(values))
+        return Evaluation((score,), {"samples": {"t": lines}, "config": {}})
+
+    monkeypatch.setattr("dlm_lens.evaluation.evaluate", lambda *_, **__: made([1.0, 0.0, 0.0, 0.0]))
+    made([1.0, 1.0, 1.0, 0.0]).save(tmp_path / "plain")
+    given = ["toy", "--tasks", "t", "--against", str(tmp_path / "plain")]
+    printed = run(*given)
+    assert "| t | acc |" in printed
+    # Differences 0, 1, 1, 0: s / sqrt(n) = sqrt(1/3) / 2.
+    assert printed.splitlines()[-1].split() == ["t", "acc", "none", "0.25", "0.75", "-0.5", "0.2887", "4"]
+    (line,) = json.loads(run(*given, "--json"))["differences"]
+    assert (line["difference"], round(line["standard_error"], 4)) == (-0.5, 0.2887)
+    monkeypatch.setattr("dlm_lens.evaluation.evaluate", pytest.fail)
+    with pytest.raises(ValueError, match=r"nowhere/results\.json does not exist; give the directory of a saved"):
+        run("toy", "--tasks", "t", "--against", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"--against and --out are both .*plain, whose results would be replaced"):
+        run(*given, "--out", str(tmp_path / "plain"))
 
 
 @pytest.mark.long
