@@ -17,10 +17,11 @@ def config(tmp_path: Path) -> Path:
     text = tmp_path / "text.jsonl"
     lines = [{"text": f"tom has {i % 9} apples . sort 4 {i % 7} 9 1 : answer 1 {i % 5} 4 9 ."} for i in range(50)]
     text.write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, lines[::7])))
     values = {
         "output": str(tmp_path / "run"),
         "model": {"start": "toy-ar", "sinks": 1},
-        "data": {"path": str(text), "length": 24, "streaming": False, "eval_split": "train"},
+        "data": {"path": str(text), "length": 24, "streaming": False, "eval_path": str(tmp_path / "other.jsonl")},
         "optimisation": {"rate": 2e-3, "optimizer": "muon"},
         "steps": 6, "batch_size": 8, "micro_batch_size": 4, "precision": "bf16",
         "probe_steps": 3, "eval_steps": 3, "log_steps": 1,
