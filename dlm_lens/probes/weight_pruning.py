@@ -119,12 +119,14 @@ def input_norms(
         raise ValueError(f"input_norms: every pass must have the whole canvas as queries, and {why}")
     layers = linear_layers(model)
     weights = torch.zeros(run.unmasked.shape, dtype=torch.float64)
+    # Content of rows that are not over, without masks that a step does not see.
+    counted = torch.stack([stored.computes(step) for step in range(run.steps)]) & run.attention_mask
     if discount != "none":
         received = rerun(model, run, [ReceivedAttention(min_viewers=1)], progress=progress).received
         weights = sink_weights(received, run.attention_mask, std=std, alpha=alpha)
     if discount == "random":
-        weights = _shuffled(weights, run.attention_mask, seed)
-    kept = (1 - weights) * (run.attention_mask & run.running[..., None])
+        weights = _shuffled(weights, counted, seed)
+    kept = (1 - weights) * counted
     norms = {name: torch.zeros(layer.in_features, dtype=torch.float64) for name, layer in layers.items()}
     step = 0
 
@@ -257,12 +259,12 @@ def _narrower(model: Any, run: DenoisingRun, stored: StoredCanvases) -> str:
 
 
 def _shuffled(
-    weights: Float[Tensor, "step batch position"], content: Bool[Tensor, "batch position"], seed: int
+    weights: Float[Tensor, "step batch position"], content: Bool[Tensor, "step batch position"], seed: int
 ) -> Float[Tensor, "step batch position"]:
     """The weights of every canvas among its content positions in random order."""
     generator, found = torch.Generator().manual_seed(seed), weights.clone()
-    for row, there in enumerate(content):
-        where = there.nonzero().flatten()
+    for row in range(content.shape[1]):
         for step in range(len(weights)):
+            where = content[step, row].nonzero().flatten()
             found[step, row, where] = weights[step, row, where[torch.randperm(len(where), generator=generator)]]
     return found

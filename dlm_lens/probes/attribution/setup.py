@@ -219,10 +219,12 @@ def ablated(name: str, kept: Tensor, passes: Passes, step: int) -> Tensor:
     seen = canvas_part(passes, step, kept.shape[1])
     canvas = passes.layout.canvas(kept.shape[1])
     run, found = passes.stored.run, kept.clone()
+    # Not masks that the step does not see, whose states no prediction depends on.
+    content = run.attention_mask & passes.stored.seen(step)
     # A sum over positions can exceed what float16 holds, and bfloat16 rounds it.
     part = found[:, canvas].unflatten(0, (passes.halves, -1)).to(torch.promote_types(kept.dtype, torch.float32))
     for open_ in (True, False):
-        chosen = run.attention_mask & (run.masked[step] == open_)
+        chosen = content & (run.masked[step] == open_)
         chosen = chosen[:, seen].to(kept.device)
         weight = chosen.to(part.dtype).reshape(1, *chosen.shape, *[1] * (kept.ndim - 2))
         mean = (part * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)
