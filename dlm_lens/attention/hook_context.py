@@ -36,8 +36,8 @@ class RunStep:
         masked: which of its positions are open, that is, still masked; in models without a mask token they hold
             random tokens. `open` is the same.
         valid: which are content rather than padding.
-        answer: which positions were open when the run began, without those after a row's own last block (LLaDA2);
-            in an AR run, what the run has written.
+        answer: which positions were open when the run began, without those after a row's own last block (LLaDA2)
+            and without what is room at the step (DreamOn); in an AR run, what the run has written.
         config: the model's config, with its special token ids.
         tokenizer: decodes ids; None if there is none.
         memory: values that hooks keep from one step of this run to the next.

@@ -20,6 +20,7 @@ from dlm_lens.probes.commitments import Commitment, commitment, settled_at
 from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
 from dlm_lens.probes.remasking import SHARE
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import at_places, on_canvases
 from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
@@ -102,6 +103,7 @@ class ClassReadability(ShowsItself):
             of: "class", or a null: "shuffled", "place".
         """
         read = self._read(layer, of).masked_fill(self.read[0] < 0, -1)
+        read = at_places(read, self.settled.run.token_places[:-1], -1)
         return settled_at(read, self.wanted, self.settled.decided_at, self.settled.unknown)
 
     @checked_arguments(late=flag())
@@ -145,12 +147,17 @@ class ClassReadability(ShowsItself):
     @property
     def _counted(self) -> Bool[Tensor, "step batch position"]:
         """Where a held-out position is open, predicted, and its final token known."""
-        return (self.read[0] >= 0) & (self.wanted >= 0) & self.settled.predicted
+        return (self.read[0] >= 0) & (self._classes >= 0) & self.settled.predicted
+
+    @property
+    def _classes(self) -> Int[Tensor, "step batch position"]:
+        """The class of the final token of what each step has at a position."""
+        return on_canvases(self.settled.run, self.wanted, -1)
 
     def _right(self, layer: int, of: str) -> Bool[Tensor, "step batch position"]:
         if of == "token":
-            return self.settled.token == self.settled.run.tokens
-        return self._read(layer, of) == self.wanted
+            return self.settled.token == on_canvases(self.settled.run, self.settled.run.tokens, -1)
+        return self._read(layer, of) == self._classes
 
     def _read(self, layer: int, of: str) -> Int[Tensor, "step batch position"]:
         """The classes that a probe, or a null, reads."""
@@ -249,9 +256,10 @@ def _fitted(
 ) -> dict[int, list[tuple[NormalEquations, NormalEquations]]]:
     """Per layer the sums of both halves of the fitted prompts, for the classes and for the shuffled ones."""
     found: dict[int, list[tuple[NormalEquations, NormalEquations]]] = {}
+    labels = (on_canvases(stored.run, labels[0], -1), on_canvases(stored.run, labels[1], -1))
     for states in read_states(stored, layers, train, progress="fitting classes" * progress):
         opened = states.kind == POSITIONS.index("open")
-        where = (opened & (labels[0][states.row, states.position] >= 0)).nonzero().flatten()
+        where = (opened & (labels[0][states.step, states.row, states.position] >= 0)).nonzero().flatten()
         row, position = states.row[where], states.position[where]
         for layer in layers:
             stream = states.streams[layer]
@@ -260,7 +268,7 @@ def _fitted(
                 found[layer] = [(NormalEquations(*size), NormalEquations(*size)) for _ in labels]
             x = in_float64(stream[where.to(stream.device)])
             for sums, label in zip(found[layer], labels, strict=True):
-                y = torch.nn.functional.one_hot(label[row, position], len(TOKEN_CLASSES)).double()
+                y = torch.nn.functional.one_hot(label[states.step, row, position], len(TOKEN_CLASSES)).double()
                 for number, equations in enumerate(sums):
                     inside = half[row] == number
                     equations.add(x[inside.to(x.device)], y[inside])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions, result_of, right_tokens
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import at_places, on_canvases
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 from dlm_lens.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
@@ -30,7 +32,8 @@ class Commitment(ShowsItself):
     is than the decision. A position whose last prediction was another token, because the sampler drew one that is
     not the most likely, is committed by the decision itself: its lead is -1. Where a sampler rewrites decided
     positions, the decision is the last step that wrote there; what it was without a reading of that step
-    (`commitment(..., decided=True)` has it) is not known.
+    (`commitment(..., decided=True)` has it) is not known. Where masks are inserted and deleted (DreamOn), a
+    position is one of the result: it has the readings of its token's mask, wherever that was at a step.
 
     Args:
         run: the run.
@@ -68,17 +71,22 @@ class Commitment(ShowsItself):
         """The step that decided or rewrote a position for the last time; -1 for none."""
         return self.run.last_written
 
+    @cached_property
+    def followed(self) -> Int[Tensor, "step batch position"]:
+        """`token` at the positions of the result; where tokens move (DreamOn), read where each token's mask was."""
+        return at_places(self.token, self.run.token_places[:-1], -1)
+
     @property
     def committed_at(self) -> Int[Tensor, "batch position"]:
         """The step at which a position is committed; -1 where that was not read, or it stayed open."""
-        return settled_at(self.token, self.run.tokens, self.decided_at, self.unknown)
+        return settled_at(self.followed, self.run.tokens, self.decided_at, self.unknown)
 
     @property
     def unknown(self) -> Bool[Tensor, "batch position"]:
         """Positions that stayed open, or that a step rewrote last whose prediction there was not read."""
         if not self.run.steps:  # a run that failed at its first step
             return self.run.open[-1]
-        unread = self.token.gather(0, self.decided_at.clamp(min=0)[None])[0] < 0
+        unread = self.followed.gather(0, self.decided_at.clamp(min=0)[None])[0] < 0
         return self.run.open[-1] | (unread & (self.decided_at > self.run.step_of))
 
     @property
@@ -101,7 +109,7 @@ class Commitment(ShowsItself):
         """How often the most likely token changed from one prediction that was read to the next."""
         count = torch.zeros_like(self.run.tokens)
         last = torch.full_like(self.run.tokens, -1)
-        for token in self.token:
+        for token in self.followed:
             there = token >= 0
             count += there & (last >= 0) & (token != last)
             last = torch.where(there, token, last)
@@ -119,7 +127,7 @@ class Commitment(ShowsItself):
             ValueError: the run has no tokenizer to tell classes.
         """
         class_of = TokenClasses(self.run.tokenizer, None, self.run.eos_token_ids)
-        known, start = self.committed_at >= 0, self.predicted.float().argmax(0)
+        known, start = self.committed_at >= 0, (self.followed >= 0).float().argmax(0)
         names = np.array([[class_of(token) for token in row] for row in self.run.tokens.tolist()])
         lines = []
         for name in TOKEN_CLASSES:
@@ -143,12 +151,13 @@ class Commitment(ShowsItself):
             ValueError: less than one bin, or no whole number.
         """
         whole(least=1, most=LARGEST_COUNT).check("bins", bins)
-        counted = self.predicted & (self.reference >= 0)
+        reference = on_canvases(self.run, self.reference, -1)
+        counted = self.predicted & (reference >= 0)
         lines = []
         for step in range(self.run.steps):
             where = counted[step]
             sure = self.confidence[step][where].double().numpy()
-            right = (self.token[step] == self.reference)[where].double().numpy()
+            right = (self.token[step] == reference[step])[where].double().numpy()
             line: dict[str, Any] = {"step": self.run.step_numbers[step], "predictions": len(sure)}
             if len(sure):
                 # Bins of an unknown confidence do not exist; its means are NaN.
@@ -235,14 +244,14 @@ def commitment(
     result = result_of(stored)
     right = right_tokens(result, reference)
     shape = run.unmasked.shape
-    token = torch.full(shape, -1)
+    token, results = torch.full(shape, -1), on_canvases(run, result, -1)
     names = ("confidence", "entropy", "likely")
     found = {name: torch.full(shape, torch.nan, dtype=torch.float32) for name in names}
     for one in read_predictions(stored, result, progress="commitment" if progress else ""):
         at = one.step, one.row, one.where
         token[at] = one.token
         found["confidence"][at], found["entropy"][at] = one.confidence.float(), one.entropy.float()
-        own = one.final.diagonal().masked_fill(result[one.row, one.where] < 0, torch.nan)
+        own = one.final.diagonal().masked_fill(results[at] < 0, torch.nan)
         found["likely"][at] = own.float()
     return Commitment(run, token, found["confidence"], found["entropy"], found["likely"], right)
 

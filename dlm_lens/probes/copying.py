@@ -16,6 +16,7 @@ from dlm_lens.printable import shown
 from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.moved_tokens import decisions_of
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
 
@@ -47,13 +48,13 @@ def find_decisions(run: DenoisingRun, step: int, skip: frozenset[int], shifted: 
         skip: token ids that are left out.
         shifted: whether the output at i - 1 predicts position i.
     """
-    canvas, decided = run.canvases[step], run.unmasked[step]
+    canvas, (decided, tokens) = run.canvases[step], (each[step] for each in decisions_of(run))
     predicting = predicting_position(run.attention_mask)
     visible, answer = run.attention_mask & ~run.open[step], run.answer
     special = torch.isin(canvas, torch.tensor(sorted(skip), dtype=canvas.dtype))
     found, total = [], 0
     for row, position in decided.nonzero().tolist():
-        token = int(run.proposals[step, row, position])  # the next canvas of a part may hold a later one
+        token = int(tokens[row, position])  # the next canvas of a part may hold a later one
         if token in skip:
             continue
         total += 1

@@ -103,6 +103,7 @@ def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionO
         ValueError: another `within`.
     """
     check_run(run)
+    given, run = run, run.by_token
     answer = decided_answer(run)
     retracted = _retracted(run, answer)
     if run.part is not None:  # when the others were decided is not known
@@ -118,7 +119,7 @@ def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionO
     ordered, backward = (counted & before).sum((1, 2)), (counted & after).sum((1, 2))
     pairs = ordered + backward
     rewrites = (run.revised & answer).sum(0)
-    return DecisionOrder(run, within, step, rewrites, (ordered - backward) / pairs, pairs, retracted)
+    return DecisionOrder(given, within, step, rewrites, (ordered - backward) / pairs, pairs, retracted)
 
 
 def _block_of(run: DenoisingRun) -> Int[Tensor, "batch position"]:

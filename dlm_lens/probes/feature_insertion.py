@@ -22,6 +22,7 @@ from dlm_lens.printable import shown
 from dlm_lens.probes.predictions import result_of, right_tokens
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import on_canvases
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import (
     POSITIVE_BOUNDS,
@@ -338,14 +339,14 @@ def _losses(
     """Sums over the predictions of a row: of the plain pass first, then with each hook."""
     hooked = [StoredRun(stored.model, stored.run, hooks=[hook], carried="keys", warn=False) for hook in hooks]
     found: dict[str, list[Tensor]] = {"loss": [], "kl": [], "positions": []}
-    total = len(steps) * (1 + len(hooks))
+    total, results = len(steps) * (1 + len(hooks)), on_canvases(stored.run, right, -1)
     with tqdm(total=total, desc="inserting", unit="pass", disable=not progress) as bar:
         for step in steps:
             plain = stored.states(step)
             bar.update()
-            lines = [_compared(stored, step, plain, plain, right)]
+            lines = [_compared(stored, step, plain, plain, results[step])]
             for one in hooked:
-                lines.append(_compared(stored, step, plain, one.states(step), right))
+                lines.append(_compared(stored, step, plain, one.states(step), results[step]))
                 bar.update()
             for name, values in found.items():
                 values.append(torch.stack([line[name] for line in lines]))

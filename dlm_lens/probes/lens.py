@@ -15,10 +15,12 @@ from dlm_lens.attention import HookLike, SinkLayout, attach_hooks, attention_blo
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.probes.lens_positions import GivenLensPositions, LensPositions, choose_positions
+from dlm_lens.probes.predictions import result_of
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.tuned_lens import TunedLens
 from dlm_lens.probes.unembedding import Unembedding, lens_measures
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import on_canvases
 from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -309,7 +311,7 @@ class _Entries:
         tuned: TunedLens | None,
     ) -> None:
         self.stored, self.head, self.places, self.layers, self.top = stored, head, places, layers, top
-        self.hooked = hooked
+        self.hooked, self.results = hooked, on_canvases(stored.run, result_of(stored), -1)
         self.layout, self.last = SinkLayout.of(stored.model), len(attention_blocks(stored.model)) - 1
         self.translate = (lambda layer, stream: stream) if tuned is None else tuned.translate
 
@@ -341,8 +343,7 @@ class _Entries:
         predicted = trained[step, batch, predicts.clamp(min=0)] & (predicts >= 0)
         reach = self.stored.sampler.reach(run.masked[step].to(self.stored.device), self.stored.plan(step))
         predicted &= reach.cpu()[batch, predicts.clamp(min=0)]
-        written = run.tokens[batch, predicts.clamp(min=0)]
-        written = written.masked_fill((predicts < 0) | run.masked[-1, batch, predicts.clamp(min=0)], -1)
+        written = self.results[step, batch, predicts.clamp(min=0)].masked_fill(predicts < 0, -1)
         return place | {"predicts": predicts, "masked": masked, "predicted": predicted, "written": written}
 
     def _streams(self, stored: StoredRun, step: int, place: dict[str, Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from dlm_lens.printable import shown
 from dlm_lens.probes.unembedding import positions_at_once, without_mask
 from dlm_lens.sampling import StoredRun
+from dlm_lens.sampling.moved_tokens import on_canvases
 
 
 class Predictions(NamedTuple):
@@ -23,8 +24,8 @@ class Predictions(NamedTuple):
         token: the most likely token at each.
         confidence: its probability.
         entropy: of the prediction, in nats.
-        final: [i, j], the probability at position i of the token that the result has at position j; 0 where the
-            result has no token.
+        final: [i, j], the probability at position i of the token that the result has at position j, wherever that
+            token is in the result (`on_canvases`); 0 where the result has no token.
         likely_at: for every token with more than the threshold, the index in `where`.
         likely_token: that token.
     """
@@ -51,13 +52,13 @@ def read_predictions(
         threshold: above which a token is likely; none is above 1.
         progress: what a progress bar calls it; empty for none.
     """
-    size = positions_at_once(stored.model)
+    size, results = positions_at_once(stored.model), on_canvases(stored.run, result, -1)
     for step in tqdm(range(stored.run.steps), desc=progress, unit="step", disable=not progress):
         predicted, states = stored.predicted(step).cpu(), stored.states(step)
         start = 0
         for row in range(len(predicted)):
             where = predicted[row].nonzero().flatten()
-            wanted, parts = result[row, where], []
+            wanted, parts = results[step, row, where], []
             for first in range(start, start + len(where), size):
                 part = states[:, first : min(first + size, start + len(where))]
                 logits = without_mask(stored.model, stored.logits(part).double())

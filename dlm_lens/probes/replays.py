@@ -24,10 +24,12 @@ from dlm_lens.attention import (
 )
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
+from dlm_lens.probes.predictions import result_of
 from dlm_lens.probes.residual_reader import ResidualReader, reading, stacked_layers
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, token_rank, without_mask
 from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import on_canvases
 from dlm_lens.sampling.prompt_positions import from_prompt, of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -316,6 +318,7 @@ class _Passes:
     ) -> None:
         self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
         self.layout = SinkLayout.of(stored.model)
+        self.results = on_canvases(stored.run, result_of(stored), -1)
         # With a cache the passes with hooks keep keys of their own.
         self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided, hooks=hooks, carried="keys")
 
@@ -323,7 +326,7 @@ class _Passes:
         """All measures of a step, on the CPU."""
         plain, hooked = self._run(self.stored, step), self._run(self.hooked, step)
         predicted = self.stored.predicted(step).cpu()
-        found = {"predicted": predicted, **self._per_position(predicted, plain.states, hooked.states)}
+        found = {"predicted": predicted, **self._per_position(step, predicted, plain.states, hooked.states)}
         found |= self._residual(step, plain.reader, hooked.reader)
         if self.attention:
             found |= self._columns(plain.reader, hooked.reader)
@@ -354,11 +357,10 @@ class _Passes:
         return sources & self.stored.computes(step).to(sources.device)
 
     def _per_position(
-        self, predicted: Bool[Tensor, "batch position"], plain: Tensor, hooked: Tensor
+        self, step: int, predicted: Bool[Tensor, "batch position"], plain: Tensor, hooked: Tensor
     ) -> dict[str, Float[Tensor, "batch position"]]:
-        run = self.stored.run
         # A position that was never decoded has no rank.
-        written = run.tokens.masked_fill(run.masked[-1], -1)[predicted].to(plain.device)
+        written = self.results[step][predicted.cpu()].to(plain.device)
         size = positions_at_once(self.stored.model)
         parts = zip(plain.split(size, 1), hooked.split(size, 1), written.split(size), strict=True)
         rows = [self._measures(*part) for part in parts]

@@ -13,8 +13,9 @@ from dlm_lens.arguments import Rule, checked_arguments, flag, is_real, whole
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
-from dlm_lens.probes.predictions import read_predictions
+from dlm_lens.probes.predictions import read_predictions, result_of
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import on_canvases
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Bounds, Estimate, estimate, mean_of, summed
@@ -183,10 +184,10 @@ def token_smearing(
     chance = torch.zeros(steps, batch, dtype=torch.float32)
     ends = Results(stored.run, radius)
     bar = "smearing" if progress else ""
-    for one in read_predictions(stored, ends.tokens, threshold=threshold, progress=bar):
+    for one in read_predictions(stored, result_of(stored), threshold=threshold, progress=bar):
         at = one.step, one.row
-        places[at], chance[at] = ends.places_of(one.row, one.where[one.likely_at], one.likely_token)
-        for name, values in ends.masses_of(one.row, one.where, one.final).items():
+        places[at], chance[at] = ends.places_of(*at, one.where[one.likely_at], one.likely_token)
+        for name, values in ends.masses_of(*at, one.where, one.final).items():
             found[name][(*at, one.where)] = values.float()
     return TokenSmearing(
         run, found["own"], found["near"], found["near_by_chance"], places, chance, threshold, radius
@@ -203,15 +204,15 @@ class Results:
 
     def __init__(self, run: DenoisingRun, radius: int) -> None:
         self.radius = radius
-        self.tokens = run.tokens.masked_fill(run.masked[-1], -1)
-        """-1 where the result has a mask."""
-        self.answer = decided_answer(run)
+        self.tokens = on_canvases(run, run.tokens.masked_fill(run.masked[-1], -1), -1)
+        """At their places on the canvas of each step; -1 where the result has a mask."""
+        self.answer = on_canvases(run, decided_answer(run), False)
 
     def masses_of(
-        self, row: int, where: Int[Tensor, "predicted"], final: Float[Tensor, "predicted predicted"]
+        self, step: int, row: int, where: Int[Tensor, "predicted"], final: Float[Tensor, "predicted predicted"]
     ) -> dict[str, Float[Tensor, "predicted"]]:
         """own, near and near_by_chance of a row's predicted positions; NaN where the result has a mask."""
-        token, mass = self.tokens[row, where], final.T
+        token, mass = self.tokens[step, row, where], final.T
         other = token[None, :] != token[:, None]
         close = other & ((where[None, :] - where[:, None]).abs() <= self.radius)
         mean = (mass * other).sum(-1) / other.sum(-1)
@@ -223,13 +224,13 @@ class Results:
         return {name: value.masked_fill(token < 0, torch.nan) for name, value in values.items()}
 
     def places_of(
-        self, row: int, at: Int[Tensor, "likely"], token: Int[Tensor, "likely"]
+        self, step: int, row: int, at: Int[Tensor, "likely"], token: Int[Tensor, "likely"]
     ) -> tuple[Int[Tensor, "place"], Float[Tensor, ""]]:
         """How many of a row's likely tokens, at these positions, are in each place; how many near by chance."""
         from scipy.stats import hypergeom
 
-        answer = self.answer[row].nonzero().flatten()
-        same = self.tokens[row, answer][None, :] == token[:, None]
+        answer = self.answer[step, row].nonzero().flatten()
+        same = self.tokens[step, row, answer][None, :] == token[:, None]
         distance = (answer[None, :] - at[:, None]).abs()
         elsewhere, close = distance > 0, (distance > 0) & (distance <= self.radius)
         here = (same & ~elsewhere).any(-1)

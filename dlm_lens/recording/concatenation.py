@@ -13,6 +13,7 @@ from dlm_lens.recording.arrays import ArraySpec, widened, with_zeros_
 from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.moved_tokens import widened as widened_origins
 from dlm_lens.sampling.token_text import merged
 
 Fields = TypeVar("Fields", bound=RecordingFields)
@@ -59,6 +60,7 @@ def joined(recordings: Iterable[Fields], stored: Path | None = None) -> Fields:
         confidence=rows("confidence"),
         unmasked=rows("unmasked"),
         revised=rows("revised"),
+        origins=None if any(run.origins is None for run in runs) else rows("origins"),
         attention_mask=torch.cat([run.attention_mask for run in runs]),
         rows_ran=_ran(recordings),
         joined_at=_starts(runs),
@@ -254,6 +256,7 @@ def _run_in(padding: "_Padding", run: DenoisingRun, longest: DenoisingRun) -> De
         unmasked=padding.steps(run.unmasked, torch.zeros_like(run.masked[-1])),
         revised=padding.steps(run.revised, torch.zeros_like(run.masked[-1])),
         attention_mask=padding.canvas(run.attention_mask, False),
+        origins=padding.origins(run),
         prompt_length=length,
         joined_at=tuple(padding.before + start for start in run.joined_at or (0,) * len(run.tokens)),
         spans=tuple(spans),
@@ -278,6 +281,12 @@ class _Padding:
     def steps(self, tensor: Tensor, last: Tensor, value: float = 0) -> Tensor:
         """A tensor [step, batch, position], with `last` repeated after its steps."""
         return self.canvas(torch.cat([tensor, last.expand(self.steps_after, *last.shape)]), value)
+
+    def origins(self, run: DenoisingRun) -> Tensor | None:
+        """`DenoisingRun.origins`: what is added has not moved."""
+        if run.origins is None:
+            return None
+        return widened_origins(run.origins, before=self.before, after=self.after, steps=self.steps_after)
 
     def array(self, recording: RecordingFields, spec: ArraySpec) -> Tensor:
         """A statistic, NaN (-1 for integers; 0 for a present query's shares) where it is padded."""

@@ -175,6 +175,8 @@ class ShardDirectory:
         }
         if step.revised is not None:
             tensors["run.revised"] = step.revised
+        if step.origins is not None:
+            tensors["run.origins"] = step.origins
         if state is not None:
             tensors |= {"state.canvas": state.canvas, **{f"own.{n}": value for n, value in state.own.items()}}
         plan = step.plan
@@ -303,6 +305,7 @@ class ShardDirectory:
             proposal=Proposal(self._of(held, "run.proposal", line), self._of(held, "run.confidence", line)),
             unmasked=self._of(held, "run.unmasked", line),
             revised=held.get("run.revised"),
+            origins=held.get("run.origins"),
         )
 
     def _of(self, held: Mapping[str, Tensor], name: str, line: ManifestLine) -> Tensor:

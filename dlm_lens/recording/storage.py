@@ -27,7 +27,7 @@ from dlm_lens.sampling.algorithm_registry import algorithms
 from dlm_lens.sampling.token_text import StoredTokenizer
 
 RUN_TENSORS = ("canvases", "masked", "proposals", "confidence", "unmasked", "attention_mask")
-OPTIONAL_RUN_TENSORS = ("revised",)
+OPTIONAL_RUN_TENSORS = ("revised", "origins")
 """Tensors that are stored only where they are not all False."""
 
 
@@ -288,12 +288,14 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
     wanted["attention_mask"] = canvas
     wanted |= {name: (steps, *canvas) for name in OPTIONAL_RUN_TENSORS if name in held}
     for name, shape in wanted.items():
-        kind = torch.int64 if name in ("canvases", "proposals") else torch.bool
+        kind = torch.int64 if name in ("canvases", "proposals", "origins") else torch.bool
         fits = held[name].is_floating_point() if name == "confidence" else held[name].dtype == kind
         if tuple(held[name].shape) != shape or not fits:
             raise _ContradictionError(
                 f"{name} in {TENSORS} is {held[name].dtype} {list(held[name].shape)}; {list(shape)} would fit"
             )
+    if (moved := held.get("origins")) is not None and bool(((moved < -1) | (moved >= positions)).any()):
+        raise _ContradictionError(f"origins in {TENSORS} are no positions of a canvas of {positions}")
     if facts.rows_ran is not None and (len(facts.rows_ran) != rows or max(facts.rows_ran, default=0) > steps):
         raise _ContradictionError(f"rows_ran {facts.rows_ran} for {rows} rows and {steps} steps")
     if facts.rows_ran_in_all is not None and len(facts.rows_ran_in_all) != rows:
@@ -400,7 +402,8 @@ def write_end(
     names = ("layers", "steps", "heads", "sinks", "causal", "unpadded", "windows", "model", "scale", "query_heads")
     facts |= {name: getattr(recording, name) for name in names}
     tensors = {name: getattr(run, name) for name in RUN_TENSORS}
-    tensors |= {name: getattr(run, name) for name in OPTIONAL_RUN_TENSORS if bool(getattr(run, name).any())}
+    optional = {name: getattr(run, name) for name in OPTIONAL_RUN_TENSORS}
+    tensors |= {name: each for name, each in optional.items() if each is not None and bool(each.any())}
     shards.finish(facts, {**tensors, "answer": recording.answer})
 
 
@@ -454,6 +457,8 @@ def _save(recording: RecordingFields, shards: ShardDirectory) -> None:
         )
         proposal = Proposal(run.proposals[index], run.confidence[index])
         revised = run.revised[index] if bool(run.revised[index].any()) else None
-        step = FinishedStep(plan, run.canvases[index], run.masked[index], proposal, run.unmasked[index], revised)
+        origins = None if run.origins is None else run.origins[index]
+        canvas, masked, unmasked = run.canvases[index], run.masked[index], run.unmasked[index]
+        step = FinishedStep(plan, canvas, masked, proposal, unmasked, revised, origins)
         shards.add(step, None, {name: recording.arrays[name][index] for name in recording.specs})
     write_end(shards, recording, tuple(recording.specs.values()), recording.rows)

@@ -103,7 +103,8 @@ class StoringRecorder(Recorder):
         assert self._seen is not None
         opened = self.sampler.open_positions(canvas, plan.index + 1)
         revised = revised_positions(*self._seen, canvas, opened)
-        self._step = (FinishedStep(plan, *self._seen, proposal, unmasked, revised), self.step_arrays())
+        step = FinishedStep(plan, *self._seen, proposal, unmasked, revised, self.sampler.origins)
+        self._step = (step, self.step_arrays())
 
     def keep(self, state: RunState) -> None:
         """Write the finished step with the state of the run after it."""

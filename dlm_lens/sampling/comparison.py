@@ -18,6 +18,7 @@ from dlm_lens.printable import shown
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.emerging_text import answer_cells
+from dlm_lens.sampling.moved_tokens import widened
 from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.sampling.settings import check_model
@@ -360,7 +361,7 @@ def _written_at(run: DenoisingRun) -> Int[Tensor, "batch position"]:
 def _confidence_of(run: DenoisingRun) -> Float[Tensor, "batch position"]:
     """The confidence of the final token when it was written; NaN where none was, or the sampler does not rank."""
     step = _written_at(run)
-    found = run.confidence.gather(0, step.clamp(min=0)[None])[0]
+    found = run.by_token.confidence.gather(0, step.clamp(min=0)[None])[0]
     return found.masked_fill((step < 0) | ~found.isfinite(), torch.nan)
 
 
@@ -392,6 +393,7 @@ def _longer(run: DenoisingRun, steps: int) -> DenoisingRun:
         confidence=nothing(run.confidence, -torch.inf),
         unmasked=nothing(run.unmasked, False),
         revised=nothing(run.revised, False),
+        origins=None if run.origins is None else widened(run.origins, steps=more),
         spans=(*run.spans, *[run.spans[-1]] * more),
         blocks=(*run.blocks, *[run.blocks[-1]] * more),
         computed=(*run.computed, *[run.computed[-1]] * more) if run.computed else (),
@@ -423,4 +425,5 @@ def _wider(run: DenoisingRun, tokens: Int[Tensor, "batch more"]) -> DenoisingRun
         unmasked=padded(run.unmasked.byte(), 0).bool(),
         revised=padded(run.revised.byte(), 0).bool(),
         attention_mask=padded(run.attention_mask.byte(), 1).bool(),
+        origins=None if run.origins is None else widened(run.origins, after=tokens.shape[1]),
     )

@@ -14,6 +14,7 @@ from dlm_lens.attention import padding_before
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import sampler_class
 from dlm_lens.sampling.emerging_text import parts_of_texts, preview
+from dlm_lens.sampling.moved_tokens import followed, places_of, room_of_canvases
 from dlm_lens.sampling.run_parts import RunPart
 from dlm_lens.sampling.run_rows import (
     open_and_planned,
@@ -103,6 +104,8 @@ class DenoisingRun(ShowsItself):
         rows_planned: `planned` of each row, where joined rows differ in it; then `settings["steps"]` is so too.
         part: of a part of a run (`Recording.select(step=)`), its place in the whole run; None: these are all steps.
         rows: of some rows of a run (`Recording.select(batch=)`), their numbers in the whole; None: these are all.
+        origins: where the token or mask at each position of the next canvas was on the canvas of each step, in
+            samplers that insert and delete masks (DreamOn); -1 for room, which holds neither. None: nothing moves.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -129,6 +132,7 @@ class DenoisingRun(ShowsItself):
     rows_planned: tuple[int, ...] | None = None
     part: RunPart | None = field(default=None, repr=False)
     rows: tuple[int, ...] | None = field(default=None, repr=False)
+    origins: Int[Tensor, "step batch position"] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         steps, batch, positions = self.unmasked.shape
@@ -143,6 +147,7 @@ class DenoisingRun(ShowsItself):
             "confidence": (steps, batch, positions),
             "revised": (steps, batch, positions),
             "attention_mask": (batch, positions),
+            **({} if self.origins is None else {"origins": (steps, batch, positions)}),
         }
         for name, shape in expected.items():
             if tuple(getattr(self, name).shape) != shape:
@@ -370,6 +375,7 @@ class DenoisingRun(ShowsItself):
         parts: dict[str, Any] = {name: getattr(self, name)[:count] for name in per_step}
         parts |= {name: getattr(self, name)[: count + 1] for name in per_canvas}
         ran = tuple(min(count, steps) for steps in self.row_steps.tolist())
+        parts["origins"] = None if self.origins is None else self.origins[:count]
         numbers = {name: getattr(self.part, name)[:count] for name in ("numbers", "block_numbers") if self.part}
         return replace(self, **parts, rows_ran=ran, part=self.part and replace(self.part, **numbers))
 
@@ -380,13 +386,34 @@ class DenoisingRun(ShowsItself):
 
     @property
     def masks_left(self) -> Int[Tensor, "batch"]:
-        """Open positions of the final canvas: left by an early end, an intervention, a quirk or a longer row."""
-        return self.masked[-1].sum(-1)
+        """Open positions of the final canvas: left by an early end, an intervention, a quirk or a longer row.
+
+        Room in which no mask was inserted (DreamOn) is none of them.
+        """
+        room = room_of_canvases(self)
+        return (self.masked[-1] if room is None else self.masked[-1] & ~room[-1]).sum(-1)
+
+    @cached_property
+    def token_places(self) -> Int[Tensor, "step_plus_one batch position"]:
+        """Where the token of each position of the result was on each canvas (`origins`); -1 for nowhere."""
+        return places_of(self)
+
+    @cached_property
+    def by_token(self) -> "DenoisingRun":
+        """The run itself; where tokens move (`origins`), what each step did to the tokens of the result.
+
+        Position j is then that of the result at every step: open before the step that decided its token, wherever
+        the token was.
+        """
+        return followed(self)
 
     @cached_property
     def step_of(self) -> Int[Tensor, "batch position"]:
-        """The (last) step that decided a position; -1 for the prompt and for positions that no step decided."""
-        return self._last_step(self.unmasked)
+        """The (last) step that decided a position; -1 for the prompt and for positions that no step decided.
+
+        Of a token that was moved, the step that decided the token (`by_token`), as in `last_written`.
+        """
+        return self._last_step(self.by_token.unmasked)
 
     @cached_property
     def last_written(self) -> Int[Tensor, "batch position"]:
@@ -395,7 +422,7 @@ class DenoisingRun(ShowsItself):
         `step_of` where no step revised it afterwards. A position that is open on the final canvas has no final
         token; its step is the one that opened it.
         """
-        return self._last_step(self.unmasked | self.revised)
+        return self._last_step(self.by_token.unmasked | self.by_token.revised)
 
     def _last_step(self, chosen: Bool[Tensor, "step batch position"]) -> Int[Tensor, "batch position"]:
         if not self.steps:  # a run that failed at its first step
@@ -407,8 +434,9 @@ class DenoisingRun(ShowsItself):
         """Share of the answer (the positions open at the start) that is decided, per canvas and row.
 
         It falls where a sampler opens decided positions again. In AR decoding the answer of a row ends with its
-        text (`row_steps`), also where others of its batch go on. In other runs it is the whole answer that was
-        planned, also where the canvas ends before, as the run has ended with its text.
+        text (`row_steps`), also where others of its batch go on. Where masks are inserted and deleted (DreamOn) it
+        is what the text has between the prompts' parts on that canvas. In other runs it is the whole answer that
+        was planned, also where the canvas ends before, as the run has ended with its text.
         """
         answer = self.answer & until_ends(self) if self.autoregressive else self.answer
         opened, planned = open_and_planned(self, answer)

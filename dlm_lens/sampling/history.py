@@ -57,6 +57,7 @@ class History:
         self.proposals: list[Proposal] = []
         self.unmasked: list[Tensor] = []
         self.revised: list[Tensor | None] = []
+        self.origins: list[Tensor | None] = []
         self.plans: list[StepPlan] = []
         self._needed: Tensor | None = None
 
@@ -87,12 +88,14 @@ class History:
         proposal: Proposal,
         unmasked: Bool[Tensor, "batch position"],
         revised: Bool[Tensor, "batch position"] | None = None,
+        origins: Int[Tensor, "batch position"] | None = None,
     ) -> None:
-        """Add what the step proposed, unmasked and (None: nowhere) revised."""
+        """Add what the step proposed, unmasked, (None: nowhere) revised and (None: nothing) moved."""
         self.plans.append(plan)
         self.proposals.append(proposal)
         self.unmasked.append(unmasked)
         self.revised.append(revised)
+        self.origins.append(origins)
 
     def state(self) -> dict[str, Tensor]:
         """The steps that the rows needed so far, for a run that is resumed."""
@@ -130,6 +133,7 @@ class History:
             unmasked=stack(self.unmasked, torch.bool),
             revised=self._revised(),  # type: ignore[arg-type]
             attention_mask=self.attention_mask.cpu(),
+            origins=self._origins(),
             prompt_length=self.prompt_length,
             spans=tuple(plan.span for plan in self.plans),
             blocks=tuple(plan.block for plan in self.plans),
@@ -144,6 +148,11 @@ class History:
             return run
         ends = torch.minimum(run.row_steps, self._needed.cpu().clamp(min=1))
         return run if ends.equal(run.row_steps) else replace(run, rows_ran=tuple(ends.tolist()))
+
+    def _origins(self) -> Int[Tensor, "step batch position"] | None:
+        """Where everything on the canvas after each step was before it; None: nothing moves."""
+        found = [origins for origins in self.origins if origins is not None]
+        return torch.stack(found).cpu() if found else None
 
     def _revised(self) -> Bool[Tensor, "step batch position"] | None:
         """Which positions the steps rewrote; None: none."""

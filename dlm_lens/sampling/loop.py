@@ -92,7 +92,8 @@ def run_sampler(
             # A trace may choose others, which stay as they are; a token may move to where nothing was evaluated.
             unmasked = chosen & masked & (masked if sampler.resizes else evaluated)
             left_open = sampler.open_positions(made, plan.index + 1)
-            history.finish(plan, proposal, unmasked, revised_positions(canvas, masked, made, left_open))
+            revised = revised_positions(canvas, masked, made, left_open)
+            history.finish(plan, proposal, unmasked, revised, sampler.origins)
             canvas = made
             following = None if sampler.finished(canvas, plan) else steps.following(canvas)
             observing.finish(plan, canvas, proposal, unmasked, over=following is None)

@@ -34,6 +34,7 @@ from dlm_lens.attention import (
 )
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.history import History
+from dlm_lens.sampling.moved_tokens import share_of_text
 from dlm_lens.sampling.samplers.base import Sampler
 from dlm_lens.shapes import same_shape
 
@@ -61,7 +62,8 @@ class RunState:
 class FinishedStep:
     """One step of a run: its plan, the canvas that it saw, its proposal and what it unmasked and revised.
 
-    `masked` are the open positions of that canvas. `revised` is None if the step rewrote no decided position.
+    `masked` are the open positions of that canvas. `revised` is None if the step rewrote no decided position, and
+    `origins` (`DenoisingRun.origins`) where nothing moves.
     """
 
     plan: StepPlan
@@ -70,6 +72,7 @@ class FinishedStep:
     proposal: Proposal
     unmasked: Bool[Tensor, "batch position"]
     revised: Bool[Tensor, "batch position"] | None = None
+    origins: Int[Tensor, "batch position"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +96,9 @@ class Resumption:
         for step in self.steps:
             history.start(step.canvas.to(self._device(history)), step.masked.to(self._device(history)))
             proposal = Proposal(*(part.to(self._device(history)) for part in step.proposal))
-            revised = None if step.revised is None else step.revised.to(self._device(history))
-            history.finish(step.plan, proposal, step.unmasked.to(self._device(history)), revised)
+            given = (step.unmasked, step.revised, step.origins)
+            others: list[Any] = [None if each is None else each.to(self._device(history)) for each in given]
+            history.finish(step.plan, proposal, *others)
 
     def canvas(self, history: History) -> Int[Tensor, "batch position"]:
         """The canvas that the next step starts from."""
@@ -238,12 +242,12 @@ class StepObserver(RunObserver):
             tokens=canvas,
             masked=masked,
             valid=self.sampler.attention.seen_content(self._content, masked, plan.span[1]),
-            answer=self.answer,
+            answer=self.sampler.attention.without_room(self.answer, masked),
             queries=plan.computed,
             config=self.model.config,
             tokenizer=getattr(self.model, "tokenizer", None),
             memory=self._memory,
-            share=progress_by_steps(self.sampler, plan, canvas) if self.share is None else self.share,
+            share=known_progress(self.sampler, plan, masked, self.answer) if self.share is None else self.share,
             alike=self.sampler.attends_alike(self.model.config),
         )
         own = self.sampler.attention.until_block(self._content, masked, plan.span)
@@ -259,13 +263,14 @@ class StepObserver(RunObserver):
         self.now = None
 
 
-def progress_by_steps(
-    sampler: Sampler, plan: StepPlan, canvas: Int[Tensor, "batch position"]
+def known_progress(
+    sampler: Sampler, plan: StepPlan, masked: Bool[Tensor, "batch position"], answer: Bool[Tensor, "batch position"]
 ) -> Float[Tensor, "batch"] | None:
-    """`RunStep.share` of an AR run, step / total; None where progress follows from what is open."""
-    if not sampler.autoregressive:
-        return None
-    return torch.full((len(canvas),), plan.index / plan.total, device=canvas.device)
+    """`RunStep.share` of an AR run, step / total, and of a run with room; None where it is that of the answer."""
+    if sampler.autoregressive:
+        return torch.full((len(masked),), plan.index / plan.total, device=masked.device)
+    room = sampler.attention.room
+    return None if room is None else share_of_text(masked, answer, room.to(masked.device))
 
 
 @dataclass(frozen=True)

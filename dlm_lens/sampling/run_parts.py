@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from jaxtyping import Bool
+import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
+
+from dlm_lens.sampling.moved_tokens import NOWHERE, between
 
 if TYPE_CHECKING:
     from dlm_lens.sampling.denoising_run import DenoisingRun
@@ -67,6 +71,7 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
         unmasked=run.unmasked[chosen][:, rows],
         revised=run.revised[chosen][:, rows],
         attention_mask=run.attention_mask[rows],
+        origins=_origins(run, [*chosen, run.steps], rows),
         rows_ran=None
         if whole and run.rows_ran is None
         else tuple(sum(step < ran[row] for step in chosen) for row in rows),
@@ -101,7 +106,18 @@ def on_own_canvas(run: "DenoisingRun") -> "DenoisingRun":
         computed=tuple(span and (max(0, span[0] - start), span[1] - start) for span in run.computed),
         part=run.part and replace(run.part, answer=run.part.answer[..., start:]),
         joined_at=None,
+        origins=None if run.origins is None else (run.origins[..., start:] - start).clamp(min=NOWHERE),
     )
+
+
+def _origins(
+    run: "DenoisingRun", canvases: Sequence[int], rows: Sequence[int]
+) -> Int[Tensor, "step batch position"] | None:
+    """Where everything on each of these canvases but the first was on the one before it."""
+    if run.origins is None:
+        return None
+    found = [between(run.origins, start, stop)[list(rows)] for start, stop in pairwise(canvases)]
+    return torch.stack(found) if found else run.origins[:0, list(rows)]
 
 
 def _place(run: "DenoisingRun", steps: Sequence[int], rows: Sequence[int]) -> RunPart:

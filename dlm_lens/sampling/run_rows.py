@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import sampler_class
+from dlm_lens.sampling.moved_tokens import open_in_text, room_of_canvases
 
 if TYPE_CHECKING:
     from dlm_lens.sampling.denoising_run import DenoisingRun
@@ -63,6 +64,7 @@ def decided_answer(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
     that has ended: neither is a decision of the row. A part of a run does not hold what its other steps decided: in
     it a closed position counts up to its row's end.
     """
+    run = run.by_token
     last = run.last_written
     decided = run.answer & ~run.open[-1] & (last < run.row_steps[:, None])
     return decided & (last >= 0 if run.part is None else until_ends(run))
@@ -88,8 +90,10 @@ def until_ends(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
 
 def open_and_planned(
     run: "DenoisingRun", answer: Bool[Tensor, "batch position"]
-) -> tuple[Int[Tensor, "step_plus_one batch"], Int[Tensor, "batch"]]:
-    """How many positions of each row's planned answer are open on every canvas, and how many it has.
+) -> tuple[Int[Tensor, "step_plus_one batch"], Int[Tensor, "step_plus_one batch"]]:
+    """How many positions of each row's planned answer are open on every canvas, and how many it has there.
+
+    Where a sampler inserts and deletes masks, the answer is as long as it is on that canvas, without room.
 
     A run that ends with its text may lack positions that were planned (`Sampler.final_length`). They are open, as
     beside a longer row. Where open positions hold random tokens, those of a row that is over are decided: padding.
@@ -98,13 +102,15 @@ def open_and_planned(
         run: whole or a part.
         answer: the positions of the answer on its canvases.
     """
+    if (room := room_of_canvases(run)) is not None:
+        return open_in_text(run.masked, answer, room)
     opened, lacking = (run.masked & answer).sum(-1), _lacking(run)
     if bool(lacking.any()):
         left = torch.ones_like(opened, dtype=torch.bool)
         if run.uniform_noise:
             left = torch.cat([run.running, torch.zeros_like(left[:1])]) | (opened > 0)
         opened = opened + left * lacking
-    return opened, answer.sum(-1) + lacking
+    return opened, (answer.sum(-1) + lacking).expand_as(opened)
 
 
 def _lacking(run: "DenoisingRun") -> Int[Tensor, "batch"]:
@@ -163,16 +169,22 @@ def prompts_of_rows(run: "DenoisingRun") -> list[tuple[int, ...]]:
     return [tuple(run.canvases[0, row][content[row]].tolist()) for row in range(len(run.tokens))]
 
 
-def first_prompt(run: "DenoisingRun", row: int) -> Int[Tensor, "prompt"]:
-    """The tokens that a row of a whole run was made from, with the [MASK]s that it fills in.
+def first_places(run: "DenoisingRun") -> Bool[Tensor, "batch position"]:
+    """The positions of each row's prompt, with the [MASK]s that it fills in, on the first canvas of a whole run.
 
     Where a sampler inserts masks (`Sampler.resizes`), their room is between a gap and the rest of the prompt.
     """
-    content = run.attention_mask[row]
-    before = content & (torch.arange(len(content), device="cpu") < run.prompt_length)
+    before = run.attention_mask & (torch.arange(run.tokens.shape[1], device="cpu") < run.prompt_length)
     room = sampler_class(run.settings).room_of(run, 0) if run.steps else None
-    with_gap = room is not None and bool((run.answer[row] & before).any())
-    return run.canvases[0, row][content & ~room[row] if room is not None and with_gap else before]
+    if room is None:
+        return before
+    with_gap = (run.answer & before & ~room).any(-1, keepdim=True)
+    return torch.where(with_gap, run.attention_mask & ~room, before)
+
+
+def first_prompt(run: "DenoisingRun", row: int) -> Int[Tensor, "prompt"]:
+    """The tokens that a row of a whole run was made from, with the [MASK]s that it fills in (`first_places`)."""
+    return run.canvases[0, row][first_places(run)[row]]
 
 
 def prompt_numbers(runs: Sequence["DenoisingRun"]) -> list[Int[Tensor, "batch"]]:

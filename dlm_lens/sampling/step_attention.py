@@ -61,6 +61,12 @@ class StepAttention:
         own = self.own_blocks
         return positions if own is None else positions & own[:, : positions.shape[-1]]
 
+    def without_room(
+        self, positions: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
+    ) -> Bool[Tensor, "batch position"]:
+        """Those of the positions that are no room at a step with these open positions."""
+        return positions if self.room is None else positions & ~(masked & self.room.to(masked.device))
+
     def seen_content(
         self,
         content: Bool[Tensor, "batch position"],

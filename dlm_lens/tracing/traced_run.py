@@ -18,7 +18,7 @@ from dlm_lens.attention import ColumnStats, RunStep
 from dlm_lens.attention.cache_argument import returned_cache
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler, StepPlan, collecting_columns, denoise, part_of_run
-from dlm_lens.sampling.observers import progress_by_steps
+from dlm_lens.sampling.observers import known_progress
 from dlm_lens.tracing.steps import STEP
 
 PROMPT_NAMES = ("prompt", "input_ids", "attention_mask")
@@ -167,7 +167,8 @@ class TracedRun(RunObserver):
             "masked": masked,
         }
         state["valid"] = self.sampler.attention.seen_content(self.state["valid"], masked, plan.span[1])
-        share = progress_by_steps(self.sampler, plan, canvas)
+        share = known_progress(self.sampler, plan, masked, state["answer"])
+        state["answer"] = self.sampler.attention.without_room(state["answer"], masked)
         state |= {} if share is None else {"share": share}
         self._handle(STEP, (plan, state))
         if self.editable:
@@ -183,8 +184,8 @@ class TracedRun(RunObserver):
         self.state.setdefault("answer", self.sampler.attention.within_own_blocks(masked))
         attention = self.sampler.attention
         valid = attention.seen_content(self.state["valid"], masked, plan.span[1])
-        given = (canvas, masked, valid, self.state["answer"])
-        share = progress_by_steps(self.sampler, plan, canvas)
+        given = (canvas, masked, valid, attention.without_room(self.state["answer"], masked))
+        share = known_progress(self.sampler, plan, masked, self.state["answer"])
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed, share=share)
         own = attention.until_block(self.state["valid"], masked, plan.span)
         self.now = now if plan.seen is None else now.until(plan.seen, own)

@@ -107,7 +107,7 @@ def planted(likely: Tensor, final: list[int], radius: int) -> tuple[dict[str, Te
     results = Results(run, radius)
     where = torch.arange(length)
     at, token = (likely > 0.03).nonzero().unbind(-1)
-    return results.masses_of(0, where, likely[:, torch.tensor(final)]), *results.places_of(0, at, token)
+    return results.masses_of(0, 0, where, likely[:, torch.tensor(final)]), *results.places_of(0, 0, at, token)
 
 
 def test_a_token_that_is_spread_over_neighbours_is_found() -> None:

@@ -118,6 +118,7 @@ def repeated(run: DenoisingRun, times: int) -> DenoisingRun:
     return replace(
         run,
         attention_mask=run.attention_mask.repeat(times, 1),
+        origins=None if run.origins is None else run.origins.repeat(1, times, 1),
         rows_ran=ran,
         joined_at=starts,
         rows_planned=planned,

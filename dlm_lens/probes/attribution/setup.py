@@ -15,6 +15,7 @@ from dlm_lens.probes.attribution.contract import Contract, model_fields
 from dlm_lens.probes.attribution.passes import FirstInput, Passes, Side, likeliest_others, other_side
 from dlm_lens.probes.attribution.targets import Target, check_target, named
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import decisions_of, on_canvases
 
 Direction = Literal["noising", "denoising"]
 """Which run is patched: "noising" puts the corrupted run's values into the clean one, "denoising" the reverse."""
@@ -116,11 +117,11 @@ class Setup:
                 "canvas positions that are open, for others"
             )
         # A sampler that revises may write another token later, also at a step that a part of a run leaves out.
-        tokens = torch.where(run.unmasked, run.proposals, run.canvases[1:])
+        tokens = torch.where(*decisions_of(run), run.canvases[1:])
         explained = "the tokens that each step decides"
         if explain is not None:
             tokens, explained = (
-                run.tokens.expand_as(tokens),
+                on_canvases(run, run.tokens, 0),
                 f"the final tokens at canvas positions {', '.join(map(str, explain))}, where they are open",
             )
         if shared:
@@ -286,9 +287,9 @@ def _wanted(stored: StoredRun, explain: Sequence[int] | None, who: str) -> Bool[
     run = stored.run
     predicted = torch.stack([stored.predicted(step).cpu() for step in range(run.steps)])
     if explain is None:
-        return predicted & run.unmasked
+        return predicted & decisions_of(run)[0]
     places = chosen_indices("position", explain, run.tokens.shape[1], f"{who}: ", argument="explain")
     named_ = torch.zeros(run.tokens.shape[1], dtype=torch.bool)
     named_[list(places)] = True
     # A position that the result leaves open has no final token.
-    return predicted & named_ & ~run.open[-1]
+    return predicted & on_canvases(run, named_ & ~run.open[-1], False)

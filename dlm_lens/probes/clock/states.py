@@ -102,8 +102,8 @@ def labels_of(run: DenoisingRun, target: str) -> Float[Tensor, "step batch"]:
 def quantities_of(run: DenoisingRun) -> Float[Tensor, "quantity step batch"]:
     """`QUANTITIES` of every canvas that a step saw, in float64; in a part of a run those of the whole run."""
     step = torch.tensor(run.step_numbers, dtype=torch.float64)[:, None].expand(run.steps, len(run.tokens))
-    opened, answer = (count.double() for count in open_and_planned(run, run.answer))
-    opened, lacking = opened[:-1], answer - run.answer.sum(-1)
+    opened, answer = (count[:-1].double() for count in open_and_planned(run, run.answer))
+    lacking = answer - run.answer.sum(-1)  # less than 0 where a part of the answer is room for masks
     share = 1 - opened / answer.clamp(min=1)
     content = (run.attention_mask & run.in_own_blocks).sum(-1).double() + lacking
     found = (

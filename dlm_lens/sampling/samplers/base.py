@@ -111,6 +111,7 @@ class Sampler(nn.Module):
         sigma: the noise level of the step that was entered, for networks that may be given it; None for others.
         mask_id: of [MASK]; None before the run begins, and for models without a mask token.
         fillable: where [MASK] is open; None before the run begins.
+        origins: `DenoisingRun.origins` of the last step, in samplers that resize; None in others.
     """
 
     propose: nn.Module
@@ -143,6 +144,7 @@ class Sampler(nn.Module):
     sigma: float | None = None
     mask_id: int | None = None
     fillable: Bool[Tensor, "batch position"] | None = None
+    origins: Int[Tensor, "batch position"] | None = None
 
     def __init__(self) -> None:
         super().__init__()

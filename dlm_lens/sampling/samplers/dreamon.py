@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
+from dlm_lens.sampling.moved_tokens import NOWHERE
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
@@ -320,7 +321,13 @@ class DreamOnSampler(Sampler):
         target = self._first[:, None] + sizes.cumsum(-1) - sizes
         kept = seen & ~deleted
         made = canvas.masked_fill(stretch, self.mask_id)
-        made[kept.nonzero()[:, 0], target[kept]] = canvas[kept]
+        rows, places = kept.nonzero(as_tuple=True)
+        made[rows, target[kept]] = canvas[kept]
+        where = torch.arange(canvas.shape[1], device=canvas.device).expand_as(canvas)
+        self.origins = where.masked_fill(stretch, NOWHERE)
+        self.origins[rows, target[kept]] = places
+        rows, places = expanded.nonzero(as_tuple=True)
+        self.origins[rows, target[expanded] + 1] = places
         self._length, self._budget = sizes.sum(-1), self._budget - expanded.sum(-1)
         self._set_room(canvas.shape[1])
         return made

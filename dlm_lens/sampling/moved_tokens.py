@@ -1,0 +1,167 @@
+"""Where tokens were at earlier steps of a run whose sampler inserts and deletes masks (`Sampler.resizes`)."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from dlm_lens.sampling.algorithm_registry import sampler_class
+
+if TYPE_CHECKING:
+    from dlm_lens.sampling.denoising_run import DenoisingRun
+
+NOWHERE = -1
+"""The origin of a position that holds nothing of the text: room for masks."""
+
+
+def composed(
+    one: Int[Tensor, "batch position"], following: Int[Tensor, "batch position"]
+) -> Int[Tensor, "batch position"]:
+    """The origins (`DenoisingRun.origins`) of two successive steps as those of one step."""
+    return one.gather(-1, following.clamp(min=0)).masked_fill(following == NOWHERE, NOWHERE)
+
+
+def between(origins: Int[Tensor, "step batch position"], start: int, stop: int) -> Int[Tensor, "batch position"]:
+    """Where everything on the canvas of step `stop` was on that of step `start`."""
+    found = torch.arange(origins.shape[-1], device=origins.device).expand(origins.shape[1:])
+    for step in reversed(range(start, stop)):
+        found = composed(origins[step], found)
+    return found
+
+
+def places_of(run: "DenoisingRun") -> Int[Tensor, "step_plus_one batch position"]:
+    """Where the token of every position of the result was on each canvas; -1 where it was on none."""
+    found = torch.arange(run.tokens.shape[-1], device="cpu").expand(run.tokens.shape)
+    places = [found]
+    if run.origins is not None:
+        for origins in run.origins.flip(0):
+            places.append(composed(origins, places[-1]))
+    return torch.stack(places[::-1]) if run.origins is not None else found.expand(run.masked.shape)
+
+
+def at_places(
+    values: Shaped[Tensor, "step batch position"], places: Int[Tensor, "step batch position"], missing: float
+) -> Shaped[Tensor, "step batch position"]:
+    """What each step has at the places (`places_of`) of the result's tokens; `missing` where they were on none."""
+    return values.gather(-1, places.clamp(min=0)).masked_fill(places == NOWHERE, missing)
+
+
+def widened(
+    origins: Int[Tensor, "step batch position"], *, before: int = 0, after: int = 0, steps: int = 0
+) -> Int[Tensor, "more_steps batch wider"]:
+    """Origins on a canvas with more positions before and after, and with more steps, at which nothing moves."""
+    width = before + origins.shape[-1] + after
+    moved = torch.where(origins == NOWHERE, NOWHERE, origins + before)
+    where = torch.arange(width, device=origins.device).expand(*origins.shape[:2], width)
+    found = torch.cat([where[..., :before], moved, where[..., width - after :]], -1)
+    still = torch.where(found[-1:] == NOWHERE, NOWHERE, where[:1]) if len(found) else found
+    return torch.cat([found, still.expand(steps if len(found) else 0, -1, -1)])
+
+
+def on_canvases(
+    run: "DenoisingRun", values: Shaped[Tensor, "batch position"], missing: float
+) -> Shaped[Tensor, "step batch position"]:
+    """Values of the result's positions at the positions where their tokens were on the canvas of each step.
+
+    Where a mask became several or was deleted later, no position of the result is its own: `missing`.
+    """
+    if run.origins is None:
+        return values.expand(run.steps, *values.shape)
+    places = run.token_places[:-1]
+    known, where = places != NOWHERE, places.clamp(min=0)
+    count = torch.zeros_like(places).scatter_add_(-1, where, known.long())
+    own = known & (count.gather(-1, where) == 1)
+    found = torch.full(places.shape, missing, dtype=values.dtype)
+    step, row, position = own.nonzero(as_tuple=True)
+    found[step, row, places[step, row, position]] = values[row, position]
+    return found
+
+
+def decisions_of(
+    run: "DenoisingRun",
+) -> tuple[Bool[Tensor, "step batch position"], Int[Tensor, "step batch position"]]:
+    """The open positions of each step's canvas that it decides, and as which tokens; other entries mean nothing."""
+    if run.origins is None:
+        return run.unmasked, run.proposals
+    step = torch.arange(run.steps, device="cpu")[:, None, None]
+    return on_canvases(run, run.step_of, -1) == step, on_canvases(run, run.tokens, 0)
+
+
+def open_in_text(
+    masked: Bool[Tensor, "*step batch position"],
+    answer: Bool[Tensor, "batch position"],
+    room: Bool[Tensor, "*step batch position"],
+) -> tuple[Int[Tensor, "*step batch"], Int[Tensor, "*step batch"]]:
+    """How many positions of the answer's text are open on a canvas, and how many it has.
+
+    Tokens of the prompt between two gaps may have moved to positions of the answer. They are never deleted, so that
+    their number is that of the start.
+
+    Args:
+        masked: the open positions.
+        answer: those that were open at the start.
+        room: positions that are no text while they are open.
+    """
+    between_ends = (answer.cumsum(-1) > 0) & (answer.flip(-1).cumsum(-1).flip(-1) > 0)
+    text = between_ends & ~(masked & room)
+    return (masked & text).sum(-1), text.sum(-1) - (between_ends & ~answer).sum(-1)
+
+
+def share_of_text(
+    masked: Bool[Tensor, "batch position"],
+    answer: Bool[Tensor, "batch position"],
+    room: Bool[Tensor, "batch position"],
+) -> Float[Tensor, "batch"]:
+    """The share of the answer's text (`open_in_text`) that is decided."""
+    opened, text = open_in_text(masked, answer, room)
+    return 1 - opened.float() / text.clamp(min=1)
+
+
+def room_of_canvases(run: "DenoisingRun") -> Bool[Tensor, "step_plus_one batch position"] | None:
+    """The room of every canvas, the result's included; None in runs that have none."""
+    sampler = sampler_class(run.settings)
+    if not sampler.resizes:
+        return None
+    # Nothing proposes on the last canvas. Recordings of before have no origins; their runs end without masks.
+    last = run.masked[-1:] if run.origins is None else run.masked[-1:] & (run.origins[-1:] == NOWHERE)
+    if not run.steps:
+        return torch.zeros_like(run.masked)
+    before = sampler.room_of(run, slice(None))
+    assert before is not None
+    return torch.cat([before, last])
+
+
+def followed(run: "DenoisingRun") -> "DenoisingRun":
+    """A run with the positions of its result: what each step did where the token of a position was.
+
+    A step unmasks what it decides, and revises what it rewrites or opens, but not what it moves. What was on no
+    canvas of a step, because its mask was inserted later, is open there. Where the token of another mask came to a
+    mask that stays open, the run does not hold what was proposed for it: nothing is.
+    """
+    if run.origins is None:
+        return run
+    places = run.token_places
+    before, after = places[:-1], places[1:]
+    held = run.canvases[run.masked]
+    mask = int(held[0]) if len(held) else 0
+    masked = at_places(run.masked, places, True)
+    arrived = at_places(run.masked[:-1], after, True)
+    # After the step, before what a caller's edit of the next canvas changes.
+    left = torch.where(arrived, ~at_places(run.unmasked, after, False), masked[1:])
+    decided = masked[:-1] & ~left
+    canvases = at_places(run.canvases, places, mask)
+    changed = at_places(run.revised, after, False) & (canvases[:-1] != canvases[1:])
+    lost = masked[:-1] & ~decided & at_places(run.unmasked, before, False)
+    proposals = torch.where(lost, mask, at_places(run.proposals, before, mask))
+    return replace(
+        run,
+        canvases=canvases,
+        masked=masked,
+        proposals=torch.where(decided, canvases[1:], proposals),
+        confidence=at_places(run.confidence, before, -torch.inf),
+        unmasked=decided,
+        revised=~masked[:-1] & (left | changed),
+        origins=None,
+    )

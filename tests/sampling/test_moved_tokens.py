@@ -1,0 +1,176 @@
+"""Where the tokens of a DreamOn run were at its steps, and what is read there, against lists of tokens."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import dlm_lens as dl
+from dlm_lens.probes import commitment, decision_order
+from dlm_lens.sampling.moved_tokens import decisions_of
+from tests.reference import forward64
+from tests.sampling.test_dreamon import DELETE, EXPAND, GREEDY, MASK, PROMPTS, resizing
+
+
+class Element(NamedTuple):
+    """A token of a text: its index in the text of each step so far, what each read there, when it was decided."""
+
+    token: int
+    places: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
+    decided: int = -1
+
+
+def by_hand(model: Any, prompt: list[int]) -> list[list[Element]]:
+    """The text before each greedy step and at the end."""
+    text, grown, budget = [Element(token) for token in prompt], GREEDY["gen_length"], GREEDY["expand_budget"]
+    if MASK not in prompt:
+        text, grown = text + [Element(MASK)] * 4, grown - 4
+    texts = [text]
+    while any(one.token == MASK for one in text):
+        step, tokens = len(texts) - 1, torch.tensor([[one.token for one in text]])
+        logits = forward64(model, tokens)["logits"][0]
+        logits = torch.cat([logits[:1], logits[:-1]])
+        likely = logits.index_fill(-1, torch.tensor([MASK]), -torch.inf).argmax(-1).tolist()
+        if grown <= 0 or budget <= 0:
+            logits[:, EXPAND] = -torch.inf
+        chances = logits.softmax(-1)
+        entropy = -(chances * torch.log(chances + 1e-10)).sum(-1)
+        at = int(entropy.masked_fill(tokens[0] != MASK, torch.inf).argmin())
+        logits[:, MASK] = -torch.inf
+        token = int(logits[at].argmax())
+        text = [
+            Element(
+                one.token, (*one.places, i), (*one.read, likely[i]) if one.token == MASK else one.read, one.decided
+            )
+            for i, one in enumerate(text)
+        ]
+        made = {EXPAND: [text[at], text[at]], DELETE: []}.get(token, [text[at]._replace(token=token, decided=step)])
+        text = [*text[:at], *made, *text[at + 1 :]]
+        grown -= len(made) - 1
+        budget -= token == EXPAND
+        texts.append(text)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A network whose texts grow and shrink."""
+    return resizing(seed=4)
+
+
+@pytest.fixture(scope="module")
+def run(model: Any) -> dl.DenoisingRun:
+    found = dl.denoise(model, PROMPTS, **GREEDY)
+    assert found.origins is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def texts(model: Any) -> list[list[list[Element]]]:
+    return [by_hand(model, prompt) for prompt in PROMPTS]
+
+
+def placed(run: dl.DenoisingRun, row: int, step: int) -> list[int]:
+    """The canvas positions of a row's text at a step, or (-1) of the result."""
+    seen = run.attention_mask[row] & ~run.masked[-1, row] if step == -1 else run.seen_content[step, row]
+    return seen.nonzero().flatten().tolist()
+
+
+def test_places_and_decisions_are_those_of_lists(run: dl.DenoisingRun, texts: list[list[list[Element]]]) -> None:
+    moved = 0
+    decided, tokens = decisions_of(run)
+    for row, history in enumerate(texts):
+        expected = set()
+        for one, position in zip(history[-1], placed(run, row, -1), strict=True):
+            places = [placed(run, row, step)[at] for step, at in enumerate(one.places)]
+            assert run.token_places[: len(places), row, position].tolist() == places
+            assert run.token_places[-1, row, position] == position
+            assert int(run.step_of[row, position]) == int(run.last_written[row, position]) == one.decided
+            if one.decided >= 0:
+                expected.add((one.decided, places[one.decided], one.token))
+                moved += places[-1] != position or len(set(places[one.decided :])) > 1
+        where = decided[:, row].nonzero().tolist()
+        assert {(step, at, int(tokens[step, row, at])) for step, at in where} == expected
+    assert moved > 1
+
+
+def test_progress_is_the_decided_share_of_the_text(run: dl.DenoisingRun, texts: list[list[list[Element]]]) -> None:
+    for row, (prompt, history) in enumerate(zip(PROMPTS, texts, strict=True)):
+        given = len(prompt) - prompt.count(MASK) if MASK in prompt else len(prompt)
+        holes = [place for place, token in enumerate(prompt) if token == MASK]
+        given -= 0 if not holes else sum(token != MASK for token in prompt[holes[0] : holes[-1]])
+        for step, text in enumerate(history):
+            inside = [one for one in text if one.token == MASK or one.decided >= 0]
+            share = sum(one.decided >= 0 for one in inside) / max(1, len(inside))
+            assert float(run.progress[step, row]) == pytest.approx(share, abs=1e-6)
+        assert run.masks_left[row] == 0
+    part = run.first_steps(3)
+    torch.testing.assert_close(part.progress, run.progress[:4])
+    assert part.masks_left.equal((run.masked[3] & run.seen_content[3]).sum(-1))
+
+
+def test_hooks_and_traces_have_the_progress_of_the_run(model: Any, run: dl.DenoisingRun) -> None:
+    found: list[torch.Tensor] = []
+
+    def schedule(share: float) -> float:
+        found.append(torch.tensor(share))
+        return 0.0
+
+    vector = torch.zeros(model.config.hidden_size)
+    hook = dl.hooks.at_layers(dl.hooks.steer(vector, schedule=schedule), [0])
+    dl.denoise(model, PROMPTS, hooks=[hook], **GREEDY)
+    torch.testing.assert_close(torch.stack(found).reshape(run.steps, -1), run.progress[:-1])
+    lm: Any = dl.DiffusionLM(model)
+    with lm.generate(PROMPTS, **GREEDY) as tracer:
+        shares = [].save()
+        for step in tracer.steps[:]:
+            shares.append(step.progress.clone())
+    torch.testing.assert_close(torch.stack(shares), run.progress[:-1])
+
+
+def test_predictions_settle_along_the_path_of_a_token(
+    model: Any, run: dl.DenoisingRun, texts: list[list[list[Element]]]
+) -> None:
+    found, order = commitment(model, run), decision_order(run)
+    for row, history in enumerate(texts):
+        steps = []
+        for one, position in zip(history[-1], placed(run, row, -1), strict=True):
+            if one.decided < 0:
+                assert int(found.committed_at[row, position]) == -1
+                continue
+            steps.append(one.decided)
+            settled = one.decided + 1
+            while settled and one.read[settled - 1] == one.token:
+                settled -= 1
+            assert int(found.committed_at[row, position]) == settled
+            changes = sum(a != b for a, b in zip(one.read, one.read[1:], strict=False))
+            assert int(found.flips[row, position]) == changes
+        pairs = [(a, b) for i, a in enumerate(steps) for b in steps[i + 1 :] if a != b]
+        tau = sum(1 if a < b else -1 for a, b in pairs) / len(pairs) if pairs else float("nan")
+        assert float(order.tau[row]) == pytest.approx(tau, nan_ok=True)
+    assert not order.rewrites.any()
+
+
+def test_parts_and_files_keep_where_tokens_were(model: Any, run: dl.DenoisingRun, tmp_path: Path) -> None:
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], to=tmp_path / "stored", **GREEDY)
+    stored = dl.Recording.load(tmp_path / "stored").run
+    assert run.origins is not None
+    assert stored.origins is not None
+    assert stored.origins.equal(run.origins)
+    steps = [1, 4, 7]
+    part = recording.select(step=steps, batch=[0, 2]).run
+    assert part.token_places.equal(run.token_places[[*steps, run.steps]][:, [0, 2]])
+    assert run.first_steps(4).token_places[-1].equal(torch.arange(run.tokens.shape[1]).expand(3, -1))
+    torch.testing.assert_close(part.progress, run.progress[[*steps, run.steps]][:, [0, 2]])
+
+
+def test_joined_rows_keep_where_tokens_were(model: Any, run: dl.DenoisingRun) -> None:
+    joined = dl.record(model, PROMPTS[::-1], [dl.recording.ValueNorm()], batch_size=1, **GREEDY).run
+    for row, together in enumerate((2, 1, 0)):
+        ran = int(joined.row_steps[row])
+        assert joined.texts[row] == run.texts[together]
+        own, other = joined.attention_mask[row], run.attention_mask[together]
+        assert joined.step_of[row, own].equal(run.step_of[together, other])
+        torch.testing.assert_close(joined.progress[: ran + 1, row], run.progress[: ran + 1, together])
