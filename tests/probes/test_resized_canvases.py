@@ -7,8 +7,9 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.probes import activation_patching, input_norms
+from dlm_lens.probes.attribution.passes import with_prompt
 from dlm_lens.testing import tiny
-from tests.sampling.test_dreamon import PROMPTS, resizing
+from tests.sampling.test_dreamon import MASK, PROMPTS, resizing
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "expand_budget": 6, "seed": 0}
 CLOSE: dict[str, Any] = {"atol": 1e-9, "rtol": 1e-6}
@@ -50,3 +51,22 @@ def test_a_mean_does_not_count_blocks_to_come() -> None:
     steps = list(range(short.steps))
     one, two = (activation_patching(model, run, "mean", "mlp_out", steps=steps).effects for run in (short, long))
     torch.testing.assert_close(one, two, **CLOSE)
+
+
+def test_a_corrupted_prompt_reaches_both_sides_of_a_gap(model: Any) -> None:
+    clean, other = ([a, MASK, MASK, MASK, b, MASK, c, d] for a, b, c, d in ((4, 6, 8, 9), (14, 16, 18, 19)))
+    run = dl.denoise(model, [clean], gen_length=6, **GREEDY)
+    changed = with_prompt(model, run, [other])
+    new = {4: 14, 6: 16, 8: 18, 9: 19}
+    places = set()
+    for step in range(run.steps):
+        seen = run.seen_content[step, 0]
+        text = run.canvases[step, 0, seen].tolist()
+        assert [token for token in text if token in new] == [4, 6, 8, 9]  # the network writes none of them
+        assert changed.canvases[step, 0, seen].tolist() == [new.get(token, token) for token in text]
+        places.add(run.canvases[step, 0].tolist().index(6))
+    assert len(places) > 1
+    effects = activation_patching(model, run, [other], "resid").effects
+    assert bool((effects.abs() > 1e-6).any())
+    with pytest.raises(ValueError, match=r"has \[3\] tokens a row and the run's \[8\]"):
+        activation_patching(model, run, [[1, 2, 3]])

@@ -11,6 +11,7 @@ from dlm_lens.hooks import mask_sinks
 from dlm_lens.probes import commitment, logit_lens, replay, sink_writes
 from dlm_lens.testing import tiny
 from dlm_lens.viz.reporting.data import Subject, content_of
+from tests.sampling import test_dreamon as dreamon
 
 LONG, SHORT = [5, 6, 7, 8, 9, 10, 11, 12, 13], [12, 13, 14]
 PADDING = len(LONG) - len(SHORT)
@@ -152,3 +153,17 @@ def test_a_commitment_map_names_the_positions_that_other_figures_name(pair):
     ours, theirs = ([label.get_text() for label in one.get_yticklabels()] for one in maps)
     assert ours == theirs
     assert [int(label.split(":")[0]) for label in ours] == list(range(len(SHORT), len(SHORT) + 6))
+
+
+def test_a_report_shows_both_sides_of_a_gap_as_the_prompt() -> None:
+    model = dreamon.resizing(seed=5)
+    recording = dl.record(model, dreamon.PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **dreamon.GREEDY)
+    run = recording.run
+    for row, prompt in enumerate(dreamon.PROMPTS):
+        subject = Subject.of(recording, row)
+        found = content_of(subject)
+        assert found["prompt_text"] == " ".join(map(subject.text_of, prompt))
+        shown = run.attention_mask[row].nonzero().flatten()
+        given = found.get("given", [int(place < found["prompt"]) for place in found["positions"]])
+        assert given == (~run.answer[row, shown]).int().tolist()
+        assert sum(given) == sum(token != dreamon.MASK for token in prompt)

@@ -23,7 +23,9 @@ from dlm_lens.attention import (
 from dlm_lens.probes.attribution.targets import Decisions, Target
 from dlm_lens.probes.unembedding import positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import at_places, between
 from dlm_lens.sampling.prompts import read_prompts
+from dlm_lens.sampling.run_rows import first_places
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def with_prompt(model: Any, run: DenoisingRun, prompt: Any) -> DenoisingRun:
     """
     given = read_prompts(model, prompt)
     ids, content = given.ids.cpu(), given.attention_mask.cpu()
-    old = run.attention_mask & (torch.arange(run.attention_mask.shape[1]) < run.prompt_length)
+    old = first_places(run)
     if len(ids) == 1 and len(old) > 1:
         ids, content = ids.expand(len(old), -1), content.expand(len(old), -1)
     if len(ids) != len(old) or not torch.equal(content.sum(-1), old.sum(-1)):
@@ -100,7 +102,13 @@ def with_prompt(model: Any, run: DenoisingRun, prompt: Any) -> DenoisingRun:
             f"the corrupted prompt has token {int(prompts[row, position])} at canvas position {position} of row "
             f"{row}, which the run fills in; give [MASK] there"
         )
-    return replace(run, canvases=torch.where(old & ~filled, prompts, run.canvases))
+    changed = old & ~filled
+    if run.origins is None:
+        return replace(run, canvases=torch.where(changed, prompts, run.canvases))
+    # A token between two gaps moves.
+    came = torch.stack([between(run.origins, 0, step) for step in range(run.steps + 1)])
+    new, tokens = (at_places(each.expand(came.shape), came, 0) for each in (changed, prompts))
+    return replace(run, canvases=torch.where(new, tokens, run.canvases))
 
 
 def repeated(run: DenoisingRun, times: int) -> DenoisingRun:

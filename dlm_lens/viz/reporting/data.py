@@ -15,6 +15,8 @@ from dlm_lens.attention import beside_sinks
 from dlm_lens.printable import printable, shown
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.algorithm_registry import sampler_class
+from dlm_lens.sampling.run_rows import first_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, received_of
 from dlm_lens.sinks.received import MERGED
@@ -204,7 +206,10 @@ def _settings(subject: Subject) -> dict[str, Any]:
 def _prompt_text(subject: Subject) -> str:
     """The beginning of the prompt, for the menu of prompts."""
     run, row = subject.run, subject.row
-    ids = run.tokens[row, : run.prompt_length][run.attention_mask[row, : run.prompt_length]].tolist()
+    places = run.attention_mask[row] & (torch.arange(run.tokens.shape[1], device="cpu") < run.prompt_length)
+    ids = run.tokens[row, places].tolist()
+    if sampler_class(run.settings).resizes:  # what fills a gap moves, and the rest of the prompt is after it
+        ids = first_prompt(run, row).tolist()
     text = " ".join(subject.text_of(token) for token in ids)
     return text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "\u2026"
 
@@ -222,10 +227,14 @@ def _canvas(subject: Subject, shown: Tensor, pack: Pack) -> dict[str, Any]:
     flags = (run.masked, run.unmasked, run.revised)
     masked, unmasked, revised = (beside_sinks(each[:, row], sinks, value=False)[:, shown] for each in flags)
     positions, padding = run.tokens.shape[1], int(run.padding[row])
+    before = [key < run.prompt_length for key in shown.tolist()]
+    given = [key < positions and not bool(run.answer[row, key]) for key in shown.tolist()]
     return {
         "positions": [key - padding if key < positions else -1 - (key - positions) for key in shown.tolist()],
         "padding": padding,
         "prompt": run.prompt_length - padding,
+        # Where these are not the positions before the answer, because the prompt has masks that are filled in.
+        **({} if given == before else {"given": [int(one) for one in given]}),
         "texts": [subject.text_of(int(i)) for i in ids],
         "ids": ids.tolist(),
         "tokens": pack(narrow(index.numpy(), len(ids))),

@@ -151,5 +151,6 @@ function stateOf(pane, key) {
   const { recorded, step } = pane;
   if (recorded.about.positions[key] < 0) return "learned";
   if (recorded.isMasked(step, key)) return recorded.about.open;
-  return recorded.about.positions[key] < recorded.about.prompt ? "prompt" : "written";
+  const { given, positions, prompt } = recorded.about;
+  return (given ? given[key] : positions[key] < prompt) ? "prompt" : "written";
 }
