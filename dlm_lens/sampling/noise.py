@@ -1,13 +1,17 @@
 """Random numbers of a run: one generator per row, or the reference's single stream."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.network import Rows, most_likely
+from dlm_lens.sampling.network import Rows, by_rows, most_likely
+
+Draw = Callable[[Float[Tensor, "n d_vocab"]], Int[Tensor, "n"]]
+"""A token for each row, by its probabilities."""
 
 ENTRIES = 2**22
 """Uniform numbers in float64 at a time, 32 MiB, where a token is drawn of each position."""
@@ -306,6 +310,37 @@ def drawn_tokens(
 ) -> Int[Tensor, "n"]:
     """A column of every row, drawn by its probabilities (up to a factor) with the Gumbel trick."""
     return most_likely(add_gumbel(probabilities.double().log(), uniform, 1.0))
+
+
+def drawn_by_rows(
+    function: Callable[..., tuple[Tensor, ...]],
+    noise: Noise,
+    logits: Float[Tensor, "evaluated d_vocab"],
+    evaluated: Bool[Tensor, "batch position"],
+    eligible: Bool[Tensor, "batch position"],
+    *,
+    at_once: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """What a function returns of the rows of logits, given the way to draw a token by the probabilities of each.
+
+    With a generator per row it is called with a part of the rows at a time (`by_rows`), and the tokens are those of
+    `Noise.tokens`. A reference's stream is in the order of all rows: it is called once.
+
+    Args:
+        function: of logits and `draw`; returns tensors of one entry per row.
+        noise: source of the numbers.
+        logits: of the evaluated positions.
+        evaluated: as in `Noise.tokens`.
+        eligible: likewise.
+        at_once: draws from a reference's stream; None for `Noise.tokens`.
+    """
+    if isinstance(noise, RowNoise):
+
+        def of_rows(part: Tensor, uniform: Tensor) -> tuple[Tensor, ...]:
+            return function(part, partial(drawn_tokens, uniform=uniform))
+
+        return by_rows(of_rows, logits, noise.column_rows(evaluated, eligible, logits.shape[-1]))
+    return function(logits, at_once or (lambda likely: noise.tokens(likely, evaluated, eligible)))
 
 
 def add_gumbel(

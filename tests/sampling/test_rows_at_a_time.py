@@ -28,6 +28,11 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gidd_dit": ({"family": "gidd_dit"}, {"correction_steps": 2}),
     "sumi": ({"family": "sumi"}, {}),
     "sumi adaptive": ({"family": "sumi"}, {"remasking": "adaptive"}),
+    "wedlm": ({"family": "wedlm"}, {"temperature": 0.8, "steps": None}),
+    "fast_dllm_v2": ({"family": "fast_dllm_v2"}, {"temperature": 0.8, "steps": None}),
+    "rnd1": ({"family": "rnd1"}, {"temperature": 0.8, "greedy": False}),
+    "rnd1 greedy": ({"family": "rnd1"}, {"temperature": 0.0}),
+    "diffugpt": ({"family": "diffugpt"}, {"temperature": 0.8}),
 }
 
 
@@ -54,11 +59,12 @@ class LargestOfVocabulary(TorchDispatchMode):
 def test_the_run_is_that_of_all_rows_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built, settings = RUNS[name]
     model = tiny(**built)
+    given = {name: value for name, value in ({"steps": 6} | settings).items() if value is not None}
     runs, largest = [], []
     for rows in (10_000, 3):
         monkeypatch.setattr(network, "ROWS", rows)
         with LargestOfVocabulary(model.config.vocab_size) as seen:
-            runs.append(dl.denoise(model, PROMPTS, gen_length=12, steps=6, seed=[3, 5], **settings))
+            runs.append(dl.denoise(model, PROMPTS, gen_length=12, seed=[3, 5], **given))
         largest.append(seen.rows)
     whole, parts = runs
     assert parts.canvases.equal(whole.canvases)

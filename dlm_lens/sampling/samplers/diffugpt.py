@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
-from dlm_lens.sampling.network import most_likely
-from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.network import by_rows, most_likely
+from dlm_lens.sampling.noise import Draw, Noise, SharedNoise, drawn_by_rows
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
@@ -69,6 +70,19 @@ class DiffuGPTPropose(torch.nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position, and a confidence of -inf."""
+        shared = self.noise if self.reference_quirks and isinstance(self.noise, SharedNoise) else None
+        if self.settings.temperature == 0:
+            (chosen,) = by_rows(self._chosen, logits, whole=self.reference_quirks)
+        else:
+            at_once = None if shared is None else partial(shared.tokens_by_output, evaluated=evaluated)
+            (chosen,) = drawn_by_rows(self._chosen, self.noise, logits, evaluated, eligible, at_once=at_once)
+        if self.reference_quirks:
+            chosen = chosen.masked_fill(evaluated.nonzero()[:, 1] == 0, PLACEHOLDER)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence)
+
+    def _chosen(self, logits: Float[Tensor, "n d_vocab"], draw: Draw | None = None) -> tuple[Int[Tensor, "n"]]:
+        """The tokens: the most likely ones, or drawn."""
         settings = self.settings
         scaled = without(logits / settings.temperature if settings.temperature > 0 else logits, self.never)
         kept = filtered(scaled, settings.top_p, None)
@@ -77,16 +91,7 @@ class DiffuGPTPropose(torch.nn.Module):
             kept = kept.log_softmax(-1)
             kept = kept - kept.logsumexp(-1, keepdim=True)
         likely = kept.softmax(-1)
-        if settings.temperature == 0:
-            chosen = most_likely(likely)
-        elif self.reference_quirks and isinstance(self.noise, SharedNoise):
-            chosen = self.noise.tokens_by_output(likely, evaluated)
-        else:
-            chosen = self.noise.tokens(likely, evaluated, eligible)
-        if self.reference_quirks:
-            chosen = chosen.masked_fill(evaluated.nonzero()[:, 1] == 0, PLACEHOLDER)
-        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
-        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence)
+        return (most_likely(likely) if draw is None else draw(likely),)
 
 
 class DiffuGPTSampler(TimestepSampler):

@@ -125,11 +125,12 @@ class DreamOnPropose(DreamPropose):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        tokens = torch.arange(logits.shape[-1], device=logits.device)
-        fixed = self.fixed[evaluated][:, None]
-        full = self.full[:, None].expand_as(evaluated)[evaluated][:, None]
-        banned = ((fixed | full) & (tokens == self.expand)) | (fixed & (tokens == self.delete))
-        return super().forward(canvas, logits.masked_fill(banned, -torch.inf), evaluated, eligible)
+        fixed = self.fixed[evaluated]
+        full = self.full[:, None].expand_as(evaluated)[evaluated]
+        logits = logits.clone()
+        logits[fixed | full, self.expand] = -torch.inf
+        logits[fixed, self.delete] = -torch.inf
+        return super().forward(canvas, logits, evaluated, eligible)
 
 
 class RoomLogits(CanvasLogits):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import most_likely
-from dlm_lens.sampling.noise import Noise
+from dlm_lens.sampling.noise import Draw, Noise, drawn_by_rows
 from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
 from dlm_lens.sampling.settings import at_least_one, not_negative
@@ -90,17 +90,23 @@ class EntropyPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        scaled = (logits / self.temperature).float().log_softmax(-1)
-        probabilities = scaled.exp()
-        entropy = -(probabilities * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1)
-        drawn = self.noise.tokens(probabilities, evaluated, eligible)
+        drawn, likely, entropy = drawn_by_rows(self._drawn, self.noise, logits, evaluated, eligible)
         confidence = torch.full(canvas.shape, -torch.inf, dtype=entropy.dtype, device=canvas.device)
         confidence = confidence.masked_scatter(evaluated, -entropy).masked_fill(~eligible, -torch.inf)
-        best = canvas.masked_scatter(evaluated, most_likely(scaled))
+        best = canvas.masked_scatter(evaluated, likely)
         self.ending = self._ends(best, confidence, eligible)
         return Proposal(
             torch.where(self.ending[:, None], best, canvas.masked_scatter(evaluated, drawn)), confidence
         )
+
+    def _drawn(
+        self, logits: Float[Tensor, "n d_vocab"], draw: Draw
+    ) -> tuple[Int[Tensor, "n"], Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """Tokens that are drawn, the most likely ones, and the entropies."""
+        scaled = (logits / self.temperature).float().log_softmax(-1)
+        probabilities = scaled.exp()
+        entropy = -(probabilities * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1)
+        return draw(probabilities), most_likely(scaled), entropy
 
     def _ends(self, best: Tensor, confidence: Tensor, eligible: Tensor) -> Bool[Tensor, "batch"]:
         """The rows whose most likely tokens stay the same, with a low mean entropy; all rows at the last step."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from dlm_lens.attention import padding_before
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.network import most_likely
-from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.network import by_rows, most_likely
+from dlm_lens.sampling.noise import Draw, Noise, SharedNoise, drawn_by_rows
 from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.dream import filtered
@@ -118,20 +119,34 @@ class FastDllmV2Propose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        settings = self.settings
-        likely, chosen = logits.softmax(-1), most_likely(without(logits, self.never))
-        if settings.temperature > 0:
-            # [MASK] leaves before the nucleus, which may hold nothing else.
-            scaled = filtered(without(logits, self.never) / settings.temperature, settings.top_p, None).softmax(-1)
-            drawn = self.noise.tokens(scaled, evaluated, eligible)
-            if self.reference_quirks and self.leads is not None:
-                plain = self.leads[evaluated]
-                scaled, drawn = torch.where(plain[:, None], likely, scaled), torch.where(plain, chosen, drawn)
-            likely, chosen = scaled, drawn
-        found = likely.gather(-1, chosen[:, None]).squeeze(-1)
+        if self.settings.temperature > 0:
+            leads = self.leads[evaluated] if self.reference_quirks and self.leads is not None else None
+            drawn = partial(self._drawn, leads=leads)
+            chosen, found = drawn_by_rows(drawn, self.noise, logits, evaluated, eligible)
+        else:
+            chosen, found = by_rows(self._most_likely, logits, whole=self.reference_quirks)
         found = found if self.reference_quirks else found.float()
         confidence = found.new_zeros(canvas.shape).masked_scatter(evaluated, found)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+    def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """The most likely tokens and their probabilities."""
+        chosen = most_likely(without(logits, self.never))
+        return chosen, logits.softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)
+
+    def _drawn(
+        self, logits: Float[Tensor, "n d_vocab"], draw: Draw, leads: Bool[Tensor, "n"] | None
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """Tokens that are drawn, and their probabilities; the most likely ones at `leads`."""
+        # [MASK] leaves before the nucleus, which may hold nothing else.
+        scaled = without(logits, self.never) / self.settings.temperature
+        scaled = filtered(scaled, self.settings.top_p, None).softmax(-1)
+        chosen = draw(scaled)
+        found = scaled.gather(-1, chosen[:, None]).squeeze(-1)
+        if leads is None:
+            return chosen, found
+        plain, likely = self._most_likely(logits)
+        return torch.where(leads, plain, chosen), torch.where(leads, likely, found)
 
 
 class FastDllmV2Sampler(BlockSampler):

@@ -15,7 +15,7 @@ from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.history import History
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.network import CanvasLogits, check_finite, network_inputs
-from dlm_lens.sampling.noise import Noise, RowNoise, SharedNoise
+from dlm_lens.sampling.noise import Draw, Noise, RowNoise, SharedNoise, drawn_by_rows
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context
 from dlm_lens.sampling.samplers.base import Sampler
 from dlm_lens.sampling.samplers.selection import Select
@@ -68,14 +68,21 @@ class ImagePropose(nn.Module):
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
         first = self.layout.text_tokens
-        likely = logits[:, first : first + self.layout.codebook_size].float().softmax(-1)
-        chosen = self.noise.tokens(likely, evaluated, eligible).to(canvas.device)
-        sure = likely.gather(-1, chosen[:, None]).squeeze(-1)
+        columns = logits[:, first : first + self.layout.codebook_size]
+        chosen, sure = drawn_by_rows(_drawn, self.noise, columns, evaluated, eligible)
+        chosen = chosen.to(canvas.device)
         missing = evaluated & (canvas == self.mask_id)
         tokens = torch.where(missing, canvas.masked_scatter(evaluated, chosen + first), canvas)
-        confidence = likely.new_zeros(canvas.shape).masked_scatter(evaluated, sure)
+        confidence = sure.new_zeros(canvas.shape).masked_scatter(evaluated, sure)
         confidence = confidence.masked_fill(~missing, torch.finfo(confidence.dtype).max)
         return Proposal(tokens, confidence.masked_fill(~eligible, -torch.inf))
+
+
+def _drawn(logits: Float[Tensor, "n code"], draw: Draw) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+    """Codes that are drawn, and their probabilities."""
+    likely = logits.float().softmax(-1)
+    chosen = draw(likely).to(likely.device)
+    return chosen, likely.gather(-1, chosen[:, None]).squeeze(-1)
 
 
 class ImageSelect(Select):

@@ -1,6 +1,7 @@
 """RND1's sampler: the positions of highest entropy stay masked, or an entropy bound says what is written."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.network import most_likely
-from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.network import by_rows, most_likely
+from dlm_lens.sampling.noise import Draw, Noise, SharedNoise, drawn_by_rows
 from dlm_lens.sampling.samplers.base import Sampler, one_block
 from dlm_lens.sampling.samplers.dream import filtered, filters
 from dlm_lens.sampling.samplers.llada import without
@@ -79,33 +80,36 @@ class RND1Propose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
+        shared = self.noise if isinstance(self.noise, SharedNoise) else None
+        if self.greedy:
+            chosen, entropy, ranked = by_rows(self._chosen, logits, whole=shared is not None)
+        else:
+            # The authors' code draws for every output.
+            at_once = None if shared is None else partial(shared.tokens_by_output, evaluated=evaluated)
+            found = drawn_by_rows(self._chosen, self.noise, logits, evaluated, eligible, at_once=at_once)
+            chosen, entropy, ranked = found
+        self.entropy = entropy.new_zeros(canvas.shape).masked_scatter(evaluated, entropy)
+        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
+        confidence = confidence.masked_scatter(evaluated, ranked.float()).masked_fill(~eligible, -torch.inf)
+        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence)
+
+    def _chosen(
+        self, logits: Float[Tensor, "n d_vocab"], draw: Draw | None = None
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"], Float[Tensor, "n"]]:
+        """The tokens, the entropies, and what positions are ranked by."""
         settings = self.settings
         logits = logits / (settings.temperature or 1.0)
         if filters(settings.top_p, settings.top_k, logits.shape[-1]):
             # [MASK] leaves before the filter, which may keep nothing else.
             logits = filtered(filtered(without(logits, self.never), None, settings.top_k), settings.top_p, None)
         known, choice = logits.log_softmax(-1), without(logits, self.never)
-        chosen = most_likely(choice) if self.greedy else self._drawn(choice.softmax(-1), evaluated, eligible)
+        chosen = most_likely(choice) if draw is None else draw(choice.softmax(-1))
         terms = known.exp() * known.clamp(min=torch.finfo(known.dtype).min)
         entropy = -terms.sum(-1)
-        self.entropy = entropy.new_zeros(canvas.shape).masked_scatter(evaluated, entropy)
         ranked = -entropy
         if settings.entropy_bound is not None:
             ranked = known.gather(-1, chosen[:, None]).squeeze(-1)
-        confidence = torch.full(canvas.shape, -torch.inf, dtype=torch.float32, device=canvas.device)
-        confidence = confidence.masked_scatter(evaluated, ranked.float()).masked_fill(~eligible, -torch.inf)
-        return Proposal(canvas.masked_scatter(evaluated, chosen), confidence)
-
-    def _drawn(
-        self,
-        probabilities: Float[Tensor, "evaluated d_vocab"],
-        evaluated: Bool[Tensor, "batch position"],
-        eligible: Bool[Tensor, "batch position"],
-    ) -> Int[Tensor, "evaluated"]:
-        """Tokens, drawn; the authors' code draws for every output."""
-        if isinstance(self.noise, SharedNoise):
-            return self.noise.tokens_by_output(probabilities, evaluated)
-        return self.noise.tokens(probabilities, evaluated, eligible)
+        return chosen, entropy, ranked
 
 
 class SelectAllButUncertain(Select):

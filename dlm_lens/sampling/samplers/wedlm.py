@@ -12,8 +12,8 @@ from dlm_lens.attention import position_ids
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.network import most_likely
-from dlm_lens.sampling.noise import Noise, SharedNoise
+from dlm_lens.sampling.network import by_rows, most_likely
+from dlm_lens.sampling.noise import Draw, Noise, SharedNoise, drawn_by_rows
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
@@ -87,7 +87,7 @@ class WeDLMPropose(nn.Module):
 
     def __init__(self, settings: WeDLMSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
-        self.settings, self.noise = settings, noise
+        self.settings, self.noise, self.reference_quirks = settings, noise, reference_quirks
         self.never = [] if reference_quirks else [ids.mask]
 
     def forward(
@@ -98,19 +98,28 @@ class WeDLMPropose(nn.Module):
         eligible: Bool[Tensor, "batch position"],
     ) -> Proposal:
         """Return x0 for every evaluated position and the confidence of the eligible ones."""
-        settings, kept = self.settings, without(logits, self.never)
-        entropy = torch.special.entr(logits.float().softmax(-1)).sum(-1)
+        settings = self.settings
         if settings.temperature > 0:
-            # Two calls: the authors' top k comes before the nucleus.
-            kept = filtered(filtered(kept, None, settings.top_k or None), settings.top_p, None)
-            chosen = self.noise.tokens((kept / settings.temperature).softmax(-1), evaluated, eligible)
+            chosen, entropy = drawn_by_rows(self._chosen, self.noise, logits, evaluated, eligible)
         else:
-            chosen = most_likely(kept)
+            chosen, entropy = by_rows(self._chosen, logits, whole=self.reference_quirks)
         where = torch.arange(canvas.shape[1], device=canvas.device)
         distance = (where - eligible.int().argmax(-1, keepdim=True)).float()
         found = entropy.new_zeros(canvas.shape).masked_scatter(evaluated, entropy)
         confidence = -(found + distance * settings.position_penalty)
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
+
+    def _chosen(
+        self, logits: Float[Tensor, "n d_vocab"], draw: Draw | None = None
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+        """The tokens, and the entropies of the plain softmax."""
+        settings, kept = self.settings, without(logits, self.never)
+        entropy = torch.special.entr(logits.float().softmax(-1)).sum(-1)
+        if draw is None:
+            return most_likely(kept), entropy
+        # Two calls: the authors' top k comes before the nucleus.
+        kept = filtered(filtered(kept, None, settings.top_k or None), settings.top_p, None)
+        return draw((kept / settings.temperature).softmax(-1)), entropy
 
 
 class WeDLMSampler(MovingWindowSampler):
