@@ -83,7 +83,8 @@ def load(
         sampler: the sampling algorithm of the family, where config.json names none or a wrong one ("dllm_blocks"
             for block diffusion checkpoints of A2D-Qwen3); released ones are known by their hub names.
         family: name of the checkpoint's family, where its config.json is that of the AR model that it was made from
-            ("diffugpt" for DiffuLLaMA in a directory); released ones are known by their hub names.
+            ("diffugpt" for DiffuLLaMA in a directory, "a2d_qwen3" for a masked model of your own with the layers of
+            Llama, Qwen2 or Qwen3); released ones are known by their hub names.
         adapter: directory or hub name of a LoRA adapter of PEFT, which is merged into the weights.
         check: run a few tokens and check that hook points change nothing and show what attention does
             (`dlm_lens.attention.check_hook_points`), and that the logits are the

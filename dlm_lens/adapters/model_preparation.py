@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from dlm_lens.adapters.config_fields import REFUSALS
 from dlm_lens.adapters.head import check_head, decoder_logits
-from dlm_lens.adapters.registry import Family, fills_masks
+from dlm_lens.adapters.registry import Family, families, fills_masks
 from dlm_lens.attention import add_hook_points, check_hook_points, declare_sites
-from dlm_lens.printable import one_line
+from dlm_lens.printable import one_line, shown
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,13 @@ def known_values(
         given: special ids and sampler of the caller; None, or nothing, for those that were not given.
 
     Raises:
-        ValueError: a mask token for a family that has none.
+        ValueError: a mask token for a family that has none, or a sampler that the family does not have.
     """
-    if not family.has_mask_token and given.get("mask_token_id") is not None:
-        raise ValueError(
-            f"mask_token_id is {given['mask_token_id']}, and {family.name} has no mask token: its positions hold "
-            "random tokens until they are decided; leave mask_token_id out"
-        )
+    if given.get("mask_token_id") is not None:
+        _check_masks(family, given["mask_token_id"], str(values.get("model_type")))
     requested = given.get("sampler")
+    if requested is not None and requested not in family.samplers:
+        raise ValueError(f"sampler is {shown(requested)}; {family.name} has {', '.join(family.samplers)}")
     chosen = values.get("sampler") if requested is None else requested
     own = family.hub_samplers.get(name) or next(iter(family.samplers))
     known: dict[str, Any] = {}
@@ -48,6 +47,27 @@ def known_values(
     if isinstance(requested, str) and requested != (values.get("sampler") or own) and "sampler_defaults" in values:
         known["sampler_defaults"] = {}  # those of the checkpoint are settings of its own sampler
     return {name: value for name, value in {**given, **known}.items() if value is not None}
+
+
+def _check_masks(family: Family, mask_token_id: int, model_type: str) -> None:
+    """Raise for a family whose models hold no mask token, which would be ignored.
+
+    Raises:
+        ValueError: naming the families of masked models that come with such a config.json, where there are some.
+    """
+    given = f"mask_token_id is {mask_token_id}"
+    if family.causal:
+        masked = [f"family={each.name!r}" for each in families() if model_type in each.adapted and not each.causal]
+        remedy = f"for a masked diffusion model of these layers give {' or '.join(masked)}, else " if masked else ""
+        raise ValueError(
+            f"{given}, and the checkpoint is autoregressive by its model_type {shown(model_type)}: {remedy}leave "
+            "mask_token_id out"
+        )
+    if not family.has_mask_token:
+        raise ValueError(
+            f"{given}, and {family.name} has no mask token: its positions hold random tokens until they are "
+            "decided; leave mask_token_id out"
+        )
 
 
 def prepare_config(config: Any, family: Family, tokenizer: Any = None) -> None:

@@ -48,6 +48,7 @@ from dlm_lens.files.locks import held
 from dlm_lens.hooks.expressions import parse_hooks
 from dlm_lens.placement import input_device
 from dlm_lens.recording.model_identity import request_of_model
+from dlm_lens.sampling.settings import check_model
 
 try:
     from lm_eval.api.model import LM
@@ -187,8 +188,7 @@ class HarnessLM(SharedLM):
             model = load(model, **loading)
         elif loading:
             raise ValueError(f"the model is loaded already, so {', '.join(loading)} cannot be used; leave them out")
-        if not hasattr(model, "sampler_defaults"):
-            raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
+        check_model(model)
         self.model, self.seed = model, int(seed)
         self._device, self.around = input_device(model), around
         self._stores = responses is not None or recorded is not None

@@ -207,7 +207,11 @@ def check_model(model: Any) -> None:
         ValueError: naming its class.
     """
     if not hasattr(model, "sampler_defaults") or not hasattr(getattr(model, "config", None), "model_type"):
-        raise ValueError(f"{type(model).__name__} has no sampler; load the model with dlm_lens.load")
+        saved = " (one of transformers: save it with save_pretrained, and load the directory)"
+        raise ValueError(
+            f"{type(model).__name__} has no sampler; load the model with dlm_lens.load"
+            f"{saved if hasattr(model, 'save_pretrained') else ''}"
+        )
 
 
 def first_id(*ids: Any) -> int | None:

@@ -190,3 +190,23 @@ def test_block_masks_give_the_original_intermediates(path: Path, case: str) -> N
         torch.testing.assert_close(got[content], expected[content], **CLOSE, msg=lambda m, key=key: f"{key}: {m}")
         compared += 1
     assert compared == 20
+
+
+@pytest.mark.parametrize("model_type", ["a2d-llama", "a2d-qwen2", "a2d-qwen3"])
+def test_a_masked_model_with_the_config_of_its_ar_model_is_loaded_by_the_family(
+    model_type: str, tmp_path: Path
+) -> None:
+    model = tiny("a2d_qwen3", model_type=model_type)
+    model.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    foreign = ("is_causal", "mask_token_id", "architectures")
+    written = {name: value for name, value in values.items() if name not in foreign}
+    host = model_type.removeprefix("a2d-")
+    (tmp_path / "config.json").write_text(json.dumps(written | {"model_type": host}))
+    mask = model.config.mask_token_id
+    again = dlm_lens.load(tmp_path, family="a2d_qwen3", mask_token_id=mask)
+    ids = torch.tensor([[5, 9, 14, mask]])
+    assert type(again) is type(model)
+    assert again(input_ids=ids).logits.equal(model(input_ids=ids).logits)
+    with pytest.raises(ValueError, match=rf"mask_token_id is {mask}, .* model_type '{host}': .*family='a2d_qwen3'"):
+        dlm_lens.load(tmp_path, mask_token_id=mask)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import dlm_lens
 from dlm_lens.hooks import mask_positions
@@ -485,3 +485,6 @@ def test_switches_need_an_end_token() -> None:
 def test_a_model_from_elsewhere_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Linear has no sampler; load the model with dlm_lens.load"):
         dlm_lens.denoise(torch.nn.Linear(2, 2), [[1]])
+    host = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(ValueError, match="save it with save_pretrained, and load the directory"):
+        dlm_lens.denoise(dlm_lens.add_hook_points(host), [[1]])

@@ -86,6 +86,8 @@ FAMILY = Family(
     ),
     hub_samplers=dict.fromkeys(_BY_NAME, "dllm_blocks"),
     hub_block_lengths=_BY_NAME,
+    # A user's own masked model of these layers, saved with the config.json of its AR model.
+    adapted={"qwen3": "a2d-qwen3", "qwen2": "a2d-qwen2", "llama": "a2d-llama"},
     # The tokenizer gets <|mask|> as its next free id, which is another one in Qwen2.5's; <|im_end|> ends the text.
     special_ids={151936: {"mask": 151669, "eos": 151645}},
     special_ids_of_types={
