@@ -358,13 +358,48 @@ ELSEWHERE = {
 """Arguments of transformers that users give, and what they are here."""
 
 
-def _raise_misfit(function: str, signature: inspect.Signature, given: Mapping[str, Any], error: TypeError) -> Never:
+def named_arguments(
+    **elsewhere: str,
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """A decorator that names the arguments of a function where a call has others; their values it checks itself.
+
+    Args:
+        **elsewhere: arguments that users give and that the function does not have -> what they are here.
+    """
+
+    def decorate(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """The function with its arguments' names checked."""
+        signature = inspect.signature(call)
+        # Not where the function has the argument in the singular, which is then what is meant.
+        others = {name: here for name, here in elsewhere.items() if name.rstrip("s") not in signature.parameters}
+
+        @wraps(call)
+        def named(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            """Check the names of the arguments, and call the function."""
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                _raise_misfit(call.__name__, signature, kwargs, error, others)
+            return call(*args, **kwargs)
+
+        return named
+
+    return decorate
+
+
+def _raise_misfit(
+    function: str,
+    signature: inspect.Signature,
+    given: Mapping[str, Any],
+    error: TypeError,
+    elsewhere: Mapping[str, str] = ELSEWHERE,
+) -> Never:
     """Say which arguments do not fit a function; inspect's own sentence names neither it nor the others."""
     names = list(signature.parameters)
     open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
     unknown = "" if open_ended else next((name for name in given if name not in names), "")
     if unknown:
-        hint = near_name(unknown, names, ELSEWHERE)
+        hint = near_name(unknown, names, elsewhere)
         raise TypeError(f"{function} has no argument {unknown!r}{hint}; it has {', '.join(names)}") from None
     raise TypeError(f"{function}: {error}") from None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.arguments import listed_indices
 from dlm_lens.attention import Hook, PointContext, run_of
 from dlm_lens.hooks.activation_means import MeanActivations, bins_of, classes_of
+from dlm_lens.hooks.base import makes_hook
 from dlm_lens.hooks.positions import (
     ActivationSite,
     GivenPositions,
@@ -92,6 +93,7 @@ class Ablate(Hook):
         return mean.to(tensor)
 
 
+@makes_hook
 def ablate(
     site: ActivationSite,
     positions: GivenPositions = None,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, get_args
 
+from dlm_lens.arguments import named_arguments
 from dlm_lens.attention import (
     ColumnHook,
     ColumnMask,
@@ -27,8 +28,19 @@ __all__ = [
     "attach_hooks",
     "call_of",
     "check_stage",
+    "makes_hook",
     "sink",
 ]
+
+LIMITS = {
+    "heads": "at_heads(hook, heads)",
+    "layers": "at_layers(hook, layers)",
+    "steps": "at_steps(hook, steps)",
+}
+"""Arguments that users give hooks, and the limits that are put around the hook for them."""
+
+makes_hook = named_arguments(**LIMITS, **{name.removesuffix("s"): limit for name, limit in LIMITS.items()})
+"""The decorator of functions that make a hook: an argument that they do not have is told with what it is here."""
 
 
 def check_stage(stage: str, renormalise: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import FINITE, is_real, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, RunStep, run_of
+from dlm_lens.hooks.base import makes_hook
 from dlm_lens.hooks.positions import (
     ActivationSite,
     GivenPositions,
@@ -103,6 +104,7 @@ class SteerAlong(Hook):
         return torch.full((len(run.tokens),), run.step / run.total, dtype=torch.float64)
 
 
+@makes_hook
 def steer_along(
     curve: Float[Tensor, "knot d_model"],
     knots: Sequence[float],

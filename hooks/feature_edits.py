@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.arguments import FINITE, chosen_indices, is_real, listed_indices, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, RunStep, Site
 from dlm_lens.features import SparseAutoencoder, load_sae
+from dlm_lens.hooks.base import makes_hook
 from dlm_lens.hooks.positions import GivenPositions, Positions, read_positions, spread, where
 from dlm_lens.hooks.schedules import Schedule, check_schedule, shown_schedule, spread_weights, weights_of
 from dlm_lens.printable import shown
@@ -144,6 +145,7 @@ class EditFeatures(Hook):
         return moved
 
 
+@makes_hook
 def reconstruct(
     sae: SparseAutoencoder | str | Path, *, positions: GivenPositions = None, schedule: Schedule = None
 ) -> EditFeatures:
@@ -160,6 +162,7 @@ def reconstruct(
     return EditFeatures(sae, "reconstruct", positions=positions, schedule=schedule)  # type: ignore[arg-type]
 
 
+@makes_hook
 def scale_features(
     sae: SparseAutoencoder | str | Path,
     features: int | Sequence[int],
@@ -188,6 +191,7 @@ def scale_features(
     return EditFeatures(sae, "scale", chosen, factor, keep_error, positions, schedule)  # type: ignore[arg-type]
 
 
+@makes_hook
 def ablate_features(
     sae: SparseAutoencoder | str | Path,
     features: int | Sequence[int],
@@ -211,6 +215,7 @@ def ablate_features(
     return scale_features(sae, features, 0.0, keep_error=keep_error, positions=positions, schedule=schedule)
 
 
+@makes_hook
 def steer_feature(
     sae: SparseAutoencoder | str | Path,
     feature: int,

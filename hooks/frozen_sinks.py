@@ -17,6 +17,7 @@ from dlm_lens.attention import (
     Stage,
     run_of,
 )
+from dlm_lens.hooks.base import makes_hook
 from dlm_lens.hooks.limits import Limited, at_steps
 from dlm_lens.hooks.position_masking import mask_positions
 from dlm_lens.hooks.positions import Position
@@ -101,8 +102,9 @@ class FreezeSinks(DelegatingColumnHook):
         return run, self.step % run.total
 
 
+@makes_hook
 def freeze_sinks(
-    detector: Detector | Sequence[Position] | None = None, *, step: int, **settings: Any
+    detector: Detector | str | Sequence[Position] | None = None, *, step: int, **settings: Any
 ) -> FreezeSinks | Limited:
     """Hide, from `step` on and including it, the columns that were sinks at `step`.
 
@@ -110,7 +112,7 @@ def freeze_sinks(
     `mask_sinks`, by default in the pass of `step`. Positions instead of a detector are hidden in every head.
 
     Args:
-        detector: the rule, or positions.
+        detector: the rule (or its text), or positions.
         step: counted from the most masked canvas, negative from the run's end.
         **settings: of `mask_sinks`: top, per, source, stage, renormalise, keep_self, relative, classes (of the
             tokens at `step`); for positions of `mask_positions`.
@@ -118,6 +120,6 @@ def freeze_sinks(
     Raises:
         ValueError: settings that contradict each other.
     """
-    if isinstance(detector, Sequence):
+    if isinstance(detector, Sequence) and not isinstance(detector, str):
         return at_steps(mask_positions(*detector, **settings), slice(step, None))
     return FreezeSinks(mask_sinks(detector, **settings), step)

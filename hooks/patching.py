@@ -8,6 +8,7 @@ from torch import Tensor
 from dlm_lens.arguments import is_whole, kept_step, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, RunStep, padding_before, run_of
 from dlm_lens.hooks.activation_capture import Activations
+from dlm_lens.hooks.base import makes_hook
 from dlm_lens.hooks.positions import (
     ActivationSite,
     GivenPositions,
@@ -194,6 +195,7 @@ class PatchFrom(Hook):
         return kept.expand(ours, count, *theirs.shape[1:]).flatten(0, 1)
 
 
+@makes_hook
 def patch_from(
     activations: Activations,
     step: int | None = None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import is_whole, store_plain_numbers
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkToken, Stage, run_of
-from dlm_lens.hooks.base import call_of, check_stage
+from dlm_lens.hooks.base import call_of, check_stage, makes_hook
 from dlm_lens.hooks.positions import Position, check_sinks_known
 from dlm_lens.hooks.row_positions import RowPositions
 from dlm_lens.hooks.token_selection import classes_of
@@ -104,6 +104,7 @@ def _is_to_come(position: int | SinkToken, keys: int, hook: PointContext) -> boo
     return canvas.stop - canvas.start <= position < hook.run.whole
 
 
+@makes_hook
 def mask_positions(
     *positions: Position,
     stage: Stage = "before_softmax",
@@ -200,6 +201,7 @@ class MaskTokens(ColumnHook):
             raise ValueError(f"{self}: {error}; give token ids instead") from None
 
 
+@makes_hook
 def mask_tokens(
     *classes: str | int, stage: Stage = "before_softmax", renormalise: bool = False, keep_self: bool = False
 ) -> MaskTokens:

@@ -23,7 +23,7 @@ from dlm_lens.attention import (
     padding_before,
     top_columns,
 )
-from dlm_lens.hooks.base import call_of, check_stage
+from dlm_lens.hooks.base import call_of, check_stage, makes_hook
 from dlm_lens.hooks.limits import Limited
 from dlm_lens.hooks.sink_masking import MaskSinks
 from dlm_lens.hooks.sink_sources import columns_of_pass
@@ -123,6 +123,7 @@ class MaskRandom(DelegatingColumnHook):
         return replace(real, columns=chosen, most=real.most if self.match == "columns" else None, leaves_one=False)
 
 
+@makes_hook
 def mask_random(
     k: int | None = None,
     *,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import is_real, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext, Site, Stage, rows_of_one
-from dlm_lens.hooks.base import call_of
+from dlm_lens.hooks.base import call_of, makes_hook
 from dlm_lens.hooks.positions import (
     GivenPositions,
     Position,
@@ -76,6 +76,7 @@ class ScaleAttention(Hook):
         return rows_of_one(scaled).to(tensor.dtype) if self.renormalise else scaled
 
 
+@makes_hook
 def scale_attention(
     positions: GivenPositions,
     factor: float,
@@ -138,6 +139,7 @@ class ZeroValue(Hook):
         return tensor.masked_fill(spread(where(self.positions, tensor, hook, self), tensor), 0.0)
 
 
+@makes_hook
 def zero_value(*positions: Position | PositionClass) -> ZeroValue:
     """Set the value vectors of some positions to zero: they receive attention and add nothing to the output.
 

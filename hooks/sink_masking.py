@@ -19,7 +19,7 @@ from dlm_lens.attention import (
     run_of,
     top_columns,
 )
-from dlm_lens.hooks.base import call_of, check_stage
+from dlm_lens.hooks.base import call_of, check_stage, makes_hook
 from dlm_lens.hooks.sink_sources import (
     MeasuredSinks,
     columns_of_pass,
@@ -32,7 +32,7 @@ from dlm_lens.hooks.sink_sources import (
 from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
-from dlm_lens.sinks.detectors.base import of_every_key
+from dlm_lens.sinks.detectors.base import as_detector, of_every_key
 from dlm_lens.sinks.received import MERGED
 
 When = Literal["current", "previous", "clean"]
@@ -216,8 +216,9 @@ def _check_detector(hook: MaskSinks) -> None:
         )
 
 
+@makes_hook
 def mask_sinks(
-    detector: Detector | None = None,
+    detector: Detector | str | None = None,
     *,
     top: int | None = None,
     per: Level = "head",
@@ -235,7 +236,8 @@ def mask_sinks(
     sink tokens are keys like any other. A row that would lose every key keeps its own position.
 
     Args:
-        detector: the rule, such as `AboveMean(eps=3.0)` (Eq. 3); leave it out with `Sinks` as source.
+        detector: the rule, such as `AboveMean(eps=3.0)` (Eq. 3) or "above-mean:3"; leave it out with `Sinks` as
+            source.
         top: hide at most so many columns per map, those that receive most.
         per: detect sinks in every "head"; in the mean over heads of each "layer", for all its heads; or in the mean
             over all layers and heads of the "model", for all of them.
@@ -257,9 +259,12 @@ def mask_sinks(
     """
     if isinstance(source, Recording):
         source = received_of(source)
+    if isinstance(detector, str):
+        detector = as_detector(detector)
     return MaskSinks(detector, top, per, source, stage, renormalise, keep_self, relative, checked_classes(classes))
 
 
+@makes_hook
 def mask_top_sinks(k: int, **settings: Any) -> MaskSinks:
     """Hide the k columns that receive most attention, without a threshold: `mask_sinks(TopK(k), ...)`.
 

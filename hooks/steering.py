@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlm_lens.arguments import is_real, store_plain_numbers
 from dlm_lens.attention import Hook, PointContext
+from dlm_lens.hooks.base import makes_hook
 from dlm_lens.hooks.positions import (
     ActivationSite,
     GivenPositions,
@@ -95,6 +96,7 @@ class Steer(Hook):
         return self.scale * self.direction.to(wide)
 
 
+@makes_hook
 def steer(
     direction: Float[Tensor, "*features"],
     scale: float = 1.0,
@@ -185,6 +187,7 @@ class Splice(Hook):
             ) from error
 
 
+@makes_hook
 def splice(
     module: Callable[[Tensor], Tensor],
     *,

@@ -20,7 +20,7 @@ from dlm_lens.attention import (
     SinkLayout,
     Stage,
 )
-from dlm_lens.hooks.base import check_stage
+from dlm_lens.hooks.base import check_stage, makes_hook
 from dlm_lens.hooks.position_masking import MaskPositions
 from dlm_lens.hooks.positions import Position
 from dlm_lens.hooks.sink_masking import MaskSinks, mask_sinks
@@ -102,8 +102,9 @@ def _inside(sinks: MaskSinks | MaskPositions) -> str:
     return repr(sinks).removeprefix("mask_sinks(").removesuffix(")")
 
 
+@makes_hook
 def keep_only(
-    sinks: Detector | int | Sequence[Position] = (),
+    sinks: Detector | str | int | Sequence[Position] = (),
     window: int = 64,
     *,
     ahead: int | None = None,
@@ -119,7 +120,7 @@ def keep_only(
     learned sink token is in no window but its own: give it as `sink(i)`, or let the detector find it.
 
     Args:
-        sinks: a detector, a number k (the k strongest), or positions; () for a window alone.
+        sinks: a detector (or its text), a number k (the k strongest), or positions; () for a window alone.
         window: number of positions up to the query's own, which counts.
         ahead: number of positions after the query's own; None for all, 0 for none.
         stage: "before_softmax" or "after".
@@ -131,7 +132,7 @@ def keep_only(
     """
     kept: MaskSinks | MaskPositions | None
     sinks = plain_number(sinks)
-    if isinstance(sinks, Sequence):
+    if isinstance(sinks, Sequence) and not isinstance(sinks, str):
         if settings:
             raise ValueError(f"{', '.join(settings)}: only for a detector or a number; these sinks are positions")
         kept = KeptPositions(tuple(sinks)) if sinks else None

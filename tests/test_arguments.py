@@ -1,5 +1,6 @@
 """Arguments that do not fit a function: the sentence names the function, the argument and what it is here."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,28 @@ from tests.recording.test_features import autoencoder
 def test_a_function_names_the_argument_that_it_does_not_have(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(TypeError, match=sentence):
         dl.load("toy", **given)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: ablate("z", heads=[3]),
+            r"ablate has no argument 'heads' \(heads is at_heads\(hook, heads\) here\)",
+        ),
+        (
+            lambda: mask_sinks(AboveStd(3), layer=2),
+            r"mask_sinks has no argument 'layer' \(layer is at_layers\(hook",
+        ),
+        (lambda: mask_top_sinks(1, steps=[2]), r"mask_sinks has no argument 'steps' \(steps is at_steps\(hook"),
+        (lambda: steer(torch.ones(4), 1.0, position=3), r"\(did you mean 'positions'\?\); it has direction"),
+        (lambda: dl.hooks.patch_from(None, steps=[2]), r"no argument 'steps' \(did you mean 'step'\?\)"),
+        (lambda: dl.denoise(tiny("llada"), [[5]], layers=[2]), r"setting 'layers' \(layers is at_layers\(hook"),
+    ],
+)
+def test_a_hook_says_how_it_is_limited(make: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        make()
 
 
 @pytest.mark.parametrize(

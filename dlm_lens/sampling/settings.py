@@ -60,6 +60,14 @@ Of several it is the last that a sampler has: BD3-LM's `num_steps` are those of 
 """
 
 
+ARGUMENTS = {
+    "heads": "at_heads(hook, heads)",
+    "layers": "at_layers(hook, layers)",
+    "sampler": "an argument of dlm_lens.load",
+}
+"""What users give a run as if it were a setting -> what it is here."""
+
+
 def log_snr_bounds(settings: Any) -> None:
     """Check `min_log_snr` and `max_log_snr` of settings, or of a config.
 
@@ -136,7 +144,7 @@ def check_known(kind: type[Any], values: Mapping[str, Any], family: str) -> None
     names = [field.name for field in fields(kind)]
     for name in values:
         if name not in names:
-            hint = near_name(name, names, known_elsewhere(names) | {"sampler": "an argument of dlm_lens.load"})
+            hint = near_name(name, names, known_elsewhere(names) | ARGUMENTS)
             if name == "cache":
                 own = "; use_cache is the setting of this one" if "use_cache" in names else ""
                 hint = f" (approximate caches are for the samplers of LLaDA and Dream{own})"

@@ -6,9 +6,9 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.attention import ColumnStats
-from dlm_lens.hooks import mask_sinks, mask_top_sinks
+from dlm_lens.hooks import freeze_sinks, keep_only, mask_sinks, mask_top_sinks
 from dlm_lens.hooks.sink_sources import scores_of
-from dlm_lens.sinks import LowKeyNorm
+from dlm_lens.sinks import AboveMean, LowKeyNorm, TopK
 from tests.hooks.by_hand import (
     PROMPTS,
     Network,
@@ -298,3 +298,11 @@ def test_a_source_that_does_not_fit_is_refused() -> None:
     some = dl.find_sinks(dl.received_over_steps(model, run, layers=[1]), dl.TopK(1))
     with pytest.raises(ValueError, match="the source has layers 1, not 0; limit the hook with at_layers"):
         dl.denoise(model, PROMPTS, hooks=[mask_sinks(source=some)], **options)
+
+
+def test_a_rule_as_text_is_that_rule() -> None:
+    assert mask_sinks("above-mean:2", top=5) == mask_sinks(AboveMean(2.0), top=5)
+    assert keep_only("top-k:2", window=4) == keep_only(TopK(2), window=4)
+    assert freeze_sinks("top-k:2", step=3) == freeze_sinks(TopK(2), step=3)
+    with pytest.raises(ValueError, match="detector 'above-men:3' \\(did you mean 'above-mean'\\?\\): there are"):
+        mask_sinks("above-men:3")
