@@ -6,15 +6,9 @@ The most used names are here, all others in their packages: `dlm_lens.sinks`, `d
 
 from typing import Any
 
-import lazy_loader
+from dlm_lens.public_names import SEARCHED, attach_names, no_name
 
-_listed, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-_SEARCHED = ("recording", "sinks", "probes", "sampling")
-"""Packages whose other public names are found here too, for notebooks: `dl.eps_sweep` is `dl.sinks.eps_sweep`."""
-
-_OTHERS = ("hooks", "viz", "training", "evaluation", "features", "tracing", "adapters", "testing")
-"""Packages of which an error says that they have a name."""
+_listed, __dir__, __all__ = attach_names(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
@@ -22,25 +16,10 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name in __all__ or name.startswith("_"):
         return _listed(name)
-    for package in map(_listed, _SEARCHED):
+    for package in map(_listed, SEARCHED):
         if name in package.__all__:
             return getattr(package, name)
-    raise AttributeError(_no_name(name))
-
-
-def _no_name(name: str) -> str:
-    """What the error of an unknown name says: where it is, or which names are like it."""
-    import difflib
-
-    places = {one: f"dlm_lens.{one}" for one in __all__}
-    for package in (*_SEARCHED, *_OTHERS):
-        for one in _listed(package).__all__:
-            places.setdefault(one, f"dlm_lens.{package}.{one}")
-    if name in places:
-        return f"dlm_lens has no {name!r}; it is {places[name]}"
-    close = ", ".join(places[one] for one in difflib.get_close_matches(name, places))
-    known = f"there is {close}" if close else "dir(dlm_lens) lists its names and packages"
-    return f"dlm_lens has no {name!r}; {known}"
+    raise AttributeError(no_name(__name__, name))
 
 
 def _version() -> str:

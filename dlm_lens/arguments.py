@@ -395,7 +395,7 @@ def _raise_misfit(
     elsewhere: Mapping[str, str] = ELSEWHERE,
 ) -> Never:
     """Say which arguments do not fit a function; inspect's own sentence names neither it nor the others."""
-    names = list(signature.parameters)
+    names = [name for name in signature.parameters if name != "self"]
     open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
     unknown = "" if open_ended else next((name for name in given if name not in names), "")
     if unknown:

@@ -80,6 +80,25 @@ def test_the_first_page_is_short_and_the_rooms_names_are_found_from_it() -> None
             getattr(dlm_lens, name)
 
 
+def test_a_room_says_where_a_name_is_or_which_names_are_like_it() -> None:
+    for room, name, said in (
+        (
+            dlm_lens.probes,
+            "activation_patch",
+            "dlm_lens.probes has no 'activation_patch'; there is .*activation_patching",
+        ),
+        (dlm_lens.hooks, "find_sinks", "dlm_lens.hooks has no 'find_sinks'; it is dlm_lens.find_sinks$"),
+        (
+            dlm_lens.viz,
+            "sink_position",
+            "dlm_lens.viz has no 'sink_position'; there is dlm_lens.viz.sink_positions",
+        ),
+        (dlm_lens.sinks, "qzqz", r"has no 'qzqz'; dir\(dlm_lens.sinks\) lists its names and packages$"),
+    ):
+        with pytest.raises(AttributeError, match=said):
+            getattr(room, name)
+
+
 def test_every_room_exports_what_it_lists() -> None:
     for room in ("attention", "adapters", "sampling", "sinks", "hooks", "viz", "testing"):
         module = getattr(dlm_lens, room)

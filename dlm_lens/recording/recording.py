@@ -15,7 +15,7 @@ import xarray
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import DIRECTORY, check_index, meant, place_of_layer
+from dlm_lens.arguments import DIRECTORY, check_index, meant, named_arguments, place_of_layer
 from dlm_lens.attention import beside_sinks
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.files.paths import user_path
@@ -227,6 +227,7 @@ class Recording(ShowsItself, RecordingFields):
             self.words.get(i, f"<{i}>") if i >= 0 else f"sink({-1 - i})" for i in self.tokens[step, row].tolist()
         ]
 
+    @named_arguments(row="batch", rows="batch")
     def select(
         self,
         *,

@@ -3,6 +3,6 @@
 Names load on first use: importing this package loads no torch.
 """
 
-import lazy_loader
+from dlm_lens.public_names import attach_names
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_names(__name__, __file__)

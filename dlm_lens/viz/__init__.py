@@ -7,9 +7,9 @@ declares a picture (`plot_registry.plot`) needs no entry here: its function is f
 
 from typing import Any
 
-import lazy_loader
+from dlm_lens.public_names import attach_names
 
-_exported, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_exported, __dir__, __all__ = attach_names(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:

@@ -66,6 +66,15 @@ def test_select(recorded):
             recorded.select(**wrong)
 
 
+def test_an_axis_is_named_in_the_singular(recorded):
+    with pytest.raises(
+        TypeError, match=r"^select has no argument 'heads' \(did you mean 'head'\?\); it has step, layer"
+    ):
+        recorded.select(heads=[1])
+    with pytest.raises(TypeError, match=r"^select has no argument 'rows' \(rows is batch here\); it has step"):
+        recorded.select(rows=[0])
+
+
 @pytest.mark.parametrize(
     "wrong", [1.0, [1.7], True, [True, False, True, False, False, False], torch.tensor([True] * 6), "12"]
 )

@@ -26,7 +26,7 @@ GROUPS = (
     Group(
         "arguments",
         "Arguments of any function",
-        ("arguments", "option_values", "shapes", "declarations", "placement", "display", ""),
+        ("arguments", "option_values", "shapes", "declarations", "placement", "display", "public_names", ""),
         "Arguments are checked before any work is done. The sentence begins with the name of the argument, "
         "then the value that was received, then what it must be. The same sentences come from the "
         "constructors of results, whose shapes are checked.",
