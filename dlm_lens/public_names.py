@@ -1,4 +1,4 @@
-"""`attach_names`: public names of a package load on first use, and an unknown one is told with those like it."""
+"""`attach_names`: public names of a package load on first use; the error of an unknown one lists similar names."""
 
 import os
 from collections.abc import Callable
