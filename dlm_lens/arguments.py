@@ -401,7 +401,14 @@ def _raise_misfit(
     if unknown:
         hint = near_name(unknown, names, elsewhere)
         raise TypeError(f"{function} has no argument {unknown!r}{hint}; it has {', '.join(names)}") from None
-    raise TypeError(f"{function}: {error}") from None
+    call = ""
+    if str(error).startswith("missing"):
+        parameters = [signature.parameters[name] for name in names]
+        needed = [
+            one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+        ]
+        call = f"; it is called as {function}({', '.join(needed)})"
+    raise TypeError(f"{function}: {error}{call}") from None
 
 
 def near_name(name: str, names: Iterable[str], elsewhere: Mapping[str, str]) -> str:

@@ -60,6 +60,15 @@ def test_a_function_names_the_argument_that_it_does_not_have(given: dict[str, An
         dl.load("toy", **given)
 
 
+def test_a_function_says_which_arguments_it_needs() -> None:
+    for call, sentence in (
+        (lambda: dl.find_sinks(None), r"'detector'; it is called as find_sinks\(attention, detector\)$"),
+        (lambda: dl.denoise(None), r"'prompt'; it is called as denoise\(model, prompt\)$"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            call()
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

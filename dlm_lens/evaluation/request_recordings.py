@@ -18,7 +18,7 @@ from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.recording import Recorder
 from dlm_lens.recording.record_runs import DEFAULT, stored_batch
 from dlm_lens.recording.recorder import Storage
-from dlm_lens.recording.reducer_registry import parse_reducers
+from dlm_lens.recording.reducer_registry import named_reducers
 from dlm_lens.recording.storage import save_recording
 from dlm_lens.recording.storing_recorder import StoringRecorder, reducer_identities
 from dlm_lens.sampling.likelihood.estimates import likelihood_method
@@ -57,7 +57,7 @@ def read_record(record: Any, to: str | Path | None) -> RecordSettings | None:
     if to is None:
         return None
     if isinstance(record, str):
-        return RecordSettings([reducer.build() for reducer in parse_reducers(record, option="record")])
+        return RecordSettings(named_reducers(record, option="record"))
     if record is None or isinstance(record, RecordSettings | Mapping):
         return read_settings(RecordSettings, record)
     # One reducer, or several.

@@ -39,14 +39,14 @@ class Recorder(StepObserver):
 
     Args:
         model: from `dlm_lens.load`.
-        reducers: what to record; no pattern [query, key] is stored.
+        reducers: what to record, as for `record`; no pattern [query, key] is stored.
         layers: indices of the layers, negative from the end; None for all.
         dtype: how floating-point statistics are kept: "float32", or "float16" in half the space, at a relative
             error of at most 2^-11 (0.05%) for magnitudes from 6e-5 to 65,504.
 
     Raises:
-        ValueError: no reducers, an object that is not a reducer, an unknown layer or dtype, or a model without
-            hook points.
+        ValueError: no reducers, an object or a text that is no reducer, an unknown layer or dtype, or a model
+            without hook points.
     """
 
     whole_prefix = True

@@ -157,3 +157,12 @@ def parse_reducers(text: str, *, option: str = "--reducers") -> list[ReducerText
             raise ValueError(f"{option} {part!r}: give {entry.usage}")
         found.append(ReducerText(entry, entry.read(setting, option) if colon else None))
     return found
+
+
+def named_reducers(text: str, *, option: str = "reducers") -> list[Any]:
+    """The reducers of a text, as `parse_reducers` reads it.
+
+    Raises:
+        ValueError: as `parse_reducers`.
+    """
+    return [reducer.build() for reducer in parse_reducers(text, option=option)]

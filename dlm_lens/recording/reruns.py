@@ -43,7 +43,7 @@ def rerun(
     Args:
         model: the model of the run; its attention implementation may be any, and does not change.
         run: from `denoise`, or `recording.run`.
-        reducers: what to record (`dlm_lens.recording`).
+        reducers: what to record, as for `record`.
         hooks: interventions (`dlm_lens.hooks`) under which the canvases are seen: those of the run for what it
             computed, others for what they would change at every step alone. If one of them depends on earlier steps
             (`Hook.remembers`), the steps before the chosen ones run too.

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance, one_of, whole
+from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance, named_arguments, one_of, whole
 from dlm_lens.display import ROWS, Preview, ShowsItself
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
@@ -20,6 +20,10 @@ from dlm_lens.sinks.from_recording import key_statistic_of, received_of, scores_
 from dlm_lens.sinks.key_axes import AXES, KeyAxes, each_key_tensor, key_shapes, with_all_axes, without_absent_axes
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Level, Received, Scale
+
+
+COLUMNS = ("step", "batch", "layer", "head", "position", "token")
+"""Columns of a table of sinks that say where a sink is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +115,7 @@ class Sinks(ShowsItself, KeyAxes):
         best = scores.masked_fill(~self.is_sink, -torch.inf).argmax(-1)
         return best.masked_fill(~self.is_sink.any(-1), -1)
 
+    @named_arguments(**dict.fromkeys(COLUMNS, "a column of the table"))
     def table(self, top: int | None = None, sort: Literal["score", "place"] = "score") -> pd.DataFrame:
         """One line per sink and step.
 

@@ -307,7 +307,7 @@ def test_what_cannot_be_recorded_is_refused_before_any_work(llada: Any, causal: 
     with counted(llada) as rows:
         for wrong, says in (
             ({"record": [ReceivedAttention()]}, "record_to is missing"),
-            ({"record": ["received"], "record_to": tmp_path}, "'received' is not a reducer"),
+            ({"record": ["recieved"], "record_to": tmp_path}, "reducers 'recieved'"),
             ({"record": {"reducer": []}, "record_to": tmp_path}, "RecordSettings has no setting 'reducer'"),
             ({"record": RecordSettings(layers=[9]), "record_to": tmp_path}, "layer 9 of"),
             ({"record_to": tmp_path / "file"}, "which is a file"),

@@ -373,13 +373,25 @@ def named(name, dims=("step", "batch", "layer"), reads=()):
     return made
 
 
+def test_a_reducer_may_be_a_text():
+    model, wanted = tiny("llada"), [ReceivedAttention("masked"), ValueNorm(), TopKeys(2)]
+    expected = record(model, PROMPTS, wanted, **RUN)
+    for given in ("received:masked,value-norm,top-keys:2", ["received:masked", wanted[1], "top-keys:2"]):
+        found = record(model, PROMPTS, given, **RUN)
+        assert found.specs == expected.specs
+        for name in expected.specs:
+            assert torch.equal(getattr(found, name).nan_to_num(-1), getattr(expected, name).nan_to_num(-1)), name
+
+
 @pytest.mark.parametrize(
     ("reducers", "sentence"),
     [
         ([], "no reducers given"),
         ([ReceivedAttention], "is not a reducer"),
         (ReceivedAttention(), "give a list, such as"),
-        ("received", "reducers is 'received'; give a list"),
+        (3, "reducers is 3; give a list"),
+        ("recieved", "reducers 'recieved' .did you mean 'received'"),
+        (["received:nobody"], "nobody"),
         ([ValueNorm(), ValueNorm("both")], "two reducers have the name 'value_norm'"),
         ([named("a b")], "not an identifier"),
         ([named("tokens")], "which a Recording has already"),

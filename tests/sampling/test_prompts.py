@@ -136,6 +136,11 @@ def test_prompts_that_cannot_work(tiny_llada: PreTrainedModel, prompt: Any, mess
         first(tiny_llada, prompt)
 
 
+def test_a_run_is_no_prompt(tiny_llada: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"the prompt is a run; give the prompt itself, or dlm_lens\.replay"):
+        first(tiny_llada, first(tiny_llada, [4]))
+
+
 def test_attention_masks_that_cannot_work(tiny_llada: PreTrainedModel) -> None:
     ids = torch.tensor([[1, 2, 3]])
     with pytest.raises(ValueError, match=r"row 0 is padded on the right; .* pad on the left"):

@@ -270,6 +270,8 @@ def test_sinks_validates_its_shapes(sinks):
         Sinks(torch.zeros(4).bool(), torch.zeros(4), torch.zeros(4), dims=("head", "key"), **values)
     with pytest.raises(ValueError, match="sort is 'token'; it must be 'score' or 'place'"):
         sinks.table(sort="token")
+    with pytest.raises(TypeError, match=r"table has no argument 'layer' \(layer is a column of the table here\)"):
+        sinks.table(layer=2)
     for top in (-1, 1.5, "a"):
         with pytest.raises(ValueError, match=f"top is {top!r}; it must be a whole number of at least 0"):
             sinks.table(top=top)

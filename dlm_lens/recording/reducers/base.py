@@ -4,6 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from dlm_lens.attention import QUERY_STATS, AttentionInputs, QueryStat, RunStep
 from dlm_lens.printable import shown
 from dlm_lens.recording.canvas_facts import CanvasFacts
 from dlm_lens.recording.query_classes import QUERY_CLASSES, QueryClass, checked_class, stored_name
+from dlm_lens.recording.reducer_registry import named_reducers
 
 ARRAY_AXES = ("step", "batch", "layer", "head", "kv_head", "query", "key")
 """Axes of a recorded array, in this order; axes of a reducer's own come after them."""
@@ -255,19 +257,24 @@ AnyReducer = Reducer | PatternReducer
 
 
 def checked_reducers(reducers: Any) -> tuple[AnyReducer, ...]:
-    """The reducers of one array each, with groups replaced by their parts.
+    """The reducers of one array each: those that texts name, with groups replaced by their parts.
 
     Raises:
-        ValueError: an object that is not a reducer, two reducers of one name, or dims or reads that do not exist.
+        ValueError: an object that is not a reducer, a text that names none, two reducers of one name, or dims or
+            reads that do not exist.
     """
     found: list[AnyReducer] = []
-    if isinstance(reducers, str) or not isinstance(reducers, Iterable):
+    if isinstance(reducers, str):
+        reducers = [reducers]
+    if not isinstance(reducers, Iterable):
         raise ValueError(f"reducers is {shown(reducers)}; give a list, such as reducers=[ReceivedAttention()]")
-    for reducer in reducers:
+    built = [named_reducers(one) if isinstance(one, str) else [one] for one in reducers]
+    for reducer in chain.from_iterable(built):
         if not isinstance(reducer, Reducer | PatternReducer | ReducerGroup):
             raise ValueError(
-                f"{shown(reducer)} is not a reducer; give one with its settings, such as ReceivedAttention(), or "
-                "an instance of a class derived from dlm_lens.recording.Reducer or PatternReducer"
+                f"{shown(reducer)} is not a reducer; give one with its settings, such as ReceivedAttention(), its "
+                "text, such as 'received:masked', or an instance of a class derived from "
+                "dlm_lens.recording.Reducer or PatternReducer"
             )
         found += reducer.parts
     if not found:
