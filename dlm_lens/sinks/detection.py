@@ -21,7 +21,6 @@ from dlm_lens.sinks.key_axes import AXES, KeyAxes, each_key_tensor, key_shapes, 
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Level, Received, Scale
 
-
 COLUMNS = ("step", "batch", "layer", "head", "position", "token")
 """Columns of a table of sinks that say where a sink is."""
 
