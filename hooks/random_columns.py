@@ -20,7 +20,6 @@ from dlm_lens.attention import (
     Stage,
     as_hook,
     is_hook,
-    padding_before,
     top_columns,
 )
 from dlm_lens.hooks.base import call_of, check_stage, makes_hook
@@ -259,14 +258,13 @@ def _heads(columns: Callable[[], ColumnStats], hook: PointContext) -> int:
 def _random_numbers(
     seed: int, content: Bool[Tensor, "batch key"], heads: int, hook: PointContext
 ) -> Float[Tensor, "batch head key"]:
-    """Random numbers of every head and position, the same for a row in any batch."""
+    """Random numbers of every head and position, the same for a row in any batch, with any room for masks."""
     run, device = hook.run, content.device
-    position = torch.arange(content.shape[-1], device=device) - padding_before(content)[:, None]
+    position = content.cumsum(-1) - 1
     row = torch.zeros(len(content), dtype=torch.long, device=device)
     if run is not None:
-        tokens, valid, prompt = (part.to(device) for part in (run.tokens, run.valid, run.prompt))
-        where = torch.arange(tokens.shape[1], device=device) - padding_before(valid)[:, None]
-        row = (_mixed(_mixed(where) + tokens) * prompt).sum(-1)
+        tokens, prompt = run.tokens.to(device), run.prompt.to(device)
+        row = (_mixed(_mixed(prompt.cumsum(-1) - 1) + tokens) * prompt).sum(-1)
     key = torch.full((), seed, device=device)
     for number in (0 if run is None else run.step, hook.index or 0):
         key = _mixed(key + number)

@@ -203,7 +203,7 @@ def _to_ids(model: Any, prompt: Any, may_be_empty: bool) -> Tensor | list[list[i
         return _tokenize(model, [prompt], may_be_empty)
     if hasattr(getattr(prompt, "run", prompt), "canvases"):
         raise ValueError(
-            "the prompt is a run; give the prompt itself, or take dlm_lens.replay(model, run, hooks) for its canvases"
+            "the prompt is a run; give its prompt, or take dlm_lens.replay(model, run, hooks) for the canvases"
         )
     prompt = as_list(prompt)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes) or len(prompt) == 0:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.hooks import mask_positions, mask_top_sinks
+from dlm_lens.hooks import mask_positions, mask_random, mask_top_sinks
 from dlm_lens.sampling.moved_tokens import at_places
 from dlm_lens.sampling.run_rows import first_prompt
 from dlm_lens.testing import tiny
@@ -305,3 +305,16 @@ def test_what_cannot_be_is_refused() -> None:
     model.config.eos_token_id = None
     with pytest.raises(ValueError, match="has no eos_token_id; give one to"):
         dl.denoise(model, PROMPTS, **RUN)
+
+
+def test_random_columns_do_not_depend_on_the_room() -> None:
+    model, top = resizing(seed=4), mask_top_sinks(2)
+    for hook in (mask_random(2), mask_random(like=top), mask_random(like=top, match="mass")):
+        short, long = (
+            dl.denoise(model, PROMPTS, gen_length=room, temperature=0, expand_budget=6, hooks=[hook])
+            for room in (8, 12)
+        )
+        for row in range(len(PROMPTS)):
+            texts = [run.tokens[row, run.seen_content[-1, row]].tolist() for run in (short, long)]
+            assert texts[0] == texts[1]
+        assert short.seen_content.shape[-1] < long.seen_content.shape[-1]
