@@ -289,11 +289,18 @@ class HarnessLM(SharedLM):
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
             """Answers of the requests in `left`, as they finish."""
-            items = [self.items.item(index, requests[index].args, greedy[index]) for index in left]
+            items = [self._item(index, requests[index], greedy[index]) for index in left]
             for answers in self._likelihoods(batch).run(items):
                 yield {answer.place: [answer.value, answer.is_greedy] for answer in answers}
 
         return [(float(value), bool(same)) for value, same in self._answered("loglikelihood", batch, run)]
+
+    def _item(self, index: int, request: Any, greedy: bool) -> Any:
+        """The likelihood of a request, by which an error names its document."""
+        try:
+            return self.items.item(index, request.args, greedy)
+        except ValueError as error:
+            raise ValueError(f"{error}; it is of document {request.doc_id} of {request.task_name}") from None
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Log-likelihood ln p(text) of every request, in nats.

@@ -65,6 +65,9 @@ def test_no_context_is_the_prefix_token(toy: Any) -> None:
 def test_a_continuation_without_tokens_is_refused(toy: Any) -> None:
     with pytest.raises(ValueError, match="has no token of its own"):
         Encoder(toy).pair("tom has", "")
+    requests = ask("loglikelihood", ("tom has", " 5"), ("leo has", " 6"), ("anna has", ""))
+    with pytest.raises(ValueError, match=r"'' has no token of its own .*; it is of document 2 of task$"):
+        HarnessLM(toy).loglikelihood(requests)
 
 
 def test_a_beginning_token_is_never_doubled(toy: Any) -> None:
