@@ -73,6 +73,10 @@ def test_steps_after_the_end_of_the_text_are_left_out() -> None:
     assert [len(decoded_steps(run, row)) for row in range(3)] == [4, 4, 3]
 
 
+PROMPTS = 128
+"""So many that a difference which is the same in all is known well (`statistics.within`)."""
+
+
 def one(**changes: Any) -> dict[str, Any]:
     base = {"maps": 100, "with": 40, "mask alone": 0, "sinks": 50, "prefix": 40, "chance": 25.0,
             "inside": [100, 90, 5.0], "crossing": [40, 35, 3.0], "entering": [20, 10, 1.0],
@@ -81,8 +85,8 @@ def one(**changes: Any) -> dict[str, Any]:
 
 
 def results_of(blocks: dict[str, Any], toy: dict[str, Any]) -> Results:
-    found = {name: [blocks, blocks] for name in beyond_blocks.READINGS}
-    others = {name: [toy, toy] for name in beyond_blocks.READINGS}
+    found = {name: [blocks] * PROMPTS for name in beyond_blocks.READINGS}
+    others = {name: [toy] * PROMPTS for name in beyond_blocks.READINGS}
     return finished_run({"settings": {}}, [
         Record({"model": "toy-blocks", "start": 0}, {**found, "block causal": True}, 0.0),
         Record({"model": "toy", "start": 0}, {**others, "block causal": False}, 0.0),

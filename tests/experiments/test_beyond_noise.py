@@ -71,6 +71,10 @@ def test_steps_after_a_row_ended_are_left_out() -> None:
     assert [len(active_steps(run, row)) for row in range(2)] == [1, 1]
 
 
+PROMPTS = 128
+"""So many that a difference which is the same in all is known well (`statistics.within`)."""
+
+
 def one(**changes: Any) -> dict[str, Any]:
     base = {"maps": 100, "with": 40, "mask alone": 0, "sinks": 50, "open": 40, "by step": 20.0, "by place": 25.0,
             "share open": 8.0, "steps": 20}  # fmt: skip
@@ -79,7 +83,7 @@ def one(**changes: Any) -> dict[str, Any]:
 
 def verdicts(noise: dict[str, Any], toy: dict[str, Any]) -> dict[str, str]:
     def record(model: str, value: dict[str, Any], uniform: bool) -> Record:
-        values = {name: [value, value] for name in beyond_noise.READINGS}
+        values = {name: [value] * PROMPTS for name in beyond_noise.READINGS}
         return Record({"model": model, "start": 0}, {**values, "uniform noise": uniform}, 0.0)
 
     results = finished_run({"settings": {}}, [record("toy-uniform", noise, True), record("toy", toy, False)])
