@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from dlm_lens.cli.options import loading_options
-from dlm_lens.experiments.appendix import Entry, command, corrected, entries, glance, on_correction, section
 from dlm_lens.experiments.experiment import Bench, Experiment, Finding, Rendering, Table
+from dlm_lens.experiments.pages.appendix import Entry, command, corrected, entries, glance, on_correction, section
 from dlm_lens.experiments.rendering import scale_of
 from dlm_lens.experiments.results import Item, Record, Results
 from dlm_lens.option_values import read_setting

@@ -15,10 +15,10 @@ import dlm_lens as dl
 from dlm_lens.adapters.smollm2 import PACKAGE, smollm2_directory
 from dlm_lens.evaluation import evaluate
 from dlm_lens.experiments import find_experiment, run_experiment
-from dlm_lens.experiments.appendix import command
 from dlm_lens.experiments.attention_sinks.problems import Problem, chat, is_right, problems
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering
-from dlm_lens.experiments.merging import merge_results
+from dlm_lens.experiments.pages.appendix import command
+from dlm_lens.experiments.pages.merging import merge_results
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.runner import list_items
 from dlm_lens.option_values import read_setting

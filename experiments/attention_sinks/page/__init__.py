@@ -7,15 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from dlm_lens.experiments.appendix import (
-    Entry,
-    corrected,
-    entries,
-    glance,
-    on_correction,
-    pictures,
-    section,
-)
 from dlm_lens.experiments.attention_sinks import (
     beyond_blocks,
     beyond_confidence,
@@ -29,6 +20,15 @@ from dlm_lens.experiments.attention_sinks import (
 from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, READINGS
 from dlm_lens.experiments.attention_sinks.page.abstract import abstract
 from dlm_lens.experiments.experiment import Experiment, list_experiments
+from dlm_lens.experiments.pages.appendix import (
+    Entry,
+    corrected,
+    entries,
+    glance,
+    on_correction,
+    pictures,
+    section,
+)
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.verdicts import is_below
 

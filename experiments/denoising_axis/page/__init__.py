@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from dlm_lens.experiments.appendix import (
+from dlm_lens.experiments.experiment import Experiment, list_experiments
+from dlm_lens.experiments.pages.appendix import (
     Entry,
     corrected,
     entries,
@@ -11,7 +12,6 @@ from dlm_lens.experiments.appendix import (
     pictures,
     section,
 )
-from dlm_lens.experiments.experiment import Experiment, list_experiments
 
 NAME = "axis-"
 """How the experiments of this page begin."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from dlm_lens.experiments.appendix import Entry, corrected, entries, entry, glance, on_correction, section
 from dlm_lens.experiments.attention_sinks.twin_networks import networks_of
 from dlm_lens.experiments.experiment import Experiment, list_experiments
 from dlm_lens.experiments.model_settings import settings_of
@@ -16,6 +15,7 @@ from dlm_lens.experiments.one_token.miniature import SCRATCH
 from dlm_lens.experiments.one_token.page.abstract import abstract
 from dlm_lens.experiments.one_token.text_corpus import LENGTH
 from dlm_lens.experiments.one_token.toy_language import ROOT
+from dlm_lens.experiments.pages.appendix import Entry, corrected, entries, entry, glance, on_correction, section
 from dlm_lens.experiments.rendering import render_experiment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

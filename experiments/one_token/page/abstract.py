@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from dlm_lens.experiments.appendix import Entry
 from dlm_lens.experiments.one_token import figure1, figure3, noop_bound, tables
 from dlm_lens.experiments.one_token.miniature import VARIANTS
 from dlm_lens.experiments.one_token.recorded_runs import title
+from dlm_lens.experiments.pages.appendix import Entry
 from dlm_lens.experiments.results import Results
 
 REAL, PLAIN = "smollm2", "toy"
