@@ -34,7 +34,7 @@ def known_values(
     if given.get("mask_token_id") is not None:
         _check_masks(family, given["mask_token_id"], str(values.get("model_type")))
     requested = given.get("sampler")
-    if requested is not None and requested not in tuple(family.samplers):
+    if requested is not None and not (isinstance(requested, str) and requested in family.samplers):
         raise ValueError(f"sampler is {shown(requested)}; {family.name} has {', '.join(family.samplers)}")
     chosen = values.get("sampler") if requested is None else requested
     own = family.hub_samplers.get(name) or next(iter(family.samplers))

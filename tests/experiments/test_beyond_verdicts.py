@@ -7,9 +7,20 @@ from dlm_lens.experiments.results import Record, Results
 from tests.experiments.finished_runs import finished_run
 
 
+PROMPTS = 256
+UNSEEN = 1.96**2 / (PROMPTS + 1.96**2)
+"""The share of prompts that may have any other difference where all have the same (`statistics.within`)."""
+
+
+def equal(value: float, digits: int = 2) -> str:
+    """A difference of all prompts with its interval."""
+    low, high = value - UNSEEN * (value + 1), value + UNSEEN * (1 - value)
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
 def counts(swap: list[int], control: list[int]) -> Results:
-    """Six prompts with outcomes in the order token, position, both, neither."""
-    value = [{"swap": swap, "control": control, "shift": [1, 1, 1, 1]}] * 6
+    """Equal prompts with outcomes in the order token, position, both, neither."""
+    value = [{"swap": swap, "control": control, "shift": [1, 1, 1, 1]}] * PROMPTS
     return finished_run({"settings": {}}, [Record({"model": "toy", "start": 0}, {"counts": value}, 0.0)])
 
 
@@ -17,8 +28,8 @@ def test_a_sink_at_the_token_s_new_place_needs_more_than_chance() -> None:
     # 0.4 of the sinks are where the token went: 0.3 alone and 0.1 at both places.
     token, semantic = beyond_position._findings(counts([3, 5, 1, 1], [0, 8, 1, 1]))
     assert (token.verdict, semantic.verdict) == ("agrees", "disagrees")
-    assert "in 0.40 [0.40, 0.40] of the trials, 0.30 [0.30, 0.30] more" in token.here
-    assert "difference -0.20 [-0.20, -0.20]" in semantic.here
+    assert f"in 0.40 [0.40, 0.40] of the trials, {equal(0.3)} more" in token.here
+    assert f"difference {equal(-0.2)}" in semantic.here
     assert "0.10" in token.null
     # As often where no token of a sink went: nothing.
     token, _ = beyond_position._findings(counts([3, 5, 1, 1], [4, 4, 1, 1]))

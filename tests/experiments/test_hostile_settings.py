@@ -1,6 +1,17 @@
+import sys
+
 import pytest
 
 from dlm_lens.option_values import read_setting
+
+
+@pytest.fixture(autouse=True)
+def _pythons_own_limit():
+    """Other tests' libraries raise the limit of recursion of their process."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(limit)
 
 
 def test_settings_are_literals_or_text_and_never_programs() -> None:

@@ -15,23 +15,25 @@ from dlm_lens.testing import tiny
 from experiments.toy.checkpoint import export
 from experiments.toy.model import build_model
 
+PROMPTS = 256
+UNSEEN = 1.96**2 / (PROMPTS + 1.96**2)
+"""The share of prompts that may have any other difference where all have the same (`statistics.within`)."""
+
 
 def planted(**counts: list[list[float]]) -> Results:
-    """Four equal prompts of two layers."""
+    """Equal prompts of two layers."""
     lives = {
-        "lives": [10] * 4,
-        "transient": [1, 2, 1, 2],
-        "shuffled_lives": [10] * 4,
-        "shuffled_transient": [6] * 4,
+        "lives": [10] * PROMPTS,
+        "transient": [1, 2] * (PROMPTS // 2),
+        "shuffled_lives": [10] * PROMPTS,
+        "shuffled_transient": [6] * PROMPTS,
     }
-    values = {name: [value] * 4 for name, value in counts.items()} | lives
+    values = {name: [value] * PROMPTS for name, value in counts.items()} | lives
     return Results({"settings": {}}, [Record({"model": "toy", "start": 0}, values, 0.0)])
 
 
-@pytest.mark.parametrize(
-    ("null", "verdict", "value"), [([4, 6.0], "agrees", "0.30"), ([4, 9.5], "disagrees", "-0.05")]
-)
-def test_separate_sinks_need_more_than_random_sets(null: list[float], verdict: str, value: str) -> None:
+@pytest.mark.parametrize(("null", "verdict", "value"), [([4, 6.0], "agrees", 0.3), ([4, 9.5], "disagrees", -0.05)])
+def test_separate_sinks_need_more_than_random_sets(null: list[float], verdict: str, value: float) -> None:
     # The classes differ in 0.9 of the cases; that alone says nothing.
     found = planted(
         both=[12, 12], differ=[10, 11], random_cases=[10, 10], random_state=[9, 9], random_null=null,
@@ -39,10 +41,11 @@ def test_separate_sinks_need_more_than_random_sets(null: list[float], verdict: s
     )  # fmt: skip
     first, depth, place, life = fig6_kinds.findings(found)
     assert first.verdict == verdict
-    assert f"{value} [{value}, {value}] more" in first.here
+    low, high = value - UNSEEN * (value + 1), value + UNSEEN * (1 - value)
+    assert f"{value:.2f} [{low:.2f}, {high:.2f}] more" in first.here
     assert first.null.startswith(f"random sets: {null[1] / 10:.2f}")
     assert depth.verdict == "disagrees"  # the null is larger in layer 1
-    assert "differ 0.00 [-0.49, 0.49] more often" in place.here
+    assert f"differ 0.00 [{-UNSEEN:.2f}, {UNSEEN:.2f}] more often" in place.here
     assert (place.verdict, life.verdict) == ("no counterpart", "agrees")
     assert "0.60" in life.null
 
