@@ -6,7 +6,6 @@ from dlm_lens.experiments.attention_sinks import beyond_context, beyond_freezing
 from dlm_lens.experiments.results import Record, Results
 from tests.experiments.finished_runs import finished_run
 
-
 PROMPTS = 256
 UNSEEN = 1.96**2 / (PROMPTS + 1.96**2)
 """The share of prompts that may have any other difference where all have the same (`statistics.within`)."""
