@@ -245,6 +245,7 @@ def is_seed(value: Any) -> bool:
 
 
 DIRECTORY = instance((str, PathLike), "a directory, as a text or a pathlib.Path")
+FILE = instance((str, PathLike), "the path of a file, as a text or a pathlib.Path")
 AT_MOST = or_none(whole(least=0), "for all")
 """How many lines or entries to list."""
 

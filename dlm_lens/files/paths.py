@@ -1,10 +1,11 @@
 """Checks of the paths that a user gives, before any work is done."""
 
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from dlm_lens.printable import printable_name
+from dlm_lens.printable import printable_name, shown
 
 
 def user_path(path: str | Path) -> Path:
@@ -19,6 +20,25 @@ def user_path(path: str | Path) -> Path:
         raise FileNotFoundError(
             f"{path} begins with the home directory of a user who does not exist; give the full path"
         ) from None
+
+
+def made_file_path(path: str | Path) -> Path:
+    """The path of a file to write for `save`, with its directory made: what is saved may have taken hours.
+
+    Raises:
+        FileExistsError: it lies below a file.
+        IsADirectoryError: it is a directory.
+        OSError: nothing can be written where it would be.
+        ValueError: it is no path, or no name in UTF-8.
+    """
+    if not isinstance(path, str | PathLike):
+        raise ValueError(f"path is {shown(path)}; it must be the path of a file, as a text or a pathlib.Path")
+    path = user_path(path)
+    if not path.is_dir():
+        check_directory(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_file(path)
+    return path
 
 
 def check_utf8(path: str | Path) -> None:

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.adapters.registry import fills_masks
-from dlm_lens.arguments import Rule, checked_arguments, is_real, whole
+from dlm_lens.arguments import FILE, Rule, checked_arguments, is_real, whole
 from dlm_lens.attention import (
     SinkLayout,
     attach_hooks,
@@ -29,11 +29,12 @@ from dlm_lens.attention import (
     exclusive,
 )
 from dlm_lens.files.atomic_writes import remove_stale
-from dlm_lens.files.paths import user_path
+from dlm_lens.files.paths import made_file_path, user_path
 from dlm_lens.files.sealed_json import Document, fitted, naming, parsed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.files.text_files import read_utf8
 from dlm_lens.placement import input_device
+from dlm_lens.printable import printable_name
 from dlm_lens.probes.residual_reader import EntryReader
 from dlm_lens.probes.unembedding import Unembedding, kl_divergence
 from dlm_lens.recording.model_identity import weights_digest
@@ -108,10 +109,14 @@ class TunedLens:
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file, with the model's digest and a checksum among its metadata.
 
+        A missing directory is made.
+
         Raises:
-            OSError: the disk is full, or takes no files; a file that was there stays as it is.
+            OSError: the path is a directory, the disk is full, or takes no files; a file that was there stays as
+                it is.
+            ValueError: the path is none.
         """
-        path = user_path(path)
+        path = made_file_path(path)
         about = {"model": self.model, "digest": self.digest, "layers": list(self.layers), "training": self.training}
         remove_stale(path.parent)
         write_tensors(
@@ -169,6 +174,7 @@ class _Map(nn.Module):
 
 
 @checked_arguments(
+    text=FILE,
     steps=whole(least=1),
     batch_size=whole(least=1),
     length=whole(least=2),
@@ -214,8 +220,8 @@ def train_tuned_lens(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a model without a tokenizer, one that is given the noise level, one of blocks that its sampler
-            lays out, a file of fewer than 2 tokens, or a setting out of range.
+        ValueError: a text that is no path, a model without a tokenizer, one that is given the noise level, one of
+            blocks that its sampler lays out, a file of fewer than 2 tokens, or a setting out of range.
     """
     if takes_noise_level(model):
         raise ValueError(
@@ -223,7 +229,8 @@ def train_tuned_lens(
             "and a tuned lens is trained without one; use the logit lens of a run (dlm_lens.logit_lens)"
         )
     _refuse_blocks(model)
-    ids, head = _ids(model, Path(text)), Unembedding(model)
+    path = user_path(text)
+    ids, head = _ids(model, path), Unembedding(model)
     layers = tuple(range(len(attention_blocks(model)) - 1))
     width = int(model.config.hidden_size)
     maps = [_Map(width, head.device) for _ in layers]
@@ -233,7 +240,7 @@ def train_tuned_lens(
         losses = _trained(model, head, maps, batches, steps, learning_rate)
     name = name_of(model)
     logger.info("tuned lens of %s: mean KL over layers %.4g -> %.4g nats", name, losses[0], losses[-1])
-    training = {"text": Path(text).name, "tokens": len(ids), "steps": steps, "batch_size": batch_size}
+    training = {"text": path.name, "tokens": len(ids), "steps": steps, "batch_size": batch_size}
     training |= {"length": length, "learning_rate": learning_rate, "seed": seed, "last_loss": losses[-1]}
     shape = (len(layers), width)
     weight = torch.zeros(*shape, width, dtype=torch.float32)
@@ -285,8 +292,13 @@ def _refuse_blocks(model: Any) -> None:
 
 
 def _ids(model: Any, path: Path) -> Int[Tensor, "token"]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; a tuned lens is trained on a text file")
+    try:
+        there = path.is_file()
+    except OSError:  # a text in place of its file has too long a name
+        there = False
+    if not there:
+        name = printable_name(str(path), 200)
+        raise FileNotFoundError(f"{name} is not there; a tuned lens is trained on a text file: give its path")
     if model.tokenizer is None:
         raise ValueError("this model has no tokenizer, which reads the text; set model.tokenizer")
     ids = model.tokenizer(read_utf8(path), add_special_tokens=False, verbose=False)["input_ids"]

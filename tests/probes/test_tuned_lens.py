@@ -1,6 +1,6 @@
 """Tuned lenses: trained, saved and read again; their first loss and their memory."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +28,13 @@ def test_a_tuned_lens_is_trained_saved_and_refused_for_another_model(tmp_path: A
     assert tuned.entropy[:, 1].equal(plain.entropy[:, 1])
     assert (plain.lens, tuned.lens) == ("logit lens", repr(lens))
     again = TunedLens.load(lens.save(tmp_path / "lens.safetensors"), model)
+    # Training takes hours: a directory that is not there loses no lens.
+    below = TunedLens.load(lens.save(str(tmp_path / "lenses/of/toy.safetensors")), model)
+    assert below.weight.equal(lens.weight)
+    with pytest.raises(IsADirectoryError, match=r"is a directory; give the name of a file, such as .*/file"):
+        lens.save(tmp_path)
+    with pytest.raises(ValueError, match="path is None; it must be the path of a file"):
+        lens.save(cast(Any, None))
     assert again.weight.equal(lens.weight)
     assert again.training == lens.training
     assert again.layers == (0,)
@@ -143,3 +150,10 @@ def test_settings_out_of_range_are_refused(tmp_path: Any) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"{name} is {value!r}; it must be "):
             train_tuned_lens(model, text, **{name: value})
+
+
+def test_a_text_in_place_of_its_file_is_told() -> None:
+    with pytest.raises(FileNotFoundError, match=r"w1 .* is not there; .* on a text file: give its path"):
+        train_tuned_lens(tiny("llada"), "w1 " * 3000)
+    with pytest.raises(ValueError, match="text is None; it must be the path of a file"):
+        train_tuned_lens(tiny("llada"), cast(Any, None))

@@ -141,8 +141,12 @@ class DenoisingClock(ShowsItself):
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file: probes, curves, baselines and the reading, with the model's digest.
 
+        A missing directory is made.
+
         Raises:
-            OSError: the disk is full, or takes no files; a file that was there stays as it is.
+            OSError: the path is a directory, the disk is full, or takes no files; a file that was there stays as
+                it is.
+            ValueError: the path is none.
         """
         return write_saved(self, path)
 

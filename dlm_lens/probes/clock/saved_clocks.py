@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dlm_lens.files.atomic_writes import remove_stale
-from dlm_lens.files.paths import user_path
+from dlm_lens.files.paths import made_file_path, user_path
 from dlm_lens.files.sealed_json import DamagedFileError, Document, fitted, naming, parsed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.printable import shown
@@ -45,7 +45,7 @@ class ClockFacts(Document):
 
 def write_saved(clock: "DenoisingClock", path: str | Path) -> Path:
     """`DenoisingClock.save`."""
-    path, reading = user_path(path), clock.reading
+    path, reading = made_file_path(path), clock.reading
     about = {
         "model": clock.model, "digest": clock.digest, "target": clock.target, "prompts": clock.prompts,
         "classes": clock.classes, "layers": clock.layers, "longest": clock.baselines["token"].longest,

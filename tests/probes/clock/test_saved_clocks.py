@@ -26,6 +26,9 @@ def fitted() -> tuple[Any, dl.DenoisingRun, DenoisingClock]:
 def test_every_part_of_a_clock_comes_back(fitted: Any, tmp_path: Path) -> None:
     model, run, clock = fitted
     assert clock.save(tmp_path / "clock.safetensors") == tmp_path / "clock.safetensors"
+    assert clock.save(tmp_path / "clocks/a.safetensors").is_file()  # in a directory that was not there
+    with pytest.raises(IsADirectoryError, match="is a directory; give the name of a file"):
+        clock.save(tmp_path)
     found = DenoisingClock.load(tmp_path / "clock.safetensors", model)
     pairs = [(clock, found), (clock.reading, found.reading)]
     pairs += [(one, found.baselines[name]) for name, one in clock.baselines.items()]
