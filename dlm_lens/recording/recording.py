@@ -385,6 +385,8 @@ def dataset_of(recording: Recording) -> xarray.Dataset:
         values = getattr(recording, name).numpy()
         arrays[name] = (spec.dims, values, {"units": spec.unit, "formula": spec.formula, "reducer": spec.reducer})
         coordinates |= {axis: list(labels) for axis, labels in spec.labels.items()}
+        if "query" in spec.dims:
+            coordinates["query"] = np.arange(values.shape[spec.dims.index("query")])
         if "head" in spec.dims:
             count = values.shape[spec.dims.index("head")]
             coordinates["head"] = list(recording.heads if recording.heads is not None else range(count))
@@ -399,7 +401,6 @@ def _of_keys(recording: Recording) -> dict[str, Any]:
     )(tokens)
     return {
         "key": np.arange(tokens.shape[-1]),
-        "query": np.arange(tokens.shape[-1] - recording.sinks),
         "token": (keys, tokens),
         "token_text": (keys, words.astype(str)),
         "masked": (keys, recording.masked.numpy()),

@@ -112,6 +112,12 @@ def test_xarray(recorded):
     assert float(data["progress"].sel(step=3, batch=0)) == 0.5
     assert json.loads(data.attrs["settings"])["steps"] == 6
     assert data["seed"].values.tolist() == [3, 4]
+    assert data["query"].values.tolist() == list(range(21))
+
+
+def test_xarray_without_queries_has_no_such_axis():
+    recorded = record(tiny("llada"), [[5, 9, 14]], ["received:all"], steps=2, gen_length=2)
+    assert set(recorded.to_xarray().sizes) == {"step", "batch", "layer", "head", "key"}
 
 
 def test_save_and_load(recorded, tmp_path):
