@@ -26,5 +26,5 @@ def test_cells_are_the_weights_and_dots_the_open_positions() -> None:
         (0.5, "0"),
         (1.5, "1"),
     ]
-    with pytest.raises(ValueError, match="the weights have shape"):
+    with pytest.raises(ValueError, match=r"the weights have shape .*; give the run of which"):
         dl.viz.sink_discount(weights[:1], run)

@@ -32,7 +32,10 @@ def sink_discount(
     """
     check_run(run)
     if weights.shape != run.unmasked.shape:
-        raise ValueError(f"the weights have shape {list(weights.shape)}, the run {list(run.unmasked.shape)}")
+        raise ValueError(
+            f"the weights have shape {list(weights.shape)}, the run {list(run.unmasked.shape)}; give the run of "
+            "which sink_weights computed them, or compute those of this one"
+        )
     index_of("row", row, range(weights.shape[1]))
     there = run.attention_mask[row].nonzero().flatten()
     steps, width = int(run.row_steps[row]), 6.4  # a row that has ended has no weights
