@@ -401,7 +401,8 @@ def _raise_misfit(
     unknown = "" if open_ended else next((name for name in given if name not in names), "")
     if unknown:
         hint = near_name(unknown, names, elsewhere)
-        raise TypeError(f"{function} has no argument {unknown!r}{hint}; it has {', '.join(names)}") from None
+        known = ", ".join(names) or "none"
+        raise TypeError(f"{function} has no argument {unknown!r}{hint}; it has {known}") from None
     call = ""
     if str(error).startswith("missing"):
         parameters = [signature.parameters[name] for name in names]

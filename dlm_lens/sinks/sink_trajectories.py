@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dlm_lens.arguments import LEVEL, Rule, checked_arguments, instance, one_of
+from dlm_lens.arguments import LEVEL, Rule, checked_arguments, instance, named_arguments, one_of
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.sinks.detection import Sinks, find_sinks
+from dlm_lens.sinks.detection import COLUMNS, Sinks, find_sinks
 from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.from_recording import scores_for
 from dlm_lens.sinks.key_axes import KeyAxes, axis_sizes, with_all_axes
@@ -165,6 +165,7 @@ class Trajectories(ShowsItself, KeyAxes):
         found = in_model(at, self.layers, self.heads, self.rows)
         return {name: index for name, index in found.items() if name in self.dims}
 
+    @named_arguments(**dict.fromkeys(COLUMNS[1:], "a column of the table"))
     def table(self) -> pd.DataFrame:
         """One line per lifetime, ordered by pattern, first step and position.
 

@@ -486,3 +486,9 @@ def test_massive_activations_of_a_recording_are_followed():
     assert len(found.lives) == (edges == 1).sum() > 0
     assert sorted(found.lives.steps) == sorted((edges == -1).nonzero()[1] - (edges == 1).nonzero()[1])
     assert found.scale == "max activation"
+
+
+def test_a_column_given_to_the_table_is_told():
+    received, _ = planted(2, 16)
+    with pytest.raises(TypeError, match=r"^table has no argument 'layer' \(layer is a column .*\); it has none$"):
+        trajectories(received, RULE).table(layer=2)
