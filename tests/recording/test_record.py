@@ -386,7 +386,7 @@ def test_a_reducer_may_be_a_text():
 @pytest.mark.parametrize(
     ("reducers", "sentence"),
     [
-        ([], "no reducers given"),
+        ([], r"no reducers given; .* to keep a run alone, give QueryNorm\(\) with layers=\[0\]"),
         ([ReceivedAttention], "is not a reducer"),
         (ReceivedAttention(), "give a list, such as"),
         (3, "reducers is 3; give a list"),
