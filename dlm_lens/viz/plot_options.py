@@ -235,12 +235,20 @@ class PlotOptions:
 
         Args:
             received: of another recording than the first.
+
+        Raises:
+            ValueError: neither is given, and the recording lacks the received attention that would choose.
         """
         from dlm_lens.sinks import trajectories
         from dlm_lens.viz.selection import most_moving, strongest
 
         if self.layer is not None or self.head is not None:
             return self.layer_and_head
+        if received is None and (name := self.statistic("received")) not in self.recording.specs:
+            raise ValueError(
+                f"the {self.pick} head is chosen by {name}, which this recording lacks; give --layer, and "
+                f"--head in a picture of one head, or record with ReceivedAttention(queries={self.queries!r})"
+            )
         received = self.received if received is None else received
         if self.pick == "strongest":
             return strongest(received, self.row)

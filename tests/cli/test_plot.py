@@ -211,6 +211,11 @@ def test_list_names_every_kind_and_which_run_the_model():
             ["sink-strength", "norms", "-o", "x.png"],
             "has no received, which sink-strength needs; it has value_norm",
         ),
+        (
+            ["attention-pattern", "norms", "-o", "x.html"],
+            "the strongest head is chosen by received, which this recording lacks; give --layer, and --head in a "
+            "picture of one head, or record with ReceivedAttention(queries='all')",
+        ),
         (["sink-positions", "rec", "--layer", "first"], "--layer is 'first'; give an index, or mean"),
         (["sink-positions", "rec", "--layer", 9, "--head", 0], "layer 9 is not among the layers 0, 1"),
         (["attention-pattern", "rec", "--layer", "mean"], "is of one head"),
