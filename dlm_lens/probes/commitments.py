@@ -17,6 +17,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions, result_of, right_tokens
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.algorithm_registry import setting_of
 from dlm_lens.sampling.moved_tokens import at_places, on_canvases
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
@@ -288,7 +289,8 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
     predicted = run.open[:-1] & (run.proposals != run.canvases[:-1]) & run.running[..., None]
     token = run.proposals.masked_fill(~predicted, -1)
     unknown = torch.full(token.shape, torch.nan, dtype=torch.float32)
-    probable = run.settings.get("remasking") == "low_confidence" and not run.settings.get("reference_quirks")
+    by_probability = setting_of(run.settings, "remasking") == "low_confidence"
+    probable = by_probability and not run.settings.get("reference_quirks")
     confidence = run.confidence.masked_fill(~predicted | run.confidence.isinf(), torch.nan) if probable else unknown
     right = right_tokens(run.tokens.masked_fill(run.open[-1], -1), reference)
     return Commitment(run, token, confidence, unknown, unknown, right)
@@ -296,7 +298,7 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
 
 def why_drawn(run: DenoisingRun) -> str:
     """Why a run's proposals are not always its most likely tokens; "" where they are."""
-    temperature = run.settings.get("temperature")
+    temperature = setting_of(run.settings, "temperature")
     if run.uniform_noise:
         return "holds random tokens at open positions"
     return "" if temperature == 0 else f"has temperature {temperature}"

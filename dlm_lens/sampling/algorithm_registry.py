@@ -79,3 +79,13 @@ def sampler_class(settings: Mapping[str, Any]) -> "type[Sampler]":
 
     algorithm = algorithms().get(str(settings.get("sampler")))
     return Sampler if algorithm is None else algorithm.sampler
+
+
+def setting_of(settings: Mapping[str, Any], name: str) -> Any:
+    """A setting of a finished run: its own, or its sampler's default; None if its sampler has no such setting.
+
+    A sampler that leaves no choice has the value on its class alone (`DllmVarSettings.temperature`).
+    """
+    algorithm = algorithms().get(str(settings.get("sampler")))
+    default = None if algorithm is None else getattr(algorithm.settings, name, None)
+    return settings.get(name, None if callable(default) else default)

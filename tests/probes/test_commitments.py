@@ -213,6 +213,38 @@ def test_a_run_alone_says_what_its_model_predicted(name: str, where: Any) -> Non
         torch.testing.assert_close(alone.confidence[step][here].double(), likely[here], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("family", "sampler", "settings"),
+    [
+        ("llada", "dllm_var", {"block_length": 4, "threshold": 0.03, "stop_tokens": []}),
+        ("llada", "dllm_var", {"block_length": 4, "threshold": 0.03, "stop_tokens": [], "use_cache": False}),
+        ("nemotron_labs_diffusion", None, {"block_length": 4}),
+        ("efficient_dlm", None, {"block_length": 4, "temperature": 0.0}),
+        ("stable_diffcoder", None, {"block_length": 4}),
+    ],
+)
+def test_settings_that_a_sampler_has_by_default_are_the_runs(family: str, sampler: Any, settings: Any) -> None:
+    """Their runs name no temperature, or no rule; dLLM-Var's were refused: "has temperature None"."""
+    model = tiny(family) if sampler is None else tiny(family, sampler=sampler)
+    seen: list[Tensor] = []
+    keep = {"on_logits": lambda *given: seen.append(given[2].clone())}
+    run = denoise(model, [[1, 2, 3, 4, 5], [6, 7]], gen_length=8, **settings, **keep)
+    alone, read = proposed_commitment(run), commitment(model, run)
+    assert bool(alone.predicted[-1].any())
+    assert alone.token[alone.predicted].equal(read.token[alone.predicted])
+    known = alone.confidence.isfinite()
+    assert known.equal(alone.predicted & run.confidence.isfinite())
+    assert bool(known.any())
+    # Without and with a share of [MASK], which is one of 64 tokens.
+    share = alone.confidence[known] / read.confidence[known]
+    assert bool(((share > 0.8) & (share < 1 + 1e-5)).all())
+    for step, logits in enumerate(seen if sampler else ()):
+        likely = logits.double().softmax(-1).gather(-1, alone.token[step].clamp(min=0)[..., None])[..., 0]
+        here = known[step]
+        # The run's softmax is in the model's float32.
+        torch.testing.assert_close(alone.confidence[step][here].double(), likely[here], rtol=1e-5, atol=1e-6)
+
+
 def test_tokens_that_guidance_keeps_are_kept_in_a_rerun() -> None:
     model, prompts = tiny("a2d_qwen3"), [[5, 9, 12, 7, 3], [8, 4, 2]]
     given: dict[str, Any] = {"gen_length": 6, "steps": 6, "cfg_scale": 3.0}
