@@ -13,8 +13,10 @@ from dlm_lens.sinks import (
     AboveMean,
     Received,
     compare_query_classes,
+    find_sinks,
     frontier_alignment,
     position_enrichment,
+    received_over_steps,
     sink_consistency,
     token_enrichment,
     trajectories,
@@ -464,3 +466,25 @@ def test_a_step_of_a_part_that_decodes_nothing_counts_while_its_row_is_not_done(
         "frontier": 2,
         "written now": 0,
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "settings"),
+    [
+        ("llada", {"sampler": "dllm_var"}, {"threshold": 1.0, "stop_tokens": [], "use_cache": False}),
+        ("diffusion_gemma", {}, {"steps_per_block": 4, "stability_threshold": 4, "seed": 1}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:block_length is 4")
+def test_blocks_to_come_are_no_references(family, config, settings):
+    """The steps of the first block say the same, whatever blocks the answer may grow by afterwards."""
+    model = tiny(family, **config)
+    tables = []
+    for length in (4, 12):
+        run = denoise(model, [[1, 2, 3, 4, 5], [6, 7]], gen_length=length, block_length=4, **settings)
+        run = run.first_steps(4)
+        paths = trajectories(find_sinks(received_over_steps(model, run, min_viewers=1), TopK(1)))
+        tables.append(frontier_alignment(paths, unmasked=run.unmasked))
+    one, two = (table.set_index("reference")[["distance", "chance", "within_1", "n"]] for table in tables)
+    assert one.loc["rightmost mask", "chance"] < 6  # of at most 9 positions; 11 or more to the end of the canvas
+    pd.testing.assert_frame_equal(one, two)

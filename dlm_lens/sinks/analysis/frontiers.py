@@ -31,7 +31,9 @@ def frontier_alignment(
     LLaDA's move right with the blocks. References at step t, from the masks of that step: the "leftmost mask" and
     the "rightmost mask"; the "frontier", the nearest position at a border of masked and decoded
     content; "written now", the nearest position decoded at the step; with `in_block`, "block start" and "block
-    end" of the row, and the nearest "block border" of both.
+    end" of the row, and the nearest "block border" of both. Masks after the last key that has a score at the step
+    are not there yet (blocks to come, where the canvas grows) and are no references, unless no mask has a score
+    (AR decoding).
 
     Columns: layer, head (by `by`); `reference`; `distance` in positions, mean over steps and patterns; `chance`,
     the same for a random key with a score at the step in the layer; `ratio` = distance / chance (1: unrelated,
@@ -65,10 +67,16 @@ def frontier_alignment(
     if unmasked is not None:
         # The steps of a part that decode a position may all be earlier ones.
         running = running | _unwritten(paths, masked).any(-1, keepdims=True)
-    references = _references(masked, scored, decided, block)
+    references = _references(_begun(masked, scored), scored, decided, block)
     by_layer = paths.scored_by_layer.numpy()[..., : paths.canvas]
     tables = [_against(paths, by_layer, name, where & running, groups) for name, where in references.items()]
     return pd.concat(tables, ignore_index=True)
+
+
+def _begun(masked: NDArray[np.bool_], scored: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The masks up to the last key with a score; all where no mask of the row has one at the step."""
+    until = np.flip(np.logical_or.accumulate(np.flip(scored, -1), -1), -1)
+    return masked & (until | ~(masked & scored).any(-1, keepdims=True))
 
 
 def _references(
