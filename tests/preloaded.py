@@ -66,8 +66,9 @@ def python() -> str:
     command.write_text(COMMAND.format(python=sys.executable, address=str(address)), encoding="utf-8")
     command.chmod(0o700)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command_line = [sys.executable, "-m", "tests.preloaded", str(address)]
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.preloaded", str(address)], env=environment, stdout=subprocess.PIPE, text=True
+        command_line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     atexit.register(folder.cleanup)
     atexit.register(server.kill)
@@ -77,7 +78,7 @@ def python() -> str:
 
 
 def serve(address: str) -> None:
-    """Answer every connection by a fork, which waits for its own fork that becomes the program; without an end."""
+    """Answer every connection by a fork, which waits for its own fork that becomes the program."""
     for module in MODULES:
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the first forks
@@ -86,7 +87,8 @@ def serve(address: str) -> None:
         listening.listen(64)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
-        while True:
+        # Standard input ends when the process of the tests does, however it ends.
+        while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
             connection, _ = listening.accept()
             if os.fork() == 0:
                 listening.close()
