@@ -137,7 +137,7 @@ def test_prompts_that_cannot_work(tiny_llada: PreTrainedModel, prompt: Any, mess
 
 
 def test_a_run_is_no_prompt(tiny_llada: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match=r"the prompt is a run; give its prompt, or dlm_lens\.replay"):
+    with pytest.raises(ValueError, match=r"the prompt is a run; give its prompt, or take dlm_lens\.replay"):
         first(tiny_llada, first(tiny_llada, [4]))
 
 
