@@ -192,9 +192,8 @@ FOUND = instance(Sinks, "the Sinks of dlm_lens.find_sinks")
     attention=None,
     level=LEVEL,
     dims=Rule("names of axes, or None", lambda dims: all(isinstance(name, str) for name in dims)),
-    **dict.fromkeys(
-        ("visible", "queries", "attention_mask", "tokens", "masked"), instance(Tensor, "a tensor, or None")
-    ),
+    queries=instance(Tensor, "a tensor, or None; for a class of a recording give received_of(recording, 'masked')"),
+    **dict.fromkeys(("visible", "attention_mask", "tokens", "masked"), instance(Tensor, "a tensor, or None")),
 )
 def find_sinks(
     attention: Received | Recording | KeyStatistic | Float[Tensor, "*leading query key"],

@@ -277,6 +277,11 @@ def test_sinks_validates_its_shapes(sinks):
             sinks.table(top=top)
 
 
+def test_a_class_of_queries_is_told_where_it_is_given() -> None:
+    with pytest.raises(ValueError, match=r"queries is 'masked'; .* give received_of\(recording, 'masked'\)$"):
+        find_sinks(softmax_pattern(2, 10, 10), AboveMean(3.0), queries="masked")
+
+
 def test_level_of_a_received_is_kept(sinks):
     received = received_from_pattern(softmax_pattern(2, 10, 10)).at_level("layer")
     assert isinstance(received, Received)
