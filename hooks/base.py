@@ -40,7 +40,7 @@ LIMITS = {
 """Arguments that users give hooks, and the limits that are put around the hook for them."""
 
 makes_hook = named_arguments(**LIMITS, **{name.removesuffix("s"): limit for name, limit in LIMITS.items()})
-"""The decorator of functions that make a hook: an argument that they do not have is told with what it is here."""
+"""The decorator of functions that make a hook: the error of an unknown argument says what it is here."""
 
 
 def check_stage(stage: str, renormalise: bool) -> None:

@@ -50,6 +50,12 @@ def test_the_readme_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(readme.splitlines()) < 150
 
 
+def test_the_readme_of_the_wheel_runs(capsys) -> None:
+    (block,) = blocks(ROOT / "dlm_lens" / "README.md")
+    exec(compile(block, "dlm_lens/README.md", "exec"), {})  # noqa: S102  # our own page
+    assert capsys.readouterr().out.startswith("['5 + 4 = 9 . answer 9 .']")
+
+
 def test_an_output_is_stored_below_its_block_and_a_close_one_stays() -> None:
     text = "a\n```python\nprint(0.51)\n```\nb\n\n```python\nx = 1\n```\n\n```text\nold\n```\nc\n"
     once = with_outputs(text, ["0.51\n", ""])

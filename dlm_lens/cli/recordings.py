@@ -64,6 +64,6 @@ def sinks_of(recording: "Recording", detector: str, level: str, queries: str = "
         ValueError: the recording lacks what the rule reads; a class of queries or another level for a rule that
             reads hidden states.
     """
-    from dlm_lens.sinks.detection import sinks_of_recording
+    from dlm_lens.sinks import find_sinks
 
-    return sinks_of_recording(recording, detector_of(detector), level, queries)  # type: ignore[arg-type]
+    return find_sinks(recording, detector_of(detector), level=level, queries=queries)  # type: ignore[arg-type]

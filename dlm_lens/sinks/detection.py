@@ -11,12 +11,13 @@ from torch import Tensor
 
 from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance, named_arguments, one_of, whole
 from dlm_lens.display import ROWS, Preview, ShowsItself
+from dlm_lens.printable import shown
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.detectors.base import Detector, MedianDetector, as_detector, of_every_key
 from dlm_lens.sinks.from_patterns import received_from_pattern
-from dlm_lens.sinks.from_recording import key_statistic_of, received_of, scores_for
+from dlm_lens.sinks.from_recording import key_statistic_of, received_of
 from dlm_lens.sinks.key_axes import AXES, KeyAxes, each_key_tensor, key_shapes, with_all_axes, without_absent_axes
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE, Level, Received, Scale
@@ -175,7 +176,6 @@ class PatternSettings(TypedDict, total=False):
 
     dims: Sequence[str] | None
     visible: Bool[Tensor, "*leading query key"] | None
-    queries: Bool[Tensor, "*rows query"] | None
     attention_mask: Int[Tensor, "*rows key"] | Bool[Tensor, "*rows key"] | None
     causal: bool
     tokens: Int[Tensor, "*rows key"] | None
@@ -192,7 +192,7 @@ FOUND = instance(Sinks, "the Sinks of dlm_lens.find_sinks")
     attention=None,
     level=LEVEL,
     dims=Rule("names of axes, or None", lambda dims: all(isinstance(name, str) for name in dims)),
-    queries=instance(Tensor, "a tensor, or None; for a class of a recording give received_of(recording, 'masked')"),
+    queries=Rule("a class of queries, a tensor, or None", lambda queries: isinstance(queries, Tensor | str)),
     **dict.fromkeys(("visible", "attention_mask", "tokens", "masked"), instance(Tensor, "a tensor, or None")),
 )
 def find_sinks(
@@ -201,12 +201,13 @@ def find_sinks(
     *,
     level: Level = "head",
     relative: bool | None = None,
+    queries: QueryClass | Bool[Tensor, "*rows query"] | None = None,
     **pattern_settings: Unpack[PatternSettings],
 ) -> Sinks:
     """Apply a detector to received attention: sinks are the keys whose scores pass the rule (2510.15731, Eq. 3).
 
     Args:
-        attention: a `Received`, a `Recording` (of all queries; `received_of` for others), or a pattern
+        attention: a `Received`, a `Recording` (of the class `queries`, "all" by default), or a pattern
             [head, query, key], [batch, head, query, key], [step, batch, head, query, key] or
             [step, batch, layer, head, query, key] (other axes: `dims=`); or a `KeyStatistic` of hidden states, for
             `AboveMedian` and `LowKeyNorm`.
@@ -216,62 +217,65 @@ def find_sinks(
             "model": the mean of r_j over heads (and layers), divided by e_j. A `KeyStatistic` keeps its level.
         relative: True for scores relative to uniform, False for raw column sums; None for True with a pattern,
             and for the scale of a `Received`. `AttentionShare` always reads shares, `MeanReceived` means.
-        **pattern_settings: for patterns, the arguments of `received_from_pattern`: visible, queries,
-            attention_mask, causal, tokens, masked, tokenizer, layers, min_viewers, dims.
+        queries: of a recording one of its classes, such as "masked" ("all" by default); of a pattern True for the
+            queries that count, as for `received_from_pattern`.
+        **pattern_settings: for patterns, other arguments of `received_from_pattern`: visible, attention_mask,
+            causal, tokens, masked, tokenizer, layers, min_viewers, dims.
 
     Returns:
         Sinks whose axes are those of the input without query and without the merged ones.
 
     Raises:
         TypeError: no detector, no attention, or settings of a pattern with a `Received`.
-        ValueError: axes that do not fit, rows that do not sum to 1, a level that the input does not have, or a text
-            that names no detector.
+        ValueError: axes that do not fit, rows that do not sum to 1, a level that the input does not have, a text
+            that names no detector, or a class of queries that was not recorded or is not one of a recording.
     """
     detector = as_detector(detector)
     if "min_viewers" in pattern_settings:
         RULES["min_viewers"].check("min_viewers", pattern_settings["min_viewers"])
     if isinstance(attention, Recording):
-        attention = scores_for(attention, detector.quantity)
+        if isinstance(queries, Tensor):
+            raise TypeError("queries is a tensor: for patterns only; of a Recording give a class, such as 'masked'")
+        attention, queries = scores_of(attention, detector, level, queries or "all"), None
+    if isinstance(queries, str):
+        raise ValueError(f"queries is {shown(queries)}: a class is of a Recording; of a pattern give a tensor")
+    of_pattern = [*pattern_settings, *(["queries"] if queries is not None else [])]
     if isinstance(attention, KeyStatistic):
-        if pattern_settings or relative is not None or level not in ("head", attention.level):
+        if of_pattern or relative is not None or level not in ("head", attention.level):
             raise TypeError(f"{attention!r} has the level {attention.level} and takes no settings of patterns")
         return _detected(attention, detector)
     if isinstance(attention, Received):
-        if pattern_settings:
-            raise TypeError(f"{', '.join(pattern_settings)}: for patterns only; this Received is already summed")
+        if of_pattern:
+            raise TypeError(f"{', '.join(of_pattern)}: for patterns only; this Received is already summed")
         received = attention
         if relative is not None:
             received = received.on_scale(RELATIVE if relative else COLUMN_SUM)
     else:
-        received = received_from_pattern(attention, relative=relative is not False, **pattern_settings)
+        received = received_from_pattern(
+            attention, relative=relative is not False, queries=queries, **pattern_settings
+        )
     return _detected(received.at_level(level), detector)
 
 
-def sinks_of_recording(
-    recording: Recording, detector: Detector, level: Level = "head", queries: QueryClass = "all"
-) -> Sinks:
-    """The sinks of a recording by a rule, on the received attention of a class of queries.
-
-    Args:
-        recording: that has what the rule reads.
-        detector: the rule.
-        level: as in `find_sinks`.
-        queries: which queries count.
+def scores_of(
+    recording: Recording, detector: Detector, level: Level, queries: QueryClass = "all"
+) -> Received | KeyStatistic:
+    """The scores of a recording that a rule reads.
 
     Raises:
-        ValueError: the recording lacks what the rule reads; a class of queries or another level for a rule that
-            reads hidden states.
+        ValueError: the recording lacks them; a class of queries or another level for a rule that reads hidden
+            states.
     """
     if not detector.reads_hidden_states:
-        return find_sinks(received_of(recording, queries), detector, level=level)
+        return received_of(recording, queries)
     if queries != "all":
         raise ValueError(
             f"queries={queries}: {detector} reads hidden states, for which no queries count; leave queries= out"
         )
-    own = key_statistic_of(recording, detector.quantity).level  # type: ignore[arg-type]
-    if level not in ("head", own):
-        raise ValueError(f"level={level}: {detector} finds the sinks of each {own}; leave level= out")
-    return find_sinks(recording, detector)
+    found = key_statistic_of(recording, detector.quantity)  # type: ignore[arg-type]
+    if level not in ("head", found.level):
+        raise ValueError(f"level={level}: {detector} finds the sinks of each {found.level}; leave level= out")
+    return found
 
 
 def _detected(given: Received | KeyStatistic, detector: Detector) -> Sinks:

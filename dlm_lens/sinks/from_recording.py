@@ -209,17 +209,6 @@ def key_statistic_of(recording: Recording, quantity: HiddenQuantity) -> KeyStati
     )
 
 
-def scores_for(recording: Recording, quantity: Quantity) -> Received | KeyStatistic:
-    """The scores that a detector of this quantity reads: received attention of all queries, or a `KeyStatistic`.
-
-    Raises:
-        ValueError: it was not recorded.
-    """
-    if quantity == "max activation" or quantity == "key norm":
-        return key_statistic_of(recording, quantity)
-    return received_of(recording)
-
-
 def has_scores(source: Recording | Received, quantity: Quantity, queries: QueryClass = "all") -> bool:
     """Whether a recording, or received attention, has the scores that a detector of this quantity reads.
 

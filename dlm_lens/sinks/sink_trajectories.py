@@ -18,9 +18,8 @@ from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.recording import Recording
 from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.sinks.detection import COLUMNS, Sinks, find_sinks
+from dlm_lens.sinks.detection import COLUMNS, Sinks, find_sinks, scores_of
 from dlm_lens.sinks.detectors.base import Detector, as_detector
-from dlm_lens.sinks.from_recording import scores_for
 from dlm_lens.sinks.key_axes import KeyAxes, axis_sizes, with_all_axes
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.lifetimes import (
@@ -418,7 +417,7 @@ class _Input:
 def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Input:
     if isinstance(sinks, Recording):
         detector = as_detector(detector)
-        scores = scores_for(sinks, detector.quantity)
+        scores = scores_of(sinks, detector, level)
         if isinstance(scores, KeyStatistic):  # of hidden states
             sinks, detector = find_sinks(scores, detector, level=level), None
         else:

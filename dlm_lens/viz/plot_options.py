@@ -188,9 +188,9 @@ class PlotOptions:
             ValueError: the recording lacks what the rule reads; queries or another level for a rule that reads
                 hidden states.
         """
-        from dlm_lens.sinks.detection import sinks_of_recording
+        from dlm_lens.sinks import find_sinks
 
-        return sinks_of_recording(self.recording, self.rule, self.level, self.queries)
+        return find_sinks(self.recording, self.rule, level=self.level, queries=self.queries)
 
     @property
     def run(self) -> "DenoisingRun":

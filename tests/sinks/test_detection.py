@@ -6,18 +6,22 @@ import pandas as pd
 import pytest
 import torch
 
+from dlm_lens.recording import record
 from dlm_lens.sinks import (
     AboveMean,
     AboveStd,
     AttentionShare,
     Detector,
+    LowKeyNorm,
     MeanReceived,
     Received,
     Sinks,
     TopK,
     find_sinks,
     received_from_pattern,
+    received_of,
 )
+from dlm_lens.testing import tiny
 from tests.sinks import reference
 from tests.sinks.test_received import causal_visible, softmax_pattern
 
@@ -277,9 +281,24 @@ def test_sinks_validates_its_shapes(sinks):
             sinks.table(top=top)
 
 
-def test_a_class_of_queries_is_told_where_it_is_given() -> None:
-    with pytest.raises(ValueError, match=r"queries is 'masked'; .* give received_of\(recording, 'masked'\)$"):
-        find_sinks(softmax_pattern(2, 10, 10), AboveMean(3.0), queries="masked")
+def test_sinks_of_a_recorded_class_of_queries() -> None:
+    recording = record(tiny("llada"), [[1, 2, 3]], "received:all+masked,key-norm", gen_length=12, steps=4)
+    rule = AboveMean(0.3)
+    for given in ("masked", "open"):
+        found = find_sinks(recording, rule, queries=given)
+        expected = find_sinks(received_of(recording, "masked"), rule)
+        assert torch.equal(found.is_sink, expected.is_sink)
+        assert found.queries == expected.queries == "masked"
+    assert not torch.equal(found.is_sink, find_sinks(recording, rule).is_sink)
+    for attention, detector, queries, error, sentence in (
+        (recording, rule, "prompt", ValueError, "no received_prompt; record with"),
+        (recording, LowKeyNorm(), "masked", ValueError, "reads hidden states, for which no queries count"),
+        (recording, rule, torch.ones(12), TypeError, "of a Recording give a class"),
+        (softmax_pattern(2, 10, 10), rule, "masked", ValueError, "of a pattern give a tensor"),
+        (received_of(recording), rule, "masked", ValueError, "a class is of a Recording"),
+    ):
+        with pytest.raises(error, match=sentence):
+            find_sinks(attention, detector, queries=queries)
 
 
 def test_level_of_a_received_is_kept(sinks):
