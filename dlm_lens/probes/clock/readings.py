@@ -241,7 +241,8 @@ class ClockReading(ShowsItself):
 
         A clock that counts open positions reads a + b q at q open positions in any run, where a and b are those of
         the training prompts; one that knows its share of the run reads that. In runs of another length than the
-        training runs' the two differ. `off` is the root mean square of the distance over canvases, nearest first.
+        training runs' the two differ. `off` is the root mean square of the distance over canvases, nearest first;
+        quantities that are the same in these runs keep the order of `QUANTITIES`.
 
         Raises:
             ValueError: a class or a layer that the clock does not have.
@@ -251,7 +252,8 @@ class ClockReading(ShowsItself):
             sums = self.distances(name, layer, quantity)
             off = self._estimate(sums, lambda total: np.sqrt(total[..., 0] / total[..., 1]), POSITIVE_BOUNDS)
             lines.append({"quantity": quantity, **off.columns("off")})
-        return pd.DataFrame(lines).sort_values("off", kind="stable", ignore_index=True)
+        # Rounded: equal quantities differ in the last digits, in another order on each machine.
+        return pd.DataFrame(lines).sort_values("off", kind="stable", ignore_index=True, key=lambda off: off.round(9))
 
     def distances(self, name: str, layer: int, quantity: str) -> Float[Tensor, "batch two"]:
         """For every row the sum over canvases of the squared distance of `follows`, and how many canvases.
