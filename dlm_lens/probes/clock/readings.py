@@ -253,7 +253,8 @@ class ClockReading(ShowsItself):
             off = self._estimate(sums, lambda total: np.sqrt(total[..., 0] / total[..., 1]), POSITIVE_BOUNDS)
             lines.append({"quantity": quantity, **off.columns("off")})
         # Rounded: equal quantities differ in the last digits, in another order on each machine.
-        return pd.DataFrame(lines).sort_values("off", kind="stable", ignore_index=True, key=lambda off: off.round(9))
+        table = pd.DataFrame(lines)
+        return table.sort_values("off", kind="stable", ignore_index=True, key=lambda off: off.round(9))
 
     def distances(self, name: str, layer: int, quantity: str) -> Float[Tensor, "batch two"]:
         """For every row the sum over canvases of the squared distance of `follows`, and how many canvases.
