@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from statistics import mean, stdev
 from typing import Any, NamedTuple
 
@@ -107,9 +108,14 @@ def _drawn(columns: Floats, seed: int) -> Floats:
     A draw takes as many prompts as there are, with replacement, those without cases too. `statistics.estimate` has
     another stream of random numbers; that of the results' pages is this one.
     """
-    n = columns.shape[1]
-    draws = np.random.default_rng(seed).integers(max(1, n), size=(RESAMPLES, n))
+    draws = _draws(columns.shape[1], seed)
     return np.stack([column[draws].sum(-1) for column in columns])
+
+
+@lru_cache(maxsize=8)
+def _draws(n: int, seed: int) -> Any:
+    """Which prompts each draw takes, [draw, n]: a page has hundreds of intervals over as many prompts."""
+    return np.random.default_rng(seed).integers(max(1, n), size=(RESAMPLES, n))
 
 
 def _over_prompts(statistic: Callable[[Floats], Floats], seed: int, *ratios: tuple[Any, Any]) -> Interval:

@@ -148,11 +148,10 @@ class Results:
 
     def where(self, **wanted: Any) -> list[Record]:
         """The records whose items have these values."""
-        return [
-            record
-            for record in self.records
-            if all(record.item.get(name) == value for name, value in wanted.items())
-        ]
+        found = list(self.records)
+        for name, value in wanted.items():
+            found = [record for record in found if record.item.get(name) == value]
+        return found
 
     @property
     def unfinished(self) -> str:
