@@ -7,7 +7,6 @@ import os
 import random
 import runpy
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -40,6 +39,7 @@ from dlm_lens.files.atomic_writes import DiskFullError
 from dlm_lens.option_values import read_setting
 from dlm_lens.testing import tiny
 from dlm_lens.training import ModelSettings, NextToken, TrainingSettings, plan
+from tests.experiments.killed_runs import kill_when
 from tests.files.damage import damage
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ado]*/*.py"))
@@ -312,34 +312,15 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
             file.note_weights("m", "abd")
 
 
-KILLED = """
-import sys, time
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from tests.experiments.test_runner import squares
-from dlm_lens.experiments import run_experiment
-run_experiment(squares(0.05), Path({out!r}))
-"""
-
-
 @pytest.mark.long
 def test_kill_9_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    root, out = str(Path(__file__).parents[2]), tmp_path / "run"
-    script = KILLED.format(root=root, out=str(out))
+    out = tmp_path / "run"
     path = out / "results-00000.jsonl"
     for wanted in (2, 6):
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], stderr=subprocess.DEVNULL, start_new_session=True
+        kill_when(
+            lambda wanted=wanted: path.exists() and path.read_text().count('"item"') >= wanted,
+            lambda: run_experiment(squares(0.05), out),
         )
-        try:
-            deadline = time.monotonic() + 120
-            while not path.exists() or path.read_text().count('"item"') < wanted:
-                assert process.poll() is None, "it ended before it was killed"
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-        finally:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
     kept = [json.loads(line)["item"]["number"] for line in path.read_text().splitlines() if '"item"' in line]
     assert kept == list(range(len(kept)))
     assert 6 <= len(kept) < 12

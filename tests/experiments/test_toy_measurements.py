@@ -146,10 +146,12 @@ def test_intervals_decide() -> None:
     assert (below(low, high), below(high, low), below(low, wide)) == (True, False, None)
 
 
-def test_a_model_with_its_learned_sink_hidden_answers_worse_than_with_the_controls() -> None:
-    lines = {line[0]: line[2:] for line in measure(dl.load("toy-sink"), 12, rows=1000)}
-    assert list(lines) == ["A", "L", "F"]
-    for task in ("A", "L"):
-        nothing, hidden, columns, mass = (float(cell.split()[0]) for cell in lines[task])
+def test_a_model_with_its_learned_sink_hidden_answers_worse_than_with_the_controls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("experiments.toy.hidden_sink.TASKS", ("L", "A"))  # of the three, those with a sum
+    lines = {line[0]: line[2:] for line in measure(dl.load("toy-sink"), 6, rows=1000)}
+    assert list(lines) == ["L", "A"]
+    for nothing, hidden, columns, mass in ([float(cell.split()[0]) for cell in cells] for cells in lines.values()):
         assert nothing > 0.95
         assert hidden < 0.5 < min(columns, mass)

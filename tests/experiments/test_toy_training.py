@@ -140,7 +140,7 @@ def test_a_few_steps_reduce_the_loss(model: str, optimizer: str, corpus: Corpus,
 
 class Stop(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 60:
+        if state.global_step == 24:
             raise KeyboardInterrupt
 
 
@@ -148,9 +148,10 @@ class Stop(TrainerCallback):
 def test_a_run_is_resumed_recorded_and_exported(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("experiments.toy.train.SAVE_EVERY", 50)
+    for name in ("SAVE_EVERY", "CURVE_EVERY"):
+        monkeypatch.setattr(f"experiments.toy.train.{name}", 20)
     monkeypatch.setattr("experiments.toy.train.build_model", lambda name, seed: build_model(name, seed, **SMALL))
-    settings = Settings("toy", steps=100, batch_size=8, corpus_size=len(corpus), compiled=False)
+    settings = Settings("toy", steps=40, batch_size=8, corpus_size=len(corpus), compiled=False)
     train(settings, tmp_path / "whole", corpus)
     broken = trainer_of(settings, tmp_path / "broken", corpus, build_model("toy", 0, **SMALL))
     broken.add_callback(Stop())
@@ -161,8 +162,8 @@ def test_a_run_is_resumed_recorded_and_exported(
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
     records = [json.loads((tmp_path / name / "training.json").read_text()) for name in ("whole", "broken")]
-    assert records[0]["settings"]["steps"] == records[0]["progress"]["step"] == 100
-    assert [step for step, _ in records[0]["progress"]["loss_curve"]] == [50, 100]
+    assert records[0]["settings"]["steps"] == records[0]["progress"]["step"] == 40
+    assert [step for step, _ in records[0]["progress"]["loss_curve"]] == [20, 40]
     assert records[0]["progress"]["loss_curve"] == records[1]["progress"]["loss_curve"]
     assert records[1]["progress"]["seconds"] > 0
 
