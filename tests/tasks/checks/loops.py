@@ -1,4 +1,4 @@
-"""What the checks compute with: prompts, a decoding loop, received attention and sinks, in plain loops.
+"""What the checks compute with: prompts, a decoding loop, received attention and sinks, in numpy by the formulas.
 
 Nothing here calls what a solution would call. Models come from `dlm_lens.load`, since their classes are needed to
 read the files; forward passes are `tests.reference.forward64`, float64 from the formulas, or plain transformers.
@@ -6,8 +6,9 @@ read the files; forward passes are `tests.reference.forward64`, float64 from the
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,11 @@ def decode(
     length: int,
     block: int,
     network: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+    begun: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], list[int]]:
     """LLaDA's sampler at temperature 0 with one token per step, as a loop: canvases, and the position of each step.
+
+    The positions are those of the steps after `begun`.
 
     Args:
         model: a masked DLM.
@@ -60,12 +64,13 @@ def decode(
         length: of the answer, and the number of steps.
         block: length of a block.
         network: (canvas, step) -> logits [1, position, token]; None for the model itself.
+        begun: the canvases of the steps that are done, and the one from which it goes on.
     """
     start = ids_of(model, prompt) if isinstance(prompt, str) else list(prompt)
     mask = model.config.mask_token_id
-    canvas = torch.tensor([start + [mask] * length])
-    canvases, order = [canvas], []
-    for step in range(length):
+    canvases, order = list(begun) or [torch.tensor([start + [mask] * length])], []
+    canvas = canvases[-1]
+    for step in range(len(canvases) - 1, length):
         logits = (model(input_ids=canvas).logits if network is None else network(canvas, step))[0].float()
         sure = logits.softmax(-1)
         allowed = logits.clone()
@@ -99,7 +104,20 @@ def greedy(model: Any, prompt: str, length: int) -> list[torch.Tensor]:
 def pass64(model: Any, canvas: torch.Tensor, causal: bool = False, edits: Any = None) -> dict[str, torch.Tensor]:
     """A float64 forward pass with all of its intermediate values."""
     with torch.no_grad():
-        return forward64(model, canvas, causal=causal, edits=edits)
+        return forward64(in_float64(model), canvas, causal=causal, edits=edits)
+
+
+def passes64(model: Any, canvases: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """`pass64` of each canvas of a run, in one batch."""
+    found = pass64(model, torch.cat(list(canvases)))
+    return [{name: value[row : row + 1] for name, value in found.items()} for row in range(len(canvases))]
+
+
+@functools.cache
+def in_float64(model: Any) -> Any:
+    """What `forward64` reads of a model, with the weights in float64 once and not in every pass."""
+    weights = {name: value.double() for name, value in model.state_dict().items()}
+    return SimpleNamespace(config=model.config, state_dict=lambda: weights)
 
 
 def pattern_of(found: dict[str, torch.Tensor], layer: int) -> Floats:
@@ -110,13 +128,11 @@ def pattern_of(found: dict[str, torch.Tensor], layer: int) -> Floats:
 def relative_scores(pattern: Floats, causal: bool = False) -> Floats:
     """r_j / e_j [key] of one head's pattern [query, key]; NaN for keys that fewer than 8 queries see."""
     size = len(pattern)
-    scores = np.full(size, np.nan)
-    for key in range(size):
-        viewers = range(key if causal else 0, size)
-        if len(viewers) >= 8:
-            even = sum(1 / (query + 1) for query in viewers) if causal else 1.0
-            scores[key] = pattern[viewers[0] :, key].sum() / even
-    return scores
+    if not causal:
+        return pattern.sum(0) if size >= 8 else np.full(size, np.nan)
+    # An even query i of a causal pattern gives 1 / (i + 1) to each of its keys; the queries from j on see key j.
+    even = (1 / np.arange(1, size + 1))[::-1].cumsum()[::-1]
+    return column_sums(pattern) / even
 
 
 def column_sums(pattern: Floats) -> Floats:
@@ -128,10 +144,10 @@ def column_sums(pattern: Floats) -> Floats:
 
 def above_mean(scores: Floats, eps: float = 3.0) -> list[bool]:
     """Eq. 3: which keys exceed the mean of the others by eps."""
-    known = [j for j in range(len(scores)) if not np.isnan(scores[j])]
-    found, total = [False] * len(scores), float(sum(scores[known]))
-    for j in known if len(known) > 1 else []:
-        found[j] = bool(scores[j] > (total - scores[j]) / (len(known) - 1) + eps)
+    known = scores[~np.isnan(scores)]
+    if len(known) < 2:
+        return [False] * len(scores)
+    found: list[bool] = (scores > (known.sum() - scores) / (len(known) - 1) + eps).tolist()  # a NaN is none
     return found
 
 

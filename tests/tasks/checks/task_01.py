@@ -18,8 +18,8 @@ def right() -> dict[str, Any]:
         canvases, _ = loops.decode(model, text, STEPS, 8)
         scores = np.stack(
             [
-                [loops.relative_scores(pattern) for pattern in loops.pattern_of(loops.pass64(model, canvas), LAYER)]
-                for canvas in canvases[:STEPS]
+                [loops.relative_scores(pattern) for pattern in loops.pattern_of(found, LAYER)]
+                for found in loops.passes64(model, canvases[:STEPS])
             ]
         )
         for head in range(HEADS):

@@ -15,8 +15,7 @@ LENGTH, BLOCK, HALF, DRAWS = 24, 8, 12, 2
 def changed_by(choose: Any) -> tuple[list[int], float]:
     """Changed tokens per prompt, and the mean mass that the columns of `choose(pattern [query, key])` received."""
     model, changed, masses = loops.loaded("toy"), [], []
-    for text in loops.prompts():
-        plain = loops.decode(model, text, LENGTH, BLOCK)[0][-1]
+    for text, canvases in zip(loops.prompts(), plain(), strict=True):
 
         def hide(scores: torch.Tensor) -> torch.Tensor:
             patterns = scores[0].softmax(-1).numpy()
@@ -30,13 +29,17 @@ def changed_by(choose: Any) -> tuple[list[int], float]:
         edits = {(layer, "scores"): hide for layer in range(4)}
 
         def network(canvas: torch.Tensor, step: int, edits: Any = edits) -> torch.Tensor:
-            if step < HALF:
-                return model(input_ids=canvas).logits
             return loops.pass64(model, canvas, edits=edits)["logits"]
 
-        hidden = loops.decode(model, text, LENGTH, BLOCK, network)[0][-1]
-        changed.append(int((plain != hidden).sum()))
+        hidden = loops.decode(model, text, LENGTH, BLOCK, network, canvases[: HALF + 1])[0][-1]
+        changed.append(int((canvases[-1] != hidden).sum()))
     return changed, float(np.mean(masses))
+
+
+@functools.cache
+def plain() -> list[list[torch.Tensor]]:
+    """The canvases of every prompt without an edit, which those under edits share in the first half."""
+    return [loops.decode(loops.loaded("toy"), text, LENGTH, BLOCK)[0] for text in loops.prompts()]
 
 
 def sinks(pattern: loops.Floats) -> list[int]:

@@ -13,8 +13,7 @@ def right() -> dict[str, list[Any]]:
     model = loops.loaded("toy")
     norms: dict[tuple[int, bool], list[float]] = {(layer, is_sink): [] for layer in range(4) for is_sink in (0, 1)}
     for text in loops.prompts()[:6]:
-        for canvas in loops.decode(model, text, 16, 8)[0][:16]:
-            found = loops.pass64(model, canvas)
+        for found in loops.passes64(model, loops.decode(model, text, 16, 8)[0][:16]):
             for layer in range(4):
                 values = found[f"v{layer}"][0].numpy()  # [position, head, d_head]
                 for head, pattern in enumerate(loops.pattern_of(found, layer)):

@@ -18,8 +18,7 @@ def right() -> dict[str, list[Any]]:
     weights = model.state_dict()
     scale, head = weights["model.norm.weight"].double(), weights["lm_head.weight"].double()
     answer: dict[str, list[Any]] = {"position": [], "token": [], "probability": []}
-    for canvas in loops.decode(model, loops.prompts()[8], LENGTH, LENGTH)[0][:LENGTH]:
-        found = loops.pass64(model, canvas)
+    for found in loops.passes64(model, loops.decode(model, loops.prompts()[8], LENGTH, LENGTH)[0][:LENGTH]):
         scores = loops.relative_scores(loops.pattern_of(found, LAYER)[HEAD])
         position = loops.strongest(scores, loops.above_mean(scores))
         token, probability = None, None

@@ -20,8 +20,8 @@ def right() -> dict[str, Any]:
     for text in loops.prompts()[:8]:
         canvases, order = loops.decode(model, text, LENGTH, LENGTH)
         read = []
-        for step, canvas in enumerate(canvases[:LENGTH]):
-            logits = loops.pass64(model, canvas)["logits"][0]
+        for step, found in enumerate(loops.passes64(model, canvases[:LENGTH])):
+            canvas, logits = canvases[step], found["logits"][0]
             logits[:, mask] = -torch.inf
             sure, token = logits.softmax(-1).max(-1)
             read.append(token)

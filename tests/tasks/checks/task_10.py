@@ -17,17 +17,11 @@ LENGTH, BATCH = 12, 4
 def right() -> dict[str, dict[str, float]]:
     found = {}
     for name in ("toy", "toy-ar"):
-        model, causal = loops.loaded(name), name == "toy-ar"
+        causal = name == "toy-ar"
         maps: dict[str, list[bool]] = {"relative": [], "column_sums": []}
         for text in loops.prompts():
-            steps = (
-                loops.greedy(model, text, LENGTH)
-                if causal
-                else loops.decode(model, text, LENGTH, LENGTH)[0][:LENGTH]
-            )
-            for canvas in steps:
-                one = loops.pass64(model, canvas, causal=causal)
-                for pattern in (pattern for layer in range(4) for pattern in loops.pattern_of(one, layer)):
+            for layers in patterns_of(name, text):
+                for pattern in (pattern for heads in layers for pattern in heads):
                     relative = loops.relative_scores(pattern, causal)
                     sums = loops.column_sums(pattern) if causal else pattern.sum(0)
                     maps["relative"].append(any(loops.above_mean(relative)))
@@ -63,16 +57,35 @@ def recording(name: str, place: Path) -> list[str]:
 
 def received(name: str, shards: list[Path]) -> list[str]:
     """Whether the received attention of prompt 0, which has no padding on its left, is right at every step."""
-    model, causal, text = loops.loaded(name), name == "toy-ar", loops.prompts()[0]
-    steps = loops.greedy(model, text, LENGTH) if causal else loops.decode(model, text, LENGTH, LENGTH)[0][:LENGTH]
-    for shard, canvas in zip(shards, steps, strict=True):
+    for shard, scores in zip(shards, first_scores(name), strict=True):
         stored = load_file(shard).get("array.received")
         if stored is None:
             return [f"{shard} holds no received attention"]
-        one = loops.pass64(model, canvas, causal=causal)
-        for layer, head in np.ndindex(4, 4):
-            scores = loops.relative_scores(loops.pattern_of(one, layer)[head], causal)
-            known = stored[0, layer, head, : len(scores)]
-            if not np.allclose(known, scores, rtol=2e-3, atol=1e-3, equal_nan=True):
-                return [f"{shard} does not hold the received attention of prompt 0"]
+        known = stored[0, :, :, : scores.shape[-1]]
+        if not np.allclose(known, scores, rtol=2e-3, atol=1e-3, equal_nan=True):
+            return [f"{shard} does not hold the received attention of prompt 0"]
     return []
+
+
+@functools.cache
+def first_scores(name: str) -> list[loops.Floats]:
+    """The received attention of prompt 0 at every step, [layer, head, key]."""
+    causal = name == "toy-ar"
+    steps = patterns_of(name, loops.prompts()[0])
+    return [
+        np.array([[loops.relative_scores(head, causal) for head in heads] for heads in layers]) for layers in steps
+    ]
+
+
+@functools.cache
+def patterns_of(name: str, text: str) -> list[list[loops.Floats]]:
+    """The patterns of every step: per layer [head, query, key]."""
+    model = loops.loaded(name)
+    if name == "toy":
+        steps = loops.passes64(model, loops.decode(model, text, LENGTH, LENGTH)[0][:LENGTH])
+        return [[loops.pattern_of(found, layer) for layer in range(4)] for found in steps]
+    # The pattern of a causal model's first tokens is a part of that of all: one pass for all steps.
+    prefixes = loops.greedy(model, text, LENGTH)
+    whole = loops.pass64(model, prefixes[-1], causal=True)
+    sizes = [prefix.shape[1] for prefix in prefixes]
+    return [[loops.pattern_of(whole, layer)[:, :size, :size] for layer in range(4)] for size in sizes]

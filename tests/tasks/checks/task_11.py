@@ -32,8 +32,7 @@ def right() -> dict[str, Any]:
     both, either, changed = 0, 0, []
     for text in loops.prompts()[:4]:
         canvases = loops.decode(model, text, LENGTH, BLOCK)[0]
-        for canvas in canvases[:LENGTH]:
-            found = loops.pass64(model, canvas)
+        for found in loops.passes64(model, canvases[:LENGTH]):
             for layer in range(4):
                 for pattern in loops.pattern_of(found, layer):
                     scores = loops.relative_scores(pattern)

@@ -1,5 +1,6 @@
 """Trajectories of received attention."""
 
+import functools
 from typing import Any
 
 import dlm_lens as dl
@@ -15,6 +16,11 @@ WRONG: tuple[dict[str, Any], ...] = (
 )
 
 
+@functools.cache
+def recorded() -> Any:
+    return dl.record(toy(), PROMPTS[:4], [dl.ReceivedAttention()], gen_length=32, block_length=8, seed=0)
+
+
 def solve(
     layer: int = 2,
     steps: tuple[int, int] = (5, 20),
@@ -23,9 +29,7 @@ def solve(
     level: Any = "head",
     on_canvas: bool = False,
 ) -> dict[str, Any]:
-    model = toy()
-    rec = dl.record(model, PROMPTS[:4], [dl.ReceivedAttention()], gen_length=32, block_length=8, seed=0)
-    table = dl.trajectories(rec, dl.AboveMean(eps), hysteresis=hysteresis, level=level).table()
+    table = dl.trajectories(recorded(), dl.AboveMean(eps), hysteresis=hysteresis, level=level).table()
     moved = table[(table["layer"] == layer) & table["came_from"].notna() & table["first_step"].between(*steps)]
     if "head" not in moved:
         moved = moved.assign(head=0)

@@ -1,5 +1,6 @@
 """Comparisons of runs with and without hooks in some steps."""
 
+import functools
 from typing import Any
 
 from scipy import stats
@@ -16,16 +17,16 @@ WRONG: tuple[dict[str, Any], ...] = (
 )
 
 
-def solve(
-    half: range = range(12, 24), match: Any = "mass", source: Any = "current", eps: float = 3.0
-) -> dict[str, Any]:
-    model = toy()
+@functools.cache
+def compared(half: range, source: Any, match: Any = None) -> Any:
+    """Hidden sinks, or with `match` other columns."""
     sinks = at_steps(mask_sinks(dl.AboveMean(3.0), source=source), half)
-    settings = {"gen_length": 24, "block_length": 8, "seed": 0}
-    pairs = [
-        dl.compare(model, PROMPTS, hooks=[hook], **settings)
-        for hook in (sinks, mask_random(like=sinks, match=match))
-    ]
+    hook = mask_random(like=sinks, match=match) if match else sinks
+    return dl.compare(toy(), PROMPTS, hooks=[hook], gen_length=24, block_length=8, seed=0)
+
+
+def solve(half: range = range(12, 24), match: Any = "mass", source: Any = "current") -> dict[str, Any]:
+    pairs = [compared(half, source), compared(half, source, match)]
     hidden, control = (pair.tokens_changed for pair in pairs)
     difference = (hidden - control).double()
     width = float(stats.t.ppf(0.975, 11) * difference.std() / 12**0.5)

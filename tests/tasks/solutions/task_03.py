@@ -1,5 +1,6 @@
 """The patch in a trace, and by hook functions of the bridge."""
 
+import functools
 from typing import Any
 
 import dlm_lens as dl
@@ -19,11 +20,11 @@ WRONG: tuple[dict[str, Any], ...] = (
 
 
 def solve(layer: int = 1, source: int = 6, target: int = 2, everywhere: bool = False) -> dict[str, Any]:
-    model, part = toy(), slice(None) if everywhere else slice(0, LENGTH)
-    traced, logits = in_nnsight(model, layer, source, target, part)
-    bridged, seen = on_the_bridge(model, layer, source, target, part)
+    part = slice(None) if everywhere else slice(0, LENGTH)
+    traced, logits = in_nnsight(layer, source, target, part)
+    bridged, seen = on_the_bridge(layer, source, target, part)
     return {
-        "plain": dl.denoise(model, B, **SETTINGS).answers[0],
+        "plain": plain(),
         "nnsight": traced.answers[0],
         "transformerlens": bridged.answers[0],
         "probability_nnsight": surest(logits),
@@ -31,12 +32,27 @@ def solve(layer: int = 1, source: int = 6, target: int = 2, everywhere: bool = F
     }
 
 
+@functools.cache
+def plain() -> str:
+    return str(dl.denoise(toy(), B, **SETTINGS).answers[0])
+
+
+@functools.cache
+def traceable() -> Any:
+    return dl.DiffusionLM(dl.load("toy"))
+
+
+@functools.cache
+def bridged_model() -> Any:
+    return dl.bridge(dl.load("toy"))
+
+
 def surest(logits: Any) -> float:
     return float(logits[0, LENGTH:].double().softmax(-1).amax(-1).mean())
 
 
-def in_nnsight(model: Any, layer: int, source: int, target: int, part: slice) -> tuple[Any, Any]:
-    lm = dl.DiffusionLM(model)
+def in_nnsight(layer: int, source: int, target: int, part: slice) -> tuple[Any, Any]:
+    lm = traceable()
     with lm.session():
         with lm.generate(A, **SETTINGS) as tracer:
             for step in tracer.steps[source]:  # noqa: B007
@@ -49,8 +65,8 @@ def in_nnsight(model: Any, layer: int, source: int, target: int, part: slice) ->
     return run, logits
 
 
-def on_the_bridge(model: Any, layer: int, source: int, target: int, part: slice) -> tuple[Any, Any]:
-    tl, name, seen = dl.bridge(model), f"blocks.{layer}.hook_resid_post", {}
+def on_the_bridge(layer: int, source: int, target: int, part: slice) -> tuple[Any, Any]:
+    tl, name, seen = bridged_model(), f"blocks.{layer}.hook_resid_post", {}
     _, cache = tl.denoise_with_cache(A, names_filter=name, cache_steps=[source], **SETTINGS)
     donor = cache[name, source]
 

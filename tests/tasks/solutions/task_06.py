@@ -1,5 +1,6 @@
 """Commitment of a batch of runs."""
 
+import functools
 from typing import Any
 
 import dlm_lens as dl
@@ -9,10 +10,13 @@ from tests.tasks.solutions import PROMPTS, toy
 WRONG: tuple[dict[str, Any], ...] = ({"block": 8}, {"bins": 15}, {"shift": 1}, {"count": 7})
 
 
+@functools.cache
+def settled_in(block: int, count: int) -> Any:
+    return commitment(toy(), dl.denoise(toy(), PROMPTS[:count], gen_length=24, block_length=block, seed=0))
+
+
 def solve(block: int = 24, bins: int = 10, shift: int = 0, count: int = 8) -> dict[str, Any]:
-    model = toy()
-    run = dl.denoise(model, PROMPTS[:count], gen_length=24, block_length=block, seed=0)
-    settled = commitment(model, run)
+    settled = settled_in(block, count)
     lines = settled.calibration(bins).set_index("step").loc[[0 + shift, 8 + shift, 16 + shift]]
     return {
         "mean_lead": settled.mean_lead.value,

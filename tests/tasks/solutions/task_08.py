@@ -1,5 +1,6 @@
 """Captured states, a steering hook, and a replay on fixed canvases."""
 
+import functools
 from typing import Any
 
 import dlm_lens as dl
@@ -16,16 +17,18 @@ WRONG: tuple[dict[str, Any], ...] = (
 )
 
 
+@functools.cache
+def denoised(first: int, end: int) -> Any:
+    return dl.denoise(toy(), PROMPTS[first:end], gen_length=16, block_length=16, seed=0)
+
+
 def solve(
     scale: float = 2.0, layer: int = 1, positions: str | None = "masked", late: int = 12, shift: int = 0
 ) -> dict[str, Any]:
-    model = toy()
-    settings = {"gen_length": 16, "block_length": 16, "seed": 0}
-    run = dl.denoise(model, PROMPTS[:4], **settings)
+    model, run, fresh = toy(), denoised(0, 4), denoised(8, 10)
     kept = capture(model, run, "resid", cache_steps=[4, late], layers=[layer])
     means = {step: kept["resid", layer, step][run.masked[step]].mean(0) for step in (4, late)}
     direction = means[late] - means[4]
-    fresh = dl.denoise(model, PROMPTS[8:10], **settings)
     push = at_layers(steer(direction, scale, positions=positions), [layer])
     replayed = dl.replay(model, fresh, [push], attention=False)
     kl, flipped = [], []

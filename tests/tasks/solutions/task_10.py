@@ -1,5 +1,6 @@
 """Two recordings on the disk, one of them interrupted and continued."""
 
+import functools
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,21 +30,12 @@ def solve(
     again: bool = False,
     another: bool = False,
 ) -> dict[str, Any]:
-    folder = Path(tempfile.mkdtemp())
     answer: dict[str, Any] = {"directories": {}, "left": -1}
     for name in ("toy", "toy-ar"):
-        model, to = dl.load(name), folder / name
-        settings: dict[str, Any] = {"gen_length": length, "seed": 0, "batch_size": 4}
-        settings |= {"block_length": length} if name == "toy" else {"use_cache": False}
-        reducers = [dl.ReceivedAttention(), *([dl.recording.AttentionPattern()] if patterns else [])]
+        mistaken = name == "toy"  # one of the two directories is enough
+        rec, to, left = recorded(name, length, patterns and mistaken, again and mistaken)
         if name == "toy":
-            with counted(model, stop_after=20), suppress(KeyboardInterrupt):
-                dl.record(model, PROMPTS, reducers, to=to, **settings)
-            to = folder / "afresh" if again else to
-        with counted(model) as passes:
-            rec = dl.record(model, PROMPTS, reducers, to=to, **settings)
-        if name == "toy":
-            answer["left"] = len(passes)
+            answer["left"] = left
         shares = {}
         for scale in ("relative", "column_sums"):
             sinks = dl.find_sinks(dl.received_of(rec), detector, relative=scale == "relative")
@@ -51,11 +43,27 @@ def solve(
         if exchanged:
             shares = {"relative": shares["column_sums"], "column_sums": shares["relative"]}
         answer[name] = shares
-        if another:  # the directory of another recording: the prompts in another order
-            to = folder / f"{name}-reversed"
-            dl.record(model, PROMPTS[::-1], reducers, to=to, **settings)
+        if another and mistaken:  # the directory of another recording: the prompts in another order
+            _, to, _ = recorded(name, length, patterns, again, reverse=True)
         answer["directories"][name] = str(to)
     return answer
+
+
+@functools.cache
+def recorded(name: str, length: int, patterns: bool, again: bool, reverse: bool = False) -> tuple[Any, Path, int]:
+    """A recording of all prompts, its directory, and its passes, for toy those after the interruption."""
+    model, to = dl.load(name), Path(tempfile.mkdtemp()) / name
+    prompts = PROMPTS[::-1] if reverse else PROMPTS
+    settings: dict[str, Any] = {"gen_length": length, "seed": 0, "batch_size": 4}
+    settings |= {"block_length": length} if name == "toy" else {"use_cache": False}
+    reducers = [dl.ReceivedAttention(), *([dl.recording.AttentionPattern()] if patterns else [])]
+    if name == "toy" and not reverse:
+        with counted(model, stop_after=20), suppress(KeyboardInterrupt):
+            dl.record(model, prompts, reducers, to=to, **settings)
+        to = to.parent / "afresh" if again else to
+    with counted(model) as passes:
+        rec = dl.record(model, prompts, reducers, to=to, **settings)
+    return rec, to, len(passes)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A detector of our own, in `find_sinks` and in a hook."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,21 @@ class Alone(dl.sinks.Detector):
         return level.masked_fill(scores.isnan(), torch.nan)
 
 
+@functools.cache
+def recorded(block: int) -> Any:
+    return dl.record(toy(), PROMPTS[:4], [dl.ReceivedAttention()], gen_length=16, block_length=block, seed=0)
+
+
+@functools.cache
+def compared(times: float, block: int, source: Any) -> Any:
+    hook = mask_sinks(Alone(times), source=source)
+    return dl.compare(toy(), PROMPTS[:4], hooks=[hook], gen_length=16, block_length=block, seed=0)
+
+
 def solve(times: float = 1.5, block: int = 8, source: Any = "current", level: Any = "head") -> dict[str, Any]:
-    model = toy()
-    settings = {"gen_length": 16, "block_length": block, "seed": 0}
-    rec = dl.record(model, PROMPTS[:4], [dl.ReceivedAttention()], **settings)
+    rec = recorded(block)
     mine, usual = (dl.find_sinks(rec, rule, level=level).is_sink for rule in (Alone(times), dl.AboveMean(3.0)))
-    hidden = dl.compare(model, PROMPTS[:4], hooks=[mask_sinks(Alone(times), source=source)], **settings)
+    hidden = compared(times, block, source)
     maps = mine.any(-1).double()
     return {
         "share": maps.movedim(2, 0).flatten(1).mean(1).tolist(),
