@@ -1,15 +1,16 @@
 """`python -m benchmarks.device`: the runner's outcomes, and its parts at small size."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.device import report
-from benchmarks.device.part import ROOT, Command, Part, run_command, run_part, tables_of, verdict_of
+from benchmarks.device.part import Command, Part, run_command, run_part, tables_of, verdict_of
 from benchmarks.device.parts import PARTS
+from tests.preloaded import python
 
 
 def test_what_fails_or_takes_too_long_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
@@ -71,11 +72,16 @@ def test_parts_are_below_eight_minutes_and_have_names_of_their_own() -> None:
 
 
 @pytest.mark.long
-def test_small_parts_on_the_cpu(tmp_path: Path) -> None:
+def test_small_parts_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ("kernels-bfloat16", "llada-8b", "places", "diffusion-gemma")
-    command = [sys.executable, "-m", "benchmarks.device", "--small", "--out", str(tmp_path)]
-    done = subprocess.run([*command, f"--part={','.join(names)}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    monkeypatch.setattr(sys, "executable", python())  # of the processes that it starts: they have the imports
+    arguments = ["--small", "--out", str(tmp_path), f"--part={','.join(names)}"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks.device", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("benchmarks.device", run_name="__main__", alter_sys=False)
+    assert ended.value.code == 0, capsys.readouterr().out[-3000:]
     parts = json.loads((tmp_path / "device.json").read_text())["parts"]
     assert {name: part["verdict"] for name, part in parts.items()} == dict.fromkeys(names, "done")
     assert all(outcome["tables"] for part in parts.values() for outcome in part["commands"])
