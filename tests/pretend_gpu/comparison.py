@@ -14,9 +14,10 @@ from dlm_lens.testing import tiny
 from tests.hosts import left_out
 from tests.pretend_gpu import probe_scenes
 from tests.pretend_gpu.probe_scenes import PRECISE, PROBES
-from tests.pretend_gpu.scenes import HOOKS, MASKED_ONLY, REDUCERS, SCENES, Scene, recorded
+from tests.pretend_gpu.scenes import MASKED_ONLY, REDUCERS, SCENES, Scene, recorded
 
 FAMILIES = tuple(family.name for family in dl.families())
+NO_FLOAT64 = os.environ.get("PRETEND_GPU_NO_FLOAT64") == "1"
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 """Float32 on another attention kernel: measured gaps are below 1e-5; float16 storage rounds at 2^-11."""
 
@@ -67,29 +68,17 @@ HOSTS = {"nnsight": "nnsight", "TransformerLens": "transformer_lens"}
 """Scenes that need a package which may be missing where a GPU is."""
 
 
+@cache
 def scenes_of(family: str) -> dict[str, Scene]:
     records = {f"record: {name}": recorded(name) for name in reducers_of(family)}
     masked = {} if family == "causal" else dict(MASKED_ONLY)
     if family in ("dream", "mdlm", "bd3lm", "sedd", "gidd_dit"):
         del masked["guidance"]  # their samplers have none
     asked = dict(PROBES) if family in probe_scenes.FAMILIES else {}
-    if family == "diffusion_gemma" and os.environ.get("PRETEND_GPU_NO_FLOAT64") == "1":
+    if family == "diffusion_gemma" and NO_FLOAT64:
         asked = {name: scene for name, scene in asked.items() if name not in PRECISE}
     found = {**SCENES, **records, **masked, **asked}
     return {name: scene for name, scene in found.items() if name not in HOSTS or not left_out(HOSTS[name])}
-
-
-TURNS = 3
-
-
-def in_turn(name: str, family: str) -> bool:
-    """Whether a call that is the same code for all families is made with this one, where not all can be.
-
-    Hooks and reducers get queries, keys and values of any family: each is tried with every third family, and each
-    family with a third of them.
-    """
-    same = [*(f"hook: {hook}" for hook in HOOKS), *(f"record: {reducer}" for reducer in REDUCERS)]
-    return name not in same or same.index(name) % TURNS == FAMILIES.index(family) % TURNS
 
 
 @dataclass(frozen=True)

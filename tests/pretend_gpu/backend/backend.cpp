@@ -90,15 +90,11 @@ void each_tensor(IValue& value, const Change& change) {
 }
 
 Call call_of(const c10::FunctionSchema& schema, IValue* arguments) {
-  Call call;
-  call.name = schema.name();
-  call.aten = call.name.rfind("aten::", 0) == 0;
-  if (call.aten) call.name = call.name.substr(6);
-  if (!schema.overload_name().empty()) call.name += "." + schema.overload_name();
+  Call call{operator_of(schema)};
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& argument = schema.arguments()[i];
     each_tensor(arguments[i], [&](const Tensor& tensor) {
-      call.tensors.push_back({tensor, argument.name(), is_written(argument)});
+      call.tensors.push_back({tensor, &argument.name(), is_written(argument)});
       return tensor;
     });
     if (arguments[i].isDevice()) call.requested = device_or_current(arguments[i].toDevice());
@@ -132,7 +128,7 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
   const Call call = call_of(schema, arguments);
   ++counters.launches;
   check(call);
-  if (waits(call)) wait(call.name.c_str());
+  if (waits(call)) wait(call.op.name.c_str());
   const Device device = device_of(call);
 
   HostTensors host;

@@ -1,11 +1,11 @@
 // What a real CUDA device refuses, and where it makes the program wait; on request, what Apple's refuse.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdlib>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -18,13 +18,14 @@ using Names = std::unordered_set<std::string>;
 
 struct TensorArgument {
   at::Tensor tensor;
-  std::string name;
+  const std::string* name;
   bool written;
 };
 
+struct Operator;  // below
+
 struct Call {
-  std::string name;                  // without "aten::", with the overload: "add.Tensor"
-  bool aten;                         // one of torch's own
+  const Operator& op;
   std::vector<TensorArgument> tensors;
   std::optional<Device> requested;   // an argument `device`
   at::Generator generator;
@@ -42,6 +43,31 @@ inline const Names kWaiting = {
     "_local_scalar_dense", "equal", "nonzero", "nonzero.out", "masked_select", "masked_select.out", "_unique", "_unique2", "unique_dim",
     "unique_consecutive", "unique_dim_consecutive", "repeat_interleave.Tensor", "bincount", "linalg_cholesky_ex.L", "_linalg_solve_ex.result",
     "linalg_inv_ex.inverse"};
+
+// What the sets say of one operator: looked up when it is called first, and not a dozen names at every call.
+struct Operator {
+  std::string name;  // without "aten::", with the overload: "add.Tensor"
+  bool refused, any_devices, indexing, assignment, takes_numbers, product, waiting;
+
+  explicit Operator(const c10::FunctionSchema& schema) : name(schema.name()) {
+    const bool aten = name.rfind("aten::", 0) == 0;  // one of torch's own
+    if (aten) name = name.substr(6);
+    if (!schema.overload_name().empty()) name += "." + schema.overload_name();
+    refused = aten && kKnown.count(name) && !kOnCuda.count(name);
+    any_devices = kAnyDevices.count(name) > 0;
+    indexing = kIndexing.count(name) > 0;
+    assignment = kIndexedAssignment.count(name) > 0;
+    // Operators over torch's TensorIterator take a number that is a tensor of the CPU; the others take none.
+    takes_numbers = kUnchecked.count(name) > 0 || name.rfind("_foreach", 0) == 0 || name.rfind("_fused_", 0) == 0;
+    product = kMatrixProducts.count(name) > 0;
+    waiting = kWaiting.count(name) > 0;
+  }
+};
+
+inline const Operator& operator_of(const c10::FunctionSchema& schema) {
+  static thread_local std::unordered_map<const c10::FunctionSchema*, Operator> known;
+  return known.try_emplace(&schema, schema).first->second;
+}
 
 // Apple's GPUs ("mps") have no float64. Read once, when the process starts.
 inline const bool kNoFloat64 = [] {
@@ -69,9 +95,9 @@ inline void check_indices(const Call& call, const at::Tensor& self, size_t end) 
 }
 
 inline void check_devices(const Call& call) {
-  if (kAnyDevices.count(call.name)) return;
-  if (kIndexing.count(call.name)) return check_indices(call, call.tensors.front().tensor, call.tensors.size());
-  if (kIndexedAssignment.count(call.name)) {
+  if (call.op.any_devices) return;
+  if (call.op.indexing) return check_indices(call, call.tensors.front().tensor, call.tensors.size());
+  if (call.op.assignment) {
     const auto& self = call.tensors.front().tensor;
     const auto& value = call.tensors.back().tensor;
     TORCH_CHECK(!self.is_cpu(), "indices should be either on cpu or on the same device as the indexed tensor (cpu)");
@@ -79,36 +105,33 @@ inline void check_devices(const Call& call) {
                 "expected tensors to be on the same device: index_put_ on ", self.device(), " with values on ", value.device());
     return check_indices(call, self, call.tensors.size() - 1);
   }
-  // Operators over torch's TensorIterator take a number that is a tensor of the CPU; the others take none.
-  const bool takes_numbers = kUnchecked.count(call.name) > 0 || call.name.rfind("_foreach", 0) == 0 || call.name.rfind("_fused_", 0) == 0;
   std::optional<Device> common = call.requested;
   for (const auto& one : call.tensors) {
-    if (takes_numbers && one.tensor.is_cpu() && one.tensor.dim() == 0 && !one.written) continue;
+    if (call.op.takes_numbers && one.tensor.is_cpu() && one.tensor.dim() == 0 && !one.written) continue;
     if (!common) common = one.tensor.device();
     TORCH_CHECK(*common == one.tensor.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
-                *common, " and ", one.tensor.device(), "! (when checking argument ", one.name, " of aten::", call.name, ")");
+                *common, " and ", one.tensor.device(), "! (when checking argument ", *one.name, " of aten::", call.op.name, ")");
   }
 }
 
 inline void check(const Call& call) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!call.aten || !kKnown.count(call.name) || kOnCuda.count(call.name),
-                              "Could not run 'aten::", call.name, "' with arguments from the 'CUDA' backend.");
+  TORCH_CHECK_NOT_IMPLEMENTED(!call.op.refused, "Could not run 'aten::", call.op.name, "' with arguments from the 'CUDA' backend.");
   check_devices(call);
   TORCH_CHECK(!call.generator.defined() || call.generator.device().is_cuda(),
               "Expected a 'cuda' device type for generator but found '", call.generator.defined() ? call.generator.device().type() : DeviceType::CPU, "'");
-  if (kMatrixProducts.count(call.name))
+  if (call.op.product)
     for (const auto& one : call.tensors)
       TORCH_CHECK(!at::isIntegralType(one.tensor.scalar_type(), true), "\"addmm_cuda\" not implemented for '", one.tensor.scalar_type(), "'");
 }
 
 // Whether the program would wait for the device here.
 inline bool waits(const Call& call) {
-  if (kWaiting.count(call.name)) return true;
-  if (!kIndexing.count(call.name) && !kIndexedAssignment.count(call.name)) return false;
+  if (call.op.waiting) return true;
+  if (!call.op.indexing && !call.op.assignment) return false;
   // A boolean index becomes positions, for which index.Tensor_out has called nonzero already; an index on the CPU is
   // copied to the device.
-  const bool masks_count = call.name != "index.Tensor_out";
-  const size_t end = call.tensors.size() - (kIndexedAssignment.count(call.name) ? 1 : 0);
+  const bool masks_count = call.op.name != "index.Tensor_out";
+  const size_t end = call.tensors.size() - (call.op.assignment ? 1 : 0);
   for (size_t i = 1; i < end; ++i)
     if (!call.tensors[i].written && ((masks_count && is_index_mask(call.tensors[i].tensor)) || call.tensors[i].tensor.is_cpu())) return true;
   return false;
