@@ -5,12 +5,13 @@ files of other folders, which stay empty here: exporters (torch.export) and gene
 DLMs refuse).
 """
 
+import contextlib
 import copy
 import importlib
 import sys
 import types
 import unittest
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers.utils import logging
 
 from dlm_lens.attention import computed_span
 from dlm_lens.testing import tiny
@@ -113,17 +115,21 @@ def common_tests(family: str, settings: Mapping[str, Any]) -> type[unittest.Test
 
 @dataclass
 class Outcome:
-    """Names of the tests that passed, reasons of those that were skipped, tracebacks of those that failed."""
+    """Names of the tests that passed, reasons of those that were skipped, tracebacks of those that failed.
+
+    `other_turns` are the names of those that were left to other models.
+    """
 
     passed: set[str] = field(default_factory=set)
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    other_turns: set[str] = field(default_factory=set)
 
 
 class _Recorder(unittest.TestResult):
-    def __init__(self) -> None:
+    def __init__(self, outcome: Outcome) -> None:
         super().__init__()
-        self.outcome = Outcome()
+        self.outcome = outcome
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         self.outcome.passed.add(test._testMethodName)
@@ -143,19 +149,63 @@ class _Recorder(unittest.TestResult):
             self.addFailure(test, err)
 
 
-def run_common_tests(family: str, settings: Mapping[str, Any], excluded: Mapping[str, str]) -> Outcome:
-    """Run them all in this process, but for those excluded by name.
+SDPA = "test_eager_matches_sdpa_inference_"
+"""Tests 00 to 23 of this name: 3 dtypes x padding left or right x with a mask or without x kernels on or off."""
+
+ALIAS = "test_bc_torch_dtype"
+"""Loads a model 14 times, by `torch_dtype` and by `dtype`, in transformers' `from_pretrained`, which no family has
+of its own."""
+
+
+def tests_of_other_turns(turn: int, names: Iterable[str]) -> set[str]:
+    """What a model leaves to the others: 18 of the 24 settings of `SDPA`, and `ALIAS` in three of four models.
+
+    Each dtype is run with two settings that differ in all else, so a model runs every value of every setting
+    with every dtype; four models in turn run all 24.
+    """
+    own = {(turn + dtype) % 4 + 8 * dtype for dtype in range(3)}
+    own |= {8 * (setting // 8) + 7 - setting % 8 for setting in own}
+    left = tuple(f"{SDPA}{setting:02}_" for setting in set(range(24)) - own)
+    return {name for name in names if name.startswith(left) or (name == ALIAS and turn % 4)}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the tests compute and nobody reads.
+
+    Messages of comparisons hold every tensor printed in full, and are written where all is equal too; progress bars
+    start threads; without a device, each seed is kept for it with a formatted traceback.
+    """
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    torch.set_printoptions(threshold=1, edgeitems=1)
+    seeds = patch("torch.cuda.manual_seed_all") if not torch.cuda.is_available() else contextlib.nullcontext()
+    try:
+        with seeds:
+            yield
+    finally:
+        torch.set_printoptions(profile="default")
+        if bars:
+            logging.enable_progress_bar()
+
+
+def run_common_tests(family: str, settings: Mapping[str, Any], excluded: Mapping[str, str], turn: int) -> Outcome:
+    """Run them in this process, but for those excluded by name and `tests_of_other_turns`.
 
     Raises:
-        ValueError: an excluded name that is no test.
+        ValueError: an excluded name that is no test, or names of tests that are not as supposed.
     """
     tests = common_tests(family, settings)
     names = unittest.TestLoader().getTestCaseNames(tests)
     unknown = set(excluded) - set(names)
     if unknown:
         raise ValueError(f"excluded, but no tests: {sorted(unknown)}")
-    recorder = _Recorder()
-    for name in names:
-        if name not in excluded:
-            tests(name).run(recorder)
-    return recorder.outcome
+    outcome = Outcome(other_turns=tests_of_other_turns(turn, names))
+    if len(outcome.other_turns) != 18 + bool(turn % 4):
+        raise ValueError(f"the tests' names are others than supposed; left out are {sorted(outcome.other_turns)}")
+    recorder = _Recorder(outcome)
+    with _quiet():
+        for name in names:
+            if name not in excluded and name not in outcome.other_turns:
+                tests(name).run(recorder)
+    return outcome
