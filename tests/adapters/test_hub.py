@@ -34,6 +34,24 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+REQUESTS: dict[str, list[dict[str, Any]]] = {
+    "cached": [
+        {"path_or_hub_name": "org/name"},
+        *({"path_or_hub_name": "org/name", "revision": revision} for revision in (OLD, "v1", SHARDED)),
+        {"path_or_hub_name": "org/name", "device_map": "auto"},
+    ],
+    "bare": [{"path_or_hub_name": "org/name", "revision": BARE}],
+    "not cached": [
+        {"path_or_hub_name": "org/name", "revision": "e" * 40},
+        {"path_or_hub_name": "org/other"},
+        {"path_or_hub_name": "org//name"},
+        {"path_or_hub_name": "org/name/weights/mdm.safetensors"},
+    ],
+    "incomplete": [{"path_or_hub_name": f"org/{name}", "revision": NEW} for name in ("shard", "weights")],
+}
+"""Arguments of `load`, by the test that reads what comes of them."""
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("hub")
@@ -48,42 +66,43 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(NEW)
     (repository / "refs" / "v1").write_text(OLD)
+    for name, lost in (("shard", "model-00001-of-00005.safetensors"), ("weights", "model.safetensors.index.json")):
+        directory = cache / f"models--org--{name}" / "snapshots" / NEW
+        directory.mkdir(parents=True)
+        for file in (repository / "snapshots" / SHARDED).iterdir():
+            if file.name != lost:
+                (directory / file.name).write_bytes(file.read_bytes())
     return cache
 
 
-def load_all(cache: Path, *arguments: dict[str, Any]) -> tuple[list[list[Any]], str]:
+Loads = tuple[dict[str, list[list[Any]]], str]
+
+
+@pytest.fixture(scope="module")
+def loads(cache: Path) -> Loads:
+    """What came of every request, and standard error; in one process: the hub's variables are read at an import."""
     environment = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
+    command = [sys.executable, "-c", PROGRAM, json.dumps([one for each in REQUESTS.values() for one in each])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+    results = (json.loads(line) for line in done.stdout.splitlines())
+    return {name: [next(results) for _ in requests] for name, requests in REQUESTS.items()}, done.stderr
 
 
 @pytest.mark.long
-def test_a_cached_checkpoint_loads_offline_at_any_cached_revision(cache: Path) -> None:
-    name = "org/name"
-    pinned = [{"path_or_hub_name": name, "revision": revision} for revision in (OLD, "v1", SHARDED)]
-    results, _ = load_all(
-        cache, {"path_or_hub_name": name}, *pinned, {"path_or_hub_name": name, "device_map": "auto"}
-    )
-    assert results == [[2, True], [1, True], [1, True], [2, True], [2, True]]
+def test_a_cached_checkpoint_loads_offline_at_any_cached_revision(loads: Loads) -> None:
+    assert loads[0]["cached"] == [[2, True], [1, True], [1, True], [2, True], [2, True]]
 
 
 @pytest.mark.long
-def test_a_missing_tokenizer_is_none_and_said(cache: Path) -> None:
-    results, said = load_all(cache, {"path_or_hub_name": "org/name", "revision": BARE})
-    assert results == [[3, False]]
+def test_a_missing_tokenizer_is_none_and_said(loads: Loads) -> None:
+    results, said = loads
+    assert results["bare"] == [[3, False]]
     assert "org/name has no tokenizer in the cache or on the hub: ids work, text needs model.tokenizer" in said
 
 
 @pytest.mark.long
-def test_what_is_not_cached_is_one_sentence_with_the_remedy(cache: Path) -> None:
-    results, _ = load_all(
-        cache,
-        {"path_or_hub_name": "org/name", "revision": "e" * 40},
-        {"path_or_hub_name": "org/other"},
-        {"path_or_hub_name": "org//name"},
-        {"path_or_hub_name": "org/name/weights/mdm.safetensors"},
-    )
+def test_what_is_not_cached_is_one_sentence_with_the_remedy(cache: Path, loads: Loads) -> None:
+    results = loads[0]["not cached"]
     assert [kind for kind, _ in results] == ["FileNotFoundError"] * 4
     assert all("\n" not in text for _, text in results)
     revision, name, spelling, file = (text for _, text in results)
@@ -95,15 +114,8 @@ def test_what_is_not_cached_is_one_sentence_with_the_remedy(cache: Path) -> None
 
 
 @pytest.mark.long
-def test_an_incomplete_cache_is_named(cache: Path, tmp_path: Path) -> None:
-    for name, lost in (("shard", "model-00001-of-00005.safetensors"), ("weights", "model.safetensors.index.json")):
-        directory = tmp_path / f"models--org--{name}" / "snapshots" / NEW
-        directory.mkdir(parents=True)
-        for file in (cache / "models--org--name" / "snapshots" / SHARDED).iterdir():
-            if file.name != lost:
-                (directory / file.name).write_bytes(file.read_bytes())
-    repositories = [{"path_or_hub_name": f"org/{name}", "revision": NEW} for name in ("shard", "weights")]
-    (shard, weights), _ = load_all(tmp_path, *repositories)
+def test_an_incomplete_cache_is_named(loads: Loads) -> None:
+    shard, weights = loads[0]["incomplete"]
     assert shard[0] == "FileNotFoundError"
     assert "names 5 files, of which model-00001-of-00005.safetensors is missing: fetch it too" in shard[1]
     assert weights[0] == "ValueError"
