@@ -44,12 +44,13 @@ FILES = [
 ]
 """Other classes of test_language build nnsight's own models: renamed, quantised, on the meta device, with PEFT."""
 
-LEAST = 230
-"""Tests that pass for every model: fewer means that the plugin selected too little."""
+LEAST = {"gpt2": 230, "llama": 60, "llada": 60}
+"""Tests that pass for a model: fewer means that the plugin selected too little. Only the first host runs those that
+build none."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("host", ["gpt2", "llama", "llada"])
+@pytest.mark.parametrize("host", LEAST)
 def test_nnsight_s_own_tests_hold_of_diffusion_lm(host: str, tmp_path: Path) -> None:
     tests = unpacked_sdist("nnsight") / "tests"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.suites.nnsight_hosts"]
@@ -69,7 +70,7 @@ def test_nnsight_s_own_tests_hold_of_diffusion_lm(host: str, tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])
-    assert passed >= LEAST
+    assert passed >= LEAST[host]
 
 
 IDS, OTHER = [5, 9, 14, 3], [7, 2, 33, 21]
