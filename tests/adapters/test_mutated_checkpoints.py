@@ -36,8 +36,11 @@ MUTATED += ("nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder", "sdl
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """In one process: to import torch and transformers takes longer than 120 mutations."""
-    return outcomes(tmp_path_factory.mktemp("mutated"), MUTATED, 1000, 120)
+    """60 mutations of each family, no two families' the same: 900 in all.
+
+    What reads and refuses config.json, tokenizer files, indices and headers is one for all families.
+    """
+    return outcomes(tmp_path_factory.mktemp("mutated"), MUTATED, 1000, 60)
 
 
 @pytest.mark.long
@@ -46,4 +49,4 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
 def test_many_mutations_of_every_family_load_or_are_refused(
     family: str, many: dict[str, list[dict[str, Any]]]
 ) -> None:
-    check(many[family], refusals=30, unchanged=15)
+    check(many[family], refusals=15, unchanged=8)
