@@ -344,7 +344,9 @@ CALLS: dict[str, Callable[[Case], Any]] = {
         c.model, torch.tensor([list(range(24))]), torch.tensor([20, 22]), torch.tensor([5, 6]), torch.ones(2)
     ),
     "evaluation.check_checkpoint": lambda c: list(evaluation.check_checkpoint(c.model, [TEXT], gen_length=8)),
-    "evaluation.evaluate choice": lambda c: evaluation.evaluate(c.model, "toy_choice", limit=2),
+    "evaluation.evaluate choice": lambda c: evaluation.evaluate(
+        c.model, "toy_choice", limit=2, likelihood={"samples": 4}
+    ),
     "evaluation.evaluate generate": lambda c: evaluation.evaluate(
         c.model, "toy_arithmetic", limit=2, generation={"gen_length": 16, "steps": 6}
     ),
@@ -368,7 +370,9 @@ CALLS: dict[str, Callable[[Case], Any]] = {
     "cli report": lambda c: c.cli("report", c.stored, "--out", c.folder / "r.html"),
     "cli plot": lambda c: c.cli("plot", "sink-positions", c.stored, "--out", c.folder / "p.png"),
     "cli plan": lambda c: c.cli("plan", c.checkpoint, "--gen-length", 16),
-    "cli eval": lambda c: c.cli("eval", c.checkpoint, "--tasks", "toy_choice", "--limit", 1),
+    "cli eval": lambda c: c.cli(
+        "eval", c.checkpoint, "--tasks", "toy_choice", "--limit", 1, "--likelihood", "samples=4"
+    ),
     "cli demo": lambda c: c.cli(
         "demo",
         c.checkpoint,
