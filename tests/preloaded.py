@@ -1,10 +1,11 @@
 """A Python that has its modules already: programs that tests start begin in a fifth of a second, not after many.
 
-`python()` is the path of a command that takes what `python` takes with `-m MODULE`, `-c CODE` or a file. It
+`python()` is the path of a command that takes what `python` takes with `-m MODULE`, `-c CODE`, `-` or a file. It
 asks a server, which has imported torch, transformers and this package once and computed nothing, for a fork
 that becomes the program. The program has the arguments, directory, environment and standard streams of the
 command, which ends as the program does. A command that is killed takes its program with it. Not for tests of an
-import, of variables that are read at one, or of other signals: those start `sys.executable`.
+import, of variables that are read at one, or of other signals: those start `sys.executable`. `hosts_python()` has
+all libraries but not this package, for programs that import a copy of it by their PYTHONPATH.
 """
 
 import array
@@ -28,12 +29,23 @@ from typing import Any
 import numpy
 
 ROOT = Path(__file__).parents[1]
-MODULES = (
+LIBRARIES = (
     "torch", "torch.distributed.run", "accelerate", "transformers.trainer", "matplotlib.pyplot",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
+)  # fmt: skip
+PACKAGE = (
     "dlm_lens", "dlm_lens.testing", "dlm_lens.recording", "dlm_lens.training", "dlm_lens.viz",
     "dlm_lens.cli.app", "dlm_lens.cli.record",
 )  # fmt: skip
+MODELS = ("gemma2", "glm4_moe", "gpt2", "ministral3", "modernbert", "phi", "qwen3", "qwen3_moe", "diffusion_gemma")
+FURTHER = (
+    *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
+    "xarray", "transformer_lens.model_bridge", "pytest",
+)  # fmt: skip
+"""What this package imports at some calls, but not nnsight, which gives every object a method `save`.
+
+A host may be missing, whose tests are skipped then.
+"""
 
 COMMAND = """#!{python} -SE
 import array, json, os, signal, socket, sys
@@ -52,13 +64,22 @@ sys.exit(code)
 """
 
 
-@functools.cache
 def python() -> str:
     """The path of the command; where there is no Linux, that of this Python.
 
     Raises:
         RuntimeError: the server did not start.
     """
+    return _command("package")
+
+
+def hosts_python() -> str:
+    """The same without this package: a program imports the one of its directory or PYTHONPATH."""
+    return _command("hosts")
+
+
+@functools.cache
+def _command(kind: str) -> str:
     if sys.platform != "linux":
         return sys.executable
     folder = tempfile.TemporaryDirectory(prefix="dlm-lens-preloaded-")
@@ -66,7 +87,7 @@ def python() -> str:
     command.write_text(COMMAND.format(python=sys.executable, address=str(address)), encoding="utf-8")
     command.chmod(0o700)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command_line = [sys.executable, "-m", "tests.preloaded", str(address)]
+    command_line = [sys.executable, "-m", "tests.preloaded", str(address), kind]
     server = subprocess.Popen(
         command_line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -77,10 +98,20 @@ def python() -> str:
     return str(command)
 
 
-def serve(address: str) -> None:
-    """Answer every connection by a fork, which waits for its own fork that becomes the program."""
-    for module in MODULES:
+def serve(address: str, kind: str) -> None:
+    """Answer every connection by a fork, which waits for its own fork that becomes the program.
+
+    Raises:
+        RuntimeError: a library has imported this package.
+    """
+    for module in (*LIBRARIES, *(PACKAGE if kind == "package" else ())):
         importlib.import_module(module)
+    if kind == "hosts":
+        for module in FURTHER:
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(module)
+        if "dlm_lens" in sys.modules:
+            raise RuntimeError("a program would not import its own copy of dlm_lens")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the first forks
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
@@ -111,10 +142,11 @@ def _answer(connection: socket.socket) -> None:
             os.dup2(given, stream)
             os.close(given)
         # Those of the server know what they were opened on.
-        sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # until the end
-        sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        encoding = environment.get("PYTHONIOENCODING", "utf-8")
+        sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # noqa: SIM115  # until the end
+        sys.stdout = sys.__stdout__ = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
         sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
-            2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+            2, "w", encoding=encoding, errors="backslashreplace", buffering=1, closefd=False
         )
         os.chdir(directory)
         os.environ.clear()
@@ -143,16 +175,19 @@ def _ended(arguments: list[str]) -> int:
     """Run a program as `python` does; its exit code."""
     kind, *rest = arguments
     code: Any = 0
-    sys.path[0] = os.getcwd()
+    # As Python does at its start; the repository, which the server itself was given, comes behind.
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [os.getcwd(), *filter(None, given)]
     try:
         if kind == "-m":
             sys.argv = rest
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        elif kind == "-c":
-            sys.argv = ["-c", *rest[1:]]
+        elif kind in ("-c", "-"):
+            text, name = (rest.pop(0), "<string>") if kind == "-c" else (sys.stdin.read(), "<stdin>")
+            sys.argv = [kind, *rest]
             module = type(sys)("__main__")
             sys.modules["__main__"] = module
-            exec(compile(rest[0], "<string>", "exec"), module.__dict__)  # noqa: S102  # a test's own program
+            exec(compile(text, name, "exec"), module.__dict__)  # noqa: S102  # a test's own program
         else:
             sys.argv = arguments
             runpy.run_path(kind, run_name="__main__")
@@ -171,4 +206,4 @@ def _ended(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

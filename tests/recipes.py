@@ -1,4 +1,8 @@
-"""Follow a page `docs/add-a-*.md` literally, in a scratch copy of the package."""
+"""Follow a page `docs/add-a-*.md` literally, in a scratch copy of the package.
+
+Its programs are forks of a server that has the libraries and not the package (`tests.preloaded.hosts_python`): a
+recipe starts six to ten, and what it checks is in the copy.
+"""
 
 import os
 import re
@@ -7,16 +11,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.preloaded import hosts_python
+
 ROOT = Path(__file__).parent.parent
 
 
 def scratch_copy(folder: Path) -> Path:
     """Copy the package to a folder; `dlm_lens` is imported from there by what `follow` runs."""
-    shutil.copytree(ROOT / "dlm_lens", folder / "dlm_lens", ignore=shutil.ignore_patterns("__pycache__"))
-    command = folder / "bin" / "dlm-lens"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m dlm_lens.cli "$@"\n', encoding="utf-8")
-    command.chmod(0o755)
+    # With the compiled files, which are valid where the time of a source is the same.
+    shutil.copytree(ROOT / "dlm_lens", folder / "dlm_lens")
+    commands = {"dlm-lens": " -m dlm_lens.cli", "python": ""}
+    (folder / "bin").mkdir()
+    for name, arguments in commands.items():
+        command = folder / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec {hosts_python()}{arguments} "$@"\n', encoding="utf-8")
+        command.chmod(0o755)
     return folder
 
 
@@ -37,7 +46,7 @@ def follow(page: Path, scratch: Path) -> str:
             python += block
             continue
         if python:
-            printed.append(_run([sys.executable, "-c", python], scratch))
+            printed.append(_run([hosts_python(), "-c", python], scratch))
             python = ""
         if file is not None:
             path = scratch / file.group(1)

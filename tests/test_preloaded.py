@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.preloaded import python
+from tests.preloaded import hosts_python, python
 
 pytestmark = pytest.mark.long
 
@@ -31,20 +31,34 @@ print("to stderr", file=sys.stderr)
         "import atexit; atexit.register(print, 'at the end')",
     ],
 )
-@pytest.mark.parametrize("form", ["-c", "-m", "file"])
+@pytest.mark.parametrize("form", ["-c", "-m", "-", "file"])
 def test_a_program_runs_and_ends_as_with_python(form: str, code: str, tmp_path: Path) -> None:
     (tmp_path / "a_program.py").write_text(code)
-    arguments = {"-c": ["-c", code], "-m": ["-m", "a_program"], "file": [str(tmp_path / "a_program.py")]}[form]
+    file = str(tmp_path / "a_program.py")
+    arguments = {"-c": ["-c", code], "-m": ["-m", "a_program"], "-": ["-"], "file": [file]}[form]
     environment = {**os.environ, "SEEN": "yes", "OMP_NUM_THREADS": "1"}
     done = [
         subprocess.run(
             [command, *arguments, "an argument"],
-            input="what is read", capture_output=True, text=True, cwd=tmp_path, env=environment, check=False,
+            input=code if form == "-" else "what is read",
+            capture_output=True, text=True, cwd=tmp_path, env=environment, check=False,
         )
         for command in (sys.executable, python())
     ]  # fmt: skip
     one, other = ((run.returncode, run.stdout, run.stderr.splitlines()[-1:]) for run in done)
     assert one == other
+
+
+def test_a_program_without_the_package_imports_the_one_of_its_path(tmp_path: Path) -> None:
+    (tmp_path / "dlm_lens").mkdir()
+    (tmp_path / "dlm_lens" / "__init__.py").write_text("print('a copy')")
+    code = "import sys; print([name in sys.modules for name in ('torch', 'dlm_lens')]); import dlm_lens"
+    for given, folder in (({"PYTHONPATH": str(tmp_path)}, tmp_path.parent), ({}, tmp_path)):
+        environment = {**os.environ, **given}
+        done = subprocess.run(
+            [hosts_python(), "-c", code], capture_output=True, text=True, cwd=folder, env=environment, check=False
+        )
+        assert done.stdout == "[True, False]\na copy\n", done.stderr
 
 
 def test_programs_run_beside_each_other(tmp_path: Path) -> None:
