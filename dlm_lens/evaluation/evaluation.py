@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch.utils import collect_env
 
 from dlm_lens.arguments import is_real, is_whole
 from dlm_lens.attention import in_use
@@ -203,7 +204,7 @@ def evaluate(
         settings["generation"] = read_settings(GenerationSettings, settings.get("generation"))
     elif not isinstance(model, HarnessLM):
         model = HarnessLM(model, **settings)
-    with _own_random_numbers(), _own_bootstrap(), _quiet(), _quiet_git():
+    with _own_random_numbers(), _own_bootstrap(), _quiet(), _known_surroundings():
         with _forgetting(model):
             loaded = load_tasks(manager, names)
         lm = HarnessLM(model, **settings) if isinstance(model, str) else model
@@ -473,8 +474,11 @@ def _quiet() -> Iterator[None]:
         source.removeFilter(keep)
 
 
+_environment = cache(collect_env.get_pretty_env_info)  # which starts pip: once for all evaluations of a process
+
+
 @contextmanager
-def _quiet_git() -> Iterator[None]:
+def _known_surroundings() -> Iterator[None]:
     """Let the harness look for the commit of the working directory without git's message where there is none."""
     from lm_eval import evaluator
     from lm_eval.loggers.utils import get_commit_from_path
@@ -487,9 +491,9 @@ def _quiet_git() -> Iterator[None]:
             return get_commit_from_path(os.getcwd())
         return found.stdout.strip()
 
-    before = evaluator.get_git_commit_hash
-    evaluator.get_git_commit_hash = commit
+    before = evaluator.get_git_commit_hash, collect_env.get_pretty_env_info
+    evaluator.get_git_commit_hash, collect_env.get_pretty_env_info = commit, _environment
     try:
         yield
     finally:
-        evaluator.get_git_commit_hash = before
+        evaluator.get_git_commit_hash, collect_env.get_pretty_env_info = before

@@ -136,7 +136,7 @@ def test_git_is_quiet_outside_a_repository(
     toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = evaluate(HarnessLM(toy), "toy_lists", limit=1)
+    found = evaluate(HarnessLM(toy, generation={"steps": 1, "block_length": 32}), "toy_lists", limit=1)
     assert "git" not in capfd.readouterr().err
     assert found.results["git_hash"] is None
 
@@ -236,7 +236,7 @@ def test_exact_match_of_choices_reads_what_greedy_decoding_writes(toy: Any, tmp_
     assert (score.metric, score.value) == ("exact_match", np.mean(right))
     assert any(right)
     # Only the tasks whose metric reads it pay for it.
-    lm = HarnessLM(toy, likelihood={"method": "chain_rule"})
+    lm = HarnessLM(toy, likelihood={"method": "chain_rule"}, generation={"steps": 1, "block_length": 32})
     evaluate(lm, ["toy_choice", "toy_lists", task], limit=1)
     assert lm.greedy_tasks == {"toy_choice_changed"}
 
@@ -262,12 +262,14 @@ def test_hooks_that_need_steps_are_refused_before_any_work(
 def test_hooks_that_need_none_are_not_refused(toy: Any) -> None:
     hooks = "mask_positions(30), mask_top_sinks(1), at_layers(zero_value(0), 0), at_heads(mask_positions(0), 1)"
     HarnessLM(toy, hooks=hooks).check_likelihoods()
-    evaluate(toy, "toy_lists", limit=1, hooks="at_steps(mask_positions(0), 3)")
+    few = {"steps": 4, "block_length": 32}
+    evaluate(toy, "toy_lists", limit=1, hooks="at_steps(mask_positions(0), 3)", generation=few)
 
 
 @pytest.mark.long
 def test_tags_and_groups_keep_their_tasks(toy: Any) -> None:
-    result = evaluate(toy, ["toy_problems", "toy_text"], limit=1, likelihood={"samples": 4})
+    few = {"steps": 1, "block_length": 32}
+    result = evaluate(toy, ["toy_problems", "toy_text"], limit=1, likelihood={"samples": 4}, generation=few)
     assert {one.task for one in result.scores} == {"toy_arithmetic", "toy_lists", "toy_facts", "toy_text"}
 
 
