@@ -3,12 +3,12 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.hosts import missing_host
+from tests.preloaded import hosts_python
 
 ROOT = Path(__file__).parent.parent
 HIDE = """
@@ -62,10 +62,13 @@ def test_the_reason_is_the_host_that_is_not_there(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.long
 @pytest.mark.parametrize("ci", ["", "true"])
 def test_files_fixtures_and_tests(ci: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    (tmp_path / "hiding.py").write_text(HIDE)
     (tmp_path / "test_file.py").write_text(IN_A_FILE)
     (tmp_path / "test_calls.py").write_text(IN_A_TEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "--tb=line", "-p", "no:cacheprovider"]
+    # In a process that has imported the other libraries, and neither nnsight nor this package; pytest warns of what
+    # it cannot rewrite any more.
+    command = [hosts_python(), "-m", "pytest", "-p", "hiding", "-q", "-rA", "--tb=line"]
+    command += ["-p", "no:cacheprovider", "-p", "no:warnings"]
     command += ["-p", "tests.conftest", "--continue-on-collection-errors", f"--rootdir={tmp_path}", str(tmp_path)]
     paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "CI": ci, "PYTHONPATH": paths}

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from dlm_lens.recording.reducers.base import LayerStep, Reducer
 from dlm_lens.testing import tiny
 from tests.evaluation.conftest import KilledError, ask, counted, killed_after, texts
 from tests.files.damage import damage
+from tests.preloaded import python
 
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
@@ -160,25 +162,29 @@ def test_the_harness_own_cache_is_filled_too(llada: Any) -> None:
 def test_a_process_that_was_killed_loses_and_repeats_nothing(tmp_path: Path) -> None:
     path = tmp_path / "responses.jsonl"
     code = (
-        "import sys, dlm_lens.evaluation.likelihood_requests as likelihoods\n"
+        "import os, sys, dlm_lens.evaluation.likelihood_requests as likelihoods\n"
         "from dlm_lens.evaluation import evaluate\n"
         "likelihoods.CHUNK = 2\n"
-        "print(evaluate('toy', 'toy_choice', limit=30, likelihood={'method': 'chain_rule'},\n"
+        "print(os.getpid(), flush=True)\n"
+        "print(evaluate('toy', 'toy_choice', limit=16, likelihood={'method': 'chain_rule'},\n"
         "      responses=sys.argv[1])['toy_choice'])\n"
     )
-    command = [sys.executable, "-c", code, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        while running.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") > 20):
+    command = [python(), "-c", code, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+        assert running.stdout is not None
+        program = int(running.stdout.readline())
+        while running.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") > 8):
             time.sleep(0.01)
-        running.kill()
+        os.kill(program, signal.SIGKILL)
+        assert running.wait() == -signal.SIGKILL
     kept = path.read_bytes()
-    assert 20 < kept.count(b"\n") < 121
+    assert 8 < kept.count(b"\n") < 65
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = path.read_bytes().splitlines()
-    assert len(lines) == len({*lines}) == 1 + 4 * 30
+    assert len(lines) == len({*lines}) == 1 + 4 * 16
     assert path.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
-    fresh = evaluate("toy", "toy_choice", limit=30, likelihood={"method": "chain_rule"})
-    assert done.stdout == f"{fresh['toy_choice']}\n"
+    fresh = evaluate("toy", "toy_choice", limit=16, likelihood={"method": "chain_rule"})
+    assert done.stdout.splitlines()[1:] == str(fresh["toy_choice"]).splitlines()
 
 
 @pytest.mark.parametrize("text", ["a letter without an end", '{"answers_of": {"seed": 4', "[1]\n", "no JSON\n"])
