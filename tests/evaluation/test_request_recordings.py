@@ -1,5 +1,6 @@
 """Recording during an evaluation: every request as `dlm_lens.record` records it, and none asked again."""
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,15 @@ from tests.evaluation.conftest import ask, counted, ids, texts, words
 from tests.evaluation.request_recordings import ARGUMENTS, WITHOUT_MASKS, equal, lines
 from tests.reference import forward64
 from tests.sampling.test_likelihood_blocks import block_model, blocks_of_4, causal_context, whole_prompt
+
+SEEN: dict[str, Any] = {
+    "a2d_qwen3": blocks_of_4,
+    "nemotron_labs_diffusion": causal_context,
+    "efficient_dlm": whole_prompt,
+    "sdar": lambda query, key, start: key // 4 <= query // 4,
+    "wedlm": None,
+}
+"""Families that are scored in blocks, and whether a query sees a key, where it is the same for all canvases."""
 
 
 class TestGeneration:
@@ -117,22 +127,19 @@ class TestLikelihoods:
             assert said.equal((seen.sum(0) >= MIN_VIEWERS).expand_as(said))
             torch.testing.assert_close(found[said].double(), (sums / even)[said], atol=1e-5, rtol=1e-4)
 
-    @pytest.mark.parametrize("hooks", [(), (mask_positions(1),)], ids=["plain", "hooks"])
-    @pytest.mark.parametrize("method", ["chain_rule", "mc", "greedy_completion"])
+    # Every method of every family, in turn plain and with a hook: each family and each method has both.
     @pytest.mark.parametrize(
-        ("family", "sees"),
+        ("family", "method", "hooks"),
         [
-            ("a2d_qwen3", blocks_of_4),
-            ("nemotron_labs_diffusion", causal_context),
-            ("efficient_dlm", whole_prompt),
-            ("sdar", lambda query, key, start: key // 4 <= query // 4),
-            ("wedlm", None),
+            pytest.param(family, method, ((), (mask_positions(1),))[turn % 2], id=f"{family}-{method}")
+            for turn, (family, method) in enumerate(product(SEEN, ("chain_rule", "mc", "greedy_completion")))
         ],
     )
     def test_a_model_that_is_scored_in_blocks_has_a_step_for_each(
-        self, family: str, sees: Any, method: str, hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, family: str, method: str, hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Blocks of 4 after a prompt of 3, or from its first token, against float64 with what each sees."""
+        sees = SEEN[family]
         monkeypatch.setattr(WeDLMSampler, "training_block_length", 4)
         model = block_model() if family == "a2d_qwen3" else tiny(family)
         model.config.sampler_defaults = {"block_length": 4}
@@ -325,6 +332,7 @@ def test_a_whole_evaluation_with_hooks_and_its_sinks(tmp_path: Path) -> None:
     model = dl.load("toy")
     tasks = ["toy_lists", "toy_choice"]
     given = {"limit": 2, "likelihood": {"samples": 4}, "hooks": [mask_top_sinks(1)]}
+    given["generation"] = {"steps": 8, "block_length": 32}
     plain = evaluate(model, tasks, **given)
     result = evaluate(model, tasks, **given, record=[ReceivedAttention()], record_to=tmp_path)
     assert [(one.task, one.value) for one in result.scores] == [(one.task, one.value) for one in plain.scores]
