@@ -1,7 +1,6 @@
 """`dlm-lens plan`."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from typer.testing import CliRunner
 from dlm_lens.cli.app import app
 from dlm_lens.sampling.run_plan import plan_run
 from dlm_lens.testing import tiny
+from tests.preloaded import python
 
 
 def test_the_plan_of_a_config(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_warning_is_a_sentence_without_the_code_that_raised_it() -> None:
-    done = subprocess.run([sys.executable, "-m", "dlm_lens.cli", "plan", "toy"], capture_output=True, text=True)
+    done = subprocess.run([python(), "-m", "dlm_lens.cli", "plan", "toy"], capture_output=True, text=True)
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
     assert line.startswith("dlm-lens: the canvas has 160 positions, but the model was trained on 64 at most;")
