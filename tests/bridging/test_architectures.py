@@ -1,7 +1,6 @@
 """TransformerLens's own front door, in a fresh process."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,13 @@ from transformer_lens.model_bridge import TransformerBridge
 import dlm_lens as dl
 from dlm_lens.bridging.architectures import ARCHITECTURES, register_architectures, register_embedded_models
 from tests.bridging.cases import CASES, model_of, some_ids
+from tests.preloaded import hosts_python
 
 
 def python(code: str) -> str:
-    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    """What a process prints that has imported the libraries, and not this package."""
+    errors = "import warnings\nwarnings.simplefilter('error', UserWarning)\n"
+    command = [hosts_python(), "-c", errors + code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout

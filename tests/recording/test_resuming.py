@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -27,6 +26,7 @@ from dlm_lens.sampling import denoise
 from dlm_lens.sinks import AboveMean
 from dlm_lens.testing import tiny
 from tests.files.kills import contents
+from tests.preloaded import python
 from tests.recording.reference import PROMPTS
 
 REDUCERS = (ReceivedAttention(("all", "unmasked")), ValueNorm("both"), TopKeys(2))
@@ -181,7 +181,7 @@ def test_progress_and_answer_count_from_the_beginning(tmp_path, monkeypatch):
 
 
 KILLED = """
-import sys, time
+import os, time
 import torch
 from dlm_lens.recording import ReceivedAttention, ValueNorm, record
 from dlm_lens.recording.shards import ShardDirectory
@@ -192,6 +192,7 @@ def add(self, *given):
     real(self, *given)
     time.sleep(0.2)
 ShardDirectory.add = add
+print(os.getpid(), flush=True)
 record(tiny("llada"), {prompts}, [ReceivedAttention(), ValueNorm()], to={to!r}, batch_size=1, steps=12,
        gen_length=12, temperature=0.7, seed=[3, 4])
 """
@@ -200,7 +201,8 @@ record(tiny("llada"), {prompts}, [ReceivedAttention(), ValueNorm()], to={to!r}, 
 @pytest.mark.long
 def test_kill_9_in_the_middle(tmp_path):
     script = KILLED.format(prompts=PROMPTS, to=str(tmp_path / "rec"))
-    process = subprocess.Popen([sys.executable, "-c", script])
+    process = subprocess.Popen([python(), "-c", script], stdout=subprocess.PIPE, text=True)
+    program = int(process.stdout.readline())
     shard = tmp_path / "rec" / "rows-00001-00001" / "step-00004.safetensors"
     until = time.monotonic() + 120
     while (
@@ -209,7 +211,7 @@ def test_kill_9_in_the_middle(tmp_path):
         and process.poll() is None
     ):
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(program, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert shard.exists()
     assert not (shard.parent / RUN).exists()

@@ -2,7 +2,6 @@
 
 import copy
 import subprocess
-import sys
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from nnsight.intervention.interleaver import OutOfOrderError
 
 import dlm_lens as dl
 from dlm_lens.testing import tiny
+from tests.preloaded import python
 
 IDS = [5, 9, 14]
 RUN = {"steps": 8, "gen_length": 8, "block_length": 4}
@@ -435,7 +435,7 @@ lm = dl.DiffusionLM(tiny("llada"), check=False)
 with lm.generate([1, 2], steps=2, gen_length=2) as tracer:
     pass
 """
-    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, check=False)
+    done = subprocess.run([python(), "-"], input=code, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "not on stdin" in done.stderr
 
