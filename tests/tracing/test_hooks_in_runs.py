@@ -175,7 +175,7 @@ def test_a_scan_of_padded_prompts_has_the_shapes_of_the_run() -> None:
     lm = dl.DiffusionLM(tiny("diffusion_gemma"), check=False)
     prompts, found = [[5, 9, 14, 3, 8], [7, 2, 33]], []
     for trace, given in ((lm.scan, {"fn": lm.generate}), (lm.generate, {})):
-        with trace(prompts, gen_length=8, **given) as tracer:
+        with trace(prompts, gen_length=8, steps=2, **given) as tracer:
             shapes = [].save()
             for _ in tracer.steps[1]:
                 shapes.append((lm.layers[1].attn.pattern.shape, lm.layers[1].output.shape))
