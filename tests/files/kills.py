@@ -1,5 +1,6 @@
 """Runs in a forked child that is killed (SIGKILL) at one of its disk calls, or after some time."""
 
+import gc
 import os
 import random
 import signal
@@ -67,6 +68,7 @@ def run_forked(work: Callable[[], Any], setup: Callable[[], Any] = lambda: None)
         status = 1
         try:
             os.close(readable)
+            gc.freeze()  # Trainer collects garbage in every training: not that of the parent, page by copied page
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)

@@ -1,9 +1,12 @@
 """Killed at every disk call and at random: the next run is the unbroken one, and nothing is left of the kill."""
 
+import gc
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +108,39 @@ SCENES: dict[str, tuple[Callable[[Path], None], Callable[[Path, Path], None]]] =
 }
 
 
+def do(scene: str, path: Path) -> None:
+    """The work of a scene in this process, which knows as little of the killed ones as a new child would."""
+    if scene != "training" or not torch.cuda.is_available():
+        SCENES[scene][0](path)
+        return
+    # A child cannot use a GPU that its parent uses.
+    status, told = run_forked(lambda: SCENES[scene][0](path))
+    assert status == 0, told
+
+
+@cache
+def warm(scene: str) -> None:
+    """Do the work of a scene once: what it imports and makes once a process, every later one has already."""
+    with tempfile.TemporaryDirectory() as directory:
+        do(scene, Path(directory) / "it")
+    gc.collect()
+    gc.freeze()  # Trainer collects garbage in every training: not among what is made once
+
+
 def check_again(scene: str, path: Path, wanted: Path, how: str) -> None:
-    work, same = SCENES[scene]
-    status, told = run_forked(lambda: work(path))
-    assert status == 0, f"{how}: {told}"
+    same = SCENES[scene][1]
     try:
+        do(scene, path)
         same(path, wanted)
         assert hidden(path) == []
-    except AssertionError as error:
-        raise AssertionError(f"{how}: {error}") from None
+    except Exception as error:
+        raise AssertionError(f"{how}: {error}") from error
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_disk_calls(scene: str, tmp_path: Path) -> None:
+    warm(scene)
     work = SCENES[scene][0]
     calls = count_calls(lambda: work(tmp_path / "wanted"), tmp_path / "wanted")
     assert calls >= 8
@@ -134,6 +156,7 @@ def test_killed_at_disk_calls(scene: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_random(scene: str, tmp_path: Path) -> None:
+    warm(scene)
     work, draw = SCENES[scene][0], random.Random(scene)
     start = time.monotonic()
     assert run_forked(lambda: work(tmp_path / "wanted"))[0] == 0

@@ -1,5 +1,6 @@
 """A small training run as a program of its own: `python -m tests.training.job DIRECTORY [name=value ...]`."""
 
+import gc
 import json
 import os
 import signal
@@ -103,6 +104,7 @@ def dropping(output: Path, **values: Any) -> MaskedDiffusionTrainer:
 
 
 def main(target: Path, options: list[str]) -> None:
+    gc.freeze()  # Trainer and `end_processes` collect garbage: not among the imported modules
     run(target, options)
     end_processes()
 
