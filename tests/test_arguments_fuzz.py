@@ -177,6 +177,8 @@ def one_sentence(error: Exception) -> None:
 def attempt(name: str, family: str, changes: dict[str, Any]) -> None:
     call = CALLS[name]
     arguments = call.good(family) | changes
+    if arguments.get("gen_length", 0) is None and family != "causal":
+        arguments.setdefault("steps", 2)  # the default length, which takes seconds with a step for every token
     begun = time.process_time()
     try:
         with warnings.catch_warnings():
