@@ -1,5 +1,6 @@
 """Every hook that hides columns, in every family: with and without a pattern, and through the three hosts."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -51,6 +52,18 @@ HOOKS: dict[str, Any] = {
 }
 
 
+@cache
+def plain_model_of(name: str) -> Any:
+    """A model that no test puts into another state: bridges and traces have one of their own."""
+    return model_of(name) if name in FAMILIES else spare_model_of(name)
+
+
+@cache
+def run_of(name: str, key: str) -> dl.DenoisingRun:
+    """The run of a network under one hook, without a pattern: what the other ways of running are compared with."""
+    return dl.denoise(plain_model_of(name), PROMPTS, hooks=[HOOKS[key]], **settings_of(name))
+
+
 class Looks:
     """A hook that reads the pattern or the scores, so that they are computed."""
 
@@ -94,11 +107,11 @@ def spare_model_of(name: str) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*FAMILIES, *SPARE])
 def test_a_run_without_a_pattern_is_the_run_with_one_token_for_token(name: str) -> None:
-    model, options = model_of(name) if name in FAMILIES else spare_model_of(name), settings_of(name)
+    model, options = plain_model_of(name), settings_of(name)
     plain = dl.denoise(model, PROMPTS, **options)
     changed = 0
-    for hook in HOOKS.values():
-        streamed = dl.denoise(model, PROMPTS, hooks=[hook], **options)
+    for key, hook in HOOKS.items():
+        streamed = run_of(name, key)
         materialised = dl.denoise(model, PROMPTS, hooks=[Looks("scores"), hook, Looks("pattern")], **options)
         close(streamed, materialised)
         assert streamed.settings["columns_hidden"] == pytest.approx(
@@ -146,12 +159,12 @@ def test_guidance_masks_both_halves_alike(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llada", "dream", "diffugpt", "front", "end", "llama"])
 def test_a_padded_row_is_what_it_is_alone(name: str) -> None:
-    model, options = model_of(name), settings_of(name)
+    model, options = plain_model_of(name), settings_of(name)
     keys = [key for key in HOOKS if key != "positions"]  # positions are the canvas's, which padding shifts
     for key in keys:
         if key == "past and future":
             continue  # names a position too
-        together = dl.denoise(model, PROMPTS, hooks=[HOOKS[key]], **options)
+        together = run_of(name, key)
         for row in (0, 1):
             alone = dl.denoise(model, [PROMPTS[row]], hooks=[HOOKS[key]], **options)
             content = together.tokens[row][together.attention_mask[row]]
@@ -181,7 +194,7 @@ def test_a_transformerlens_bridge_gives_the_same(name: str) -> None:
     model, options = model_of(name), settings_of(name)
     bridged = dl.bridge(model)
     for key, hook in HOOKS.items():
-        ours = dl.denoise(model, PROMPTS, hooks=[hook], **options)
+        ours = run_of(name, key)
         theirs = bridged.denoise(PROMPTS, hooks=[hook], **options)
         assert ours.canvases.equal(theirs.canvases), key
         torch.testing.assert_close(ours.confidence, theirs.confidence, atol=2e-5, rtol=1e-5)
@@ -195,7 +208,7 @@ def test_an_nnsight_trace_gives_the_same(name: str) -> None:
     lm = dl.DiffusionLM(model, check=False)
     cache = {"use_cache": False} if name == "llama" else {}
     for key, hook in HOOKS.items():
-        ours = dl.denoise(model, PROMPTS, hooks=[hook], **options)
+        ours = run_of(name, key)
         with lm.generate(PROMPTS, **options, **cache) as tracer:
             for step in tracer.steps[:]:
                 for layer in range(2):
