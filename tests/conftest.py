@@ -52,6 +52,16 @@ def skipped_without_host(report: Any, node: pytest.Item | pytest.Collector, call
     return report
 
 
+def pytest_collection_finish() -> None:
+    """Leave the imported modules out of all later collections of garbage.
+
+    transformers' Trainer and accelerate start a full one in every `train()`, which walks through every object of
+    every module: more than half of the time of a training of eight steps. What tests make is collected as before.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files with long tests first: with short ones at the end, no process waits long for the last of another.
     long = {item.path for item in items if item.get_closest_marker("long")}

@@ -1,17 +1,18 @@
 """A Python that has its modules already: programs that tests start begin in a fifth of a second, not after many.
 
 `python()` is the path of a command that takes what `python` takes with `-m MODULE`, `-c CODE`, `-` or a file. It
-asks a server, which has imported torch, transformers and this package once and computed nothing, for a fork
-that becomes the program. The program has the arguments, directory, environment and standard streams of the
-command, which ends as the program does. A command that is killed takes its program with it. Not for tests of an
-import, of variables that are read at one, or of other signals: those start `sys.executable`. `hosts_python()` has
-all libraries but not this package, for programs that import a copy of it by their PYTHONPATH.
+asks a server, which has imported torch, transformers and this package with its families once and computed
+nothing, for a fork that becomes the program. The program has the arguments, directory, environment and standard
+streams of the command, which ends as the program does. A command that is killed takes its program with it. Not
+for tests of an import, of variables that are read at one, or of other signals: those start `sys.executable`.
+`hosts_python()` has all libraries but not this package, for programs that import a copy of it by their PYTHONPATH.
 """
 
 import array
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -35,7 +36,8 @@ LIBRARIES = (
 )  # fmt: skip
 PACKAGE = (
     "dlm_lens", "dlm_lens.testing", "dlm_lens.recording", "dlm_lens.training", "dlm_lens.viz",
-    "dlm_lens.cli.app", "dlm_lens.cli.record",
+    "dlm_lens.cli.app", "dlm_lens.cli.record", "dlm_lens.adapters.loading", "dlm_lens.sampling.denoising",
+    "dlm_lens.recording.record_runs", "dlm_lens.training.trainer", "xarray",
 )  # fmt: skip
 MODELS = ("gemma2", "glm4_moe", "gpt2", "ministral3", "modernbert", "phi", "qwen3", "qwen3_moe", "diffusion_gemma")
 FURTHER = (
@@ -106,12 +108,17 @@ def serve(address: str, kind: str) -> None:
     """
     for module in (*LIBRARIES, *(PACKAGE if kind == "package" else ())):
         importlib.import_module(module)
+    if kind == "package":
+        importlib.import_module("dlm_lens.adapters.registry").families()
+        importlib.import_module("dlm_lens.sampling.algorithm_registry").algorithms()
     if kind == "hosts":
         for module in FURTHER:
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(module)
         if "dlm_lens" in sys.modules:
             raise RuntimeError("a program would not import its own copy of dlm_lens")
+    gc.collect()
+    gc.freeze()  # a collection in a fork walks through the objects of the program, not of these modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the first forks
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)

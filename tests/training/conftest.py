@@ -1,6 +1,4 @@
-"""A training that ran to its end without an interruption, and cheap collections of garbage."""
-
-import gc
+"""A training that ran to its end without an interruption."""
 
 import pytest
 
@@ -8,16 +6,6 @@ from dlm_lens.training import (
     MaskedDiffusionTrainer,
 )
 from tests.training.job import job
-
-
-def pytest_collection_finish() -> None:
-    """Leave the imported modules out of all later collections.
-
-    transformers' Trainer starts a full one in every `train()`, which walks through every object of every module:
-    more than half of the time of a training of eight steps. What tests make is collected as before.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module")
