@@ -112,7 +112,7 @@ def _drawn(columns: Floats, seed: int) -> Floats:
     return np.stack([column[draws].sum(-1) for column in columns])
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)  # 21 MB each at 1,319 prompts
 def _draws(n: int, seed: int) -> Any:
     """Which prompts each draw takes, [draw, n]: a page has hundreds of intervals over as many prompts."""
     return np.random.default_rng(seed).integers(max(1, n), size=(RESAMPLES, n))
