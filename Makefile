@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all lint types rooms wrapped unit long docs docs-serve docs-links notebooks release-check format clean
+.PHONY: demo test test-all test-every lint types rooms wrapped unit long docs docs-serve docs-links notebooks release-check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/dlm-lens demo
@@ -17,6 +17,10 @@ test: lint types rooms wrapped unit
 test-all: $(INSTALLED)
 	$(MAKE) -j2 lint types rooms wrapped docs
 	$(PYTEST) -m "long or not long"
+
+# As test-all, with every case of the long tests that are run in turn (tests/turns.py): before a release.
+test-every: export DLM_LENS_TURN = all
+test-every: test-all
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.hosts import missing_host
+from tests.turns import TAKEN, left_to_others, said, take_turn
 
 torch.set_num_threads(1)
 # A full collection of garbage walks through all objects of the imported modules, and with Python's settings one may
@@ -62,7 +63,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    take_turn(config)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if line := said(os.environ.get(TAKEN)):
+        terminalreporter.write_line(line)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if others := left_to_others(items):
+        config.hook.pytest_deselected(items=others)
+        left = set(others)
+        items[:] = [item for item in items if item not in left]
     # Files with long tests first: with short ones at the end, no process waits long for the last of another.
     long = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in long)

@@ -210,6 +210,7 @@ def test_every_outcome_is_a_result_or_a_sentence(case: tuple[str, str, dict[str,
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_every_argument_with_every_value(name: str) -> None:
     """All single changes, of one family: 70 values for every argument of every function."""

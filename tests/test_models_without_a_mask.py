@@ -173,6 +173,7 @@ def test_every_public_function_of_a_model_is_called() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("case", "name"),
     [

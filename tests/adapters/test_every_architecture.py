@@ -180,6 +180,7 @@ def compare(ours: Tensor, patterns: Sequence[Tensor | None]) -> None:
     torch.testing.assert_close(found[compared], wanted[compared], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("model_type", CASES)
 def test_it_computes_what_transformers_does_or_is_refused(model_type: str, tmp_path: Path) -> None:
     if model_type in NOT_BUILT:
@@ -229,6 +230,7 @@ MASKED_CASES = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("model_type", MASKED_CASES)
 def test_hook_points_of_an_encoder_show_its_patterns_or_are_refused(model_type: str) -> None:
     if model_type in MASKED_NOT_BUILT:

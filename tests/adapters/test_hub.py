@@ -75,17 +75,23 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+def load_all(cache: Path, *arguments: dict[str, Any]) -> tuple[list[list[Any]], str]:
+    """What comes of each load, and standard error; in one process: the hub's variables are read at an import."""
+    environment = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
 Loads = tuple[dict[str, list[list[Any]]], str]
 
 
 @pytest.fixture(scope="module")
 def loads(cache: Path) -> Loads:
-    """What came of every request, and standard error; in one process: the hub's variables are read at an import."""
-    environment = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, json.dumps([one for each in REQUESTS.values() for one in each])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    results = (json.loads(line) for line in done.stdout.splitlines())
-    return {name: [next(results) for _ in requests] for name, requests in REQUESTS.items()}, done.stderr
+    """What came of every request, and standard error."""
+    results, errors = load_all(cache, *(one for each in REQUESTS.values() for one in each))
+    left = iter(results)
+    return {name: [next(left) for _ in requests] for name, requests in REQUESTS.items()}, errors
 
 
 @pytest.mark.long

@@ -65,6 +65,7 @@ LOADED = [name for name in TYPES if has_causal_text(name)]
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in LOADED]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("model_type", CASES)
 def test_the_text_network_computes_what_the_whole_model_does(model_type: str, tmp_path: Path) -> None:
     if model_type in NOT_BUILT:

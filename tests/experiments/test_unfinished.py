@@ -78,6 +78,7 @@ def drawn_in_turn(folder: Path, share: str) -> bool:
     return share in (first, others[FOLDERS.index(folder) % len(others)])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(
     "folder",

@@ -275,6 +275,7 @@ def wrong(reader: Reader, kept: Path, path: Path, cases: list[tuple[int, tuple[A
     return found
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("cases", [80, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", READERS)
 def test_a_value_of_another_kind_is_told(kind: str, cases: int, tmp_path: Path) -> None:

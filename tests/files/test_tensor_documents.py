@@ -52,6 +52,7 @@ def same(found: Any, wanted: Any) -> bool:
     return torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_told_or_without_effect(kind: str, cases: int, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def spare_model_of(name: str) -> Any:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [*FAMILIES, *SPARE])
 def test_a_run_without_a_pattern_is_the_run_with_one_token_for_token(name: str) -> None:
     model, options = plain_model_of(name), settings_of(name)

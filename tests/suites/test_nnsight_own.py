@@ -50,6 +50,7 @@ build none."""
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("host", LEAST)
 def test_nnsight_s_own_tests_hold_of_diffusion_lm(host: str, tmp_path: Path) -> None:
     tests = unpacked_sdist("nnsight") / "tests"

@@ -172,6 +172,7 @@ def test_every_family_of_masked_models_is_here():
     assert {family for family, _ in MODELS.values()} == masked
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("model", MODELS)
 def test_common_model_tests(model: str):
     family, settings = MODELS[model]

@@ -45,6 +45,7 @@ def test_our_solution_is_accepted(number):
     assert check(number, answer(number)) == []
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("number", "mistake"), MISTAKES)
 def test_a_mistake_is_rejected(number, mistake):
     wrong = json.loads(json.dumps(solution(number).solve(**mistake)))
