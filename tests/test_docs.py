@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 REFERENCE = [page for page in PAGES if page not in RECIPES]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "page",
     [

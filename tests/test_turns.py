@@ -1,4 +1,4 @@
-"""A third of the cases of some long tests in each run, all of them in three."""
+"""A quarter of the cases of some long tests in each run, all of them in four."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ def cases(test: str, count: int, *marks: str) -> list[SimpleNamespace]:
     ]
 
 
-def test_three_turns_have_every_case_once_and_all_other_tests_always(monkeypatch):
+def test_the_turns_have_every_case_once_and_all_other_tests_always(monkeypatch):
     turned = [*cases("a.py::one", 7, "long", "in_turn"), *cases("a.py::two", 2, "long", "in_turn")]
     others = [*cases("a.py::quick", 3, "in_turn"), *cases("a.py::long", 3, "long"), *cases("a.py::plain", 3)]
     run = []
@@ -30,13 +30,13 @@ def test_three_turns_have_every_case_once_and_all_other_tests_always(monkeypatch
         assert left.isdisjoint(item.nodeid for item in others)
         run.append([item.nodeid for item in turned if item.nodeid not in left])
     assert sorted(name for names in run for name in names) == sorted(item.nodeid for item in turned)
-    assert [len(names) for names in run] == [4, 3, 2]
+    assert [len(names) for names in run] == [3, 3, 2, 1]
     monkeypatch.setenv(TAKEN, "all")
     assert left_to_others([*others, *turned]) == []
 
 
 def test_a_run_that_leaves_cases_to_others_says_so():
-    assert said("1").startswith("long tests marked in_turn: turn 1 of 0 to 2;")
+    assert said("1").startswith("long tests marked in_turn: turn 1 of 0 to 3;")
     assert said("all") == said(None) == ""
 
 
@@ -55,4 +55,4 @@ def test_chosen_files_have_all_their_cases_and_another_turn_is_refused():
         == collected("all").count("test_a_mistake_is_rejected")
         > 9
     )
-    assert f"{NAME} is '5'; give 0, 1, 2 or all" in collected("5")
+    assert f"{NAME} is '5'; give 0 to 3, or all" in collected("5")

@@ -1,8 +1,8 @@
-"""Long tests that are run in turn: many cases of one code path, of which a run of all tests has a third.
+"""Long tests that are run in turn: many cases of one code path, of which a run of all tests has a quarter.
 
-Cases of a test that is marked `in_turn` (and `long`) are divided into three turns. The turn of a run follows from
-the number of commits, so that any three commits after each other have run all cases. A run of chosen files or
-tests has all of theirs, and so has one with DLM_LENS_TURN=all (`make test-every`); with 0, 1 or 2 it has that turn.
+Cases of a test that is marked `in_turn` (and `long`) are divided into four turns. The turn of a run follows from
+the number of commits, so that any four commits after each other have run all cases. A run of chosen files or
+tests has all of theirs, and so has one with DLM_LENS_TURN=all (`make test-every`); with 0 to 3 it has that turn.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-TURNS = 3
+TURNS = 4
 NAME = "DLM_LENS_TURN"
 TAKEN = "_DLM_LENS_TURN_TAKEN"
 """What the run takes, for the processes of pytest-xdist."""
@@ -28,7 +28,7 @@ def take_turn(config: pytest.Config) -> None:
         return
     chosen = os.environ.get(NAME) or _turn_of_the_commit()
     if chosen not in ("all", *map(str, range(TURNS))):
-        raise pytest.UsageError(f"{NAME} is {chosen!r}; give 0, 1, 2 or all")
+        raise pytest.UsageError(f"{NAME} is {chosen!r}; give 0 to {TURNS - 1}, or all")
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     os.environ[TAKEN] = chosen if whole else "all"
 

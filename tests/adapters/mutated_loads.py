@@ -1,9 +1,8 @@
 """Loads random mutations of a tiny checkpoint within bounds of memory and time; run by test_mutated_checkpoints.py.
 
-Arguments: a directory to work in, a seed, a number of mutations, families. Each family has mutations of its own, by
-the seeds that follow the last one's, and a process of its own, a fork of this one, which has imported what takes
-longest. Writes JSON lines with the family: one per violation, and a last one with the number of outcomes of each
-kind.
+Arguments: a directory to work in, a seed, a number of mutations, families. Each family has a process of its own, a
+fork of this one, which has imported what takes longest. Writes JSON lines with the family: one per violation, and a
+last one with the number of outcomes of each kind.
 """
 
 import collections
@@ -195,11 +194,11 @@ def mutate_many(place: Path, family: str, seed: int, count: int) -> None:
 def main() -> None:
     """Every family in a child."""
     place, seed, count, *families = sys.argv[1:]
-    for index, family in enumerate(families):
+    for family in families:
         child = os.fork()
         if child == 0:
             try:
-                mutate_many(Path(place) / family, family, int(seed) + index * int(count), int(count))
+                mutate_many(Path(place) / family, family, int(seed), int(count))
             except BaseException:
                 say(family=family, wrong=traceback.format_exc()[-4000:])
             finally:

@@ -35,18 +35,21 @@ MUTATED += ("nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder", "sdl
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """60 mutations of each family, no two families' the same: 900 in all.
-
-    What reads and refuses config.json, tokenizer files, indices and headers is one for all families.
-    """
-    return outcomes(tmp_path_factory.mktemp("mutated"), MUTATED, 1000, 60)
+def many(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    """Of the families that this run has, in one process: to import torch takes longer than 120 mutations."""
+    here = f"{request.node.nodeid}::test_many_"
+    asked = " ".join(item.nodeid for item in request.session.items if item.nodeid.startswith(here))
+    families = [family for family in MUTATED if f"[{family}]" in asked]
+    return outcomes(tmp_path_factory.mktemp("mutated"), families, 1000, 120)
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("family", MUTATED)
 def test_many_mutations_of_every_family_load_or_are_refused(
     family: str, many: dict[str, list[dict[str, Any]]]
 ) -> None:
-    check(many[family], refusals=15, unchanged=8)
+    check(many[family], refusals=30, unchanged=15)

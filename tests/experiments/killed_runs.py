@@ -1,4 +1,7 @@
-"""`kill_when`: work in a fork of this process, which has the imports, killed (SIGKILL) once something is so."""
+"""`kill_when`: work in a fork of this process, which has the imports, killed (SIGKILL) once something is so.
+
+Not for work that loads a model: its threads fail in a fork of a process whose torch has computed.
+"""
 
 import os
 import signal

@@ -1,5 +1,9 @@
 """Table 1's conditions, and what its account says of them, against runs and counts of another make."""
 
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +28,7 @@ from dlm_lens.experiments.results import Record, Results
 from dlm_lens.hooks import mask_positions, mask_random, mask_sinks, mask_top_sinks, sink
 from dlm_lens.testing import tiny
 from tests.experiments.finished_runs import finished_run
-from tests.experiments.killed_runs import kill_when
+from tests.preloaded import python
 
 PROMPTS = [[3, 41, 7, 7, 19, 28, 55, 2, 33, 14, 9, 50], [12, 8, 44, 31, 5, 26, 17, 40, 22]]
 RUN = {"gen_length": 8, "steps": 4}
@@ -451,16 +455,32 @@ def test_the_harness_s_path_gives_the_same_answers(monkeypatch: pytest.MonkeyPat
     assert theirs["mass"] == pytest.approx(ours["mass"], rel=0.1)
 
 
+KILLED = """
+import os
+from dlm_lens.experiments import find_experiment, run_experiment
+print(os.getpid(), flush=True)
+run_experiment(find_experiment("table1-masking"), {out!r}, small=True, settings={settings!r})
+"""
+
+
 @pytest.mark.long
 def test_table_1_killed_and_resumed_is_the_table_that_was_not(tmp_path: Path) -> None:
     settings = {"models": ["toy"], "prompts": 2, "batch": 1, "columns": [1, 5], "variants": ["random", "mass"],
                 "sampler": {"gen_length": 8, "steps": 8}}  # fmt: skip
     path = tmp_path / "killed" / "results-00000.jsonl"
     experiment = find_experiment("table1-masking")
-    kill_when(
-        lambda: path.exists() and path.read_text().count('"item"') >= 4,
-        lambda: run_experiment(experiment, tmp_path / "killed", small=True, settings=settings),
-    )
+    # No fork of this process: a model is loaded by threads, which fail in a fork of one whose torch has computed.
+    script = KILLED.format(out=str(tmp_path / "killed"), settings=settings)
+    command = [python(), "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+        assert running.stdout is not None
+        program, deadline = int(running.stdout.readline()), time.monotonic() + 240
+        while not path.exists() or path.read_text().count('"item"') < 4:
+            assert running.poll() is None, "it ended before it was killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(program, signal.SIGKILL)
+        assert running.wait() == -signal.SIGKILL
     kept = path.read_text().count('"item"')
     assert 4 <= kept < 14
     resumed = run_experiment(experiment, tmp_path / "killed", small=True, settings=settings)

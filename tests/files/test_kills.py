@@ -138,6 +138,7 @@ def check_again(scene: str, path: Path, wanted: Path, how: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_disk_calls(scene: str, tmp_path: Path) -> None:
     warm(scene)
@@ -154,6 +155,7 @@ def test_killed_at_disk_calls(scene: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("scene", SCENES)
 def test_killed_at_random(scene: str, tmp_path: Path) -> None:
     warm(scene)

@@ -5,6 +5,8 @@ be renamed, replaced or deleted (Python opens files without FILE_SHARE_DELETE), 
 folder cannot be opened. A file that is open for reading alone cannot be flushed. Some characters are not for names.
 Processes are spawned, not forked. The modules of the library that ask for the system see "win32", and none of the
 names that `os` lacks there.
+
+Of the tests, those run that have a directory to write into: the rules concern no other.
 """
 
 import builtins
@@ -18,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 NOT_IN_NAMES = frozenset('<>:"|?*\\') | {chr(code) for code in range(32)}
 UNIX_ONLY = ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_DIRECTORY")
@@ -152,6 +156,14 @@ def install() -> None:
         vars(module.os).update(
             replace=os.replace, rename=os.rename, unlink=os.unlink, open=_os_open, mkdir=_mkdir, fsync=_fsync
         )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests without a temporary directory."""
+    # `fixturenames` has the fixtures of fixtures too.
+    writes = [not {"tmp_path", "tmp_path_factory"}.isdisjoint(getattr(item, "fixturenames", ())) for item in items]
+    config.hook.pytest_deselected(items=[item for item, kept in zip(items, writes, strict=True) if not kept])
+    items[:] = [item for item, kept in zip(items, writes, strict=True) if kept]
 
 
 install()
