@@ -474,12 +474,12 @@ def _quiet() -> Iterator[None]:
         source.removeFilter(keep)
 
 
-_environment = cache(collect_env.get_pretty_env_info)  # which starts pip: once for all evaluations of a process
+_environment = cache(collect_env.get_pretty_env_info)  # starts pip and ten other programs: once a process
 
 
 @contextmanager
 def _known_surroundings() -> Iterator[None]:
-    """Let the harness look for the commit of the working directory without git's message where there is none."""
+    """Let the harness look for the commit without git's message where there is none, and know its environment."""
     from lm_eval import evaluator
     from lm_eval.loggers.utils import get_commit_from_path
 

@@ -141,6 +141,21 @@ def test_git_is_quiet_outside_a_repository(
     assert found.results["git_hash"] is None
 
 
+@pytest.mark.long
+def test_the_environment_is_described_once_for_all_evaluations(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[str] = []
+    monkeypatch.setattr(evaluation.collect_env, "get_env_info", lambda: f"description {len(described)}")
+    monkeypatch.setattr(evaluation.collect_env, "pretty_str", lambda info: described.append(info) or info)
+    evaluation._environment.cache_clear()
+    try:
+        few = {"steps": 1, "block_length": 32}
+        found = [evaluate(toy, "toy_lists", limit=1, generation=few).results for _ in range(2)]
+    finally:
+        evaluation._environment.cache_clear()
+    assert described == ["description 0"]
+    assert [results["pretty_env_info"] for results in found] == described * 2
+
+
 def test_worked_examples_and_chats_reach_the_prompt(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy.tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] }}{% endfor %} .")
     lm = HarnessLM(toy, max_length=200)
