@@ -69,7 +69,7 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if wheel:
-            print(f"\nsize of what is installed\n\n| | MB |\n|---|---:|\n| wheel | {wheel_size(folder):.2f} |")
+            print(f"\nsize of what is installed\n\n| | MB |\n|---|---:|\n| wheel | {wheel_size(folder):.3f} |")
         print(f"\nseconds from start to exit; {machine()}\n\n| | seconds |\n|---|---:|")
         nothing = seconds_of(["-c", "pass"], folder)
         imported = seconds_of(["-c", "import dlm_lens"], folder)

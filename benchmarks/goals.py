@@ -108,6 +108,11 @@ def changed(new: Sequence[float], old: Sequence[float]) -> bool:
     return min(new) > max(old) or max(new) < min(old)
 
 
+def shown(value: float, goal: float) -> str:
+    """Three digits of a value, or four where three are those of a goal that it does not have."""
+    return f"{value:.4g}" if value != goal and float(f"{value:.3g}") == goal else f"{value:.3g}"
+
+
 def page_table(kept: Mapping[str, Mapping[str, Any]]) -> str:
     """The table of goals, in Markdown."""
     lines = ["| | goal | measured | from, to | | command, date |", "|---|---:|---:|---:|---|---|"]
@@ -119,8 +124,9 @@ def page_table(kept: Mapping[str, Mapping[str, Any]]) -> str:
         values = found["values"]
         middle, sign = statistics.median(values), "at least " if row.more else ""
         verdict = "met" if row.met(middle) else "**missed**"
+        found_middle, least, greatest = (shown(each, row.goal) for each in (middle, min(values), max(values)))
         lines.append(
-            f"| {row.what} | {sign}{row.goal:g} | {middle:.3g} | {min(values):.3g}, {max(values):.3g} | {verdict} "
+            f"| {row.what} | {sign}{row.goal:g} | {found_middle} | {least}, {greatest} | {verdict} "
             f"| `python -m benchmarks.{row.command}`, {found['date']} |"
         )
     machines = sorted({found["machine"] for found in kept.values()})
