@@ -39,8 +39,8 @@ from dlm_lens.files.atomic_writes import DiskFullError
 from dlm_lens.option_values import read_setting
 from dlm_lens.testing import tiny
 from dlm_lens.training import ModelSettings, NextToken, TrainingSettings, plan
-from tests.experiments.killed_runs import kill_when
 from tests.files.damage import damage
+from tests.files.kills import kill_when
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "experiments").glob("[ado]*/*.py"))
 

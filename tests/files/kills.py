@@ -131,3 +131,21 @@ def hidden(directory: Path) -> list[str]:
 def contents(directory: Path) -> dict[str, bytes]:
     """All files of a directory."""
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def kill_when(arrived: Callable[[], bool], work: Callable[[], Any]) -> None:
+    """Do some work in a child, which is killed wherever it is once `arrived` is true; it must not end before.
+
+    Not for work that loads a model: its threads fail in a fork of a process whose torch has computed.
+    """
+
+    def watch() -> None:
+        def die() -> None:
+            while not arrived():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=die, daemon=True).start()
+
+    status, told = run_forked(work, watch)
+    assert status == -signal.SIGKILL, f"it ended before it was killed: {told}"
