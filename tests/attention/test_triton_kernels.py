@@ -100,7 +100,8 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
         sums, stats = triton_pattern_stats(*given, weights.to(device), case.causal, first, canvas)
         torch.testing.assert_close(sums, got, **close)  # blocks of another size
         torch.testing.assert_close(stats.double().cpu(), by_query(pattern, first, canvas), **close)
-    assert torch.equal(triton_pattern_stats(*given, None, case.causal, first, canvas)[1], stats)
+        if device != "cpu" or first == case.keys - case.queries:  # the interpreter is slow
+            assert torch.equal(triton_pattern_stats(*given, None, case.causal, first, canvas)[1], stats)
     known = triton_received_sums(*given, weights.to(device), case.causal, lse)
     torch.testing.assert_close(known, got, **close)
     if device != "cpu":  # the same bits, where programs run side by side: the interpreter runs them one by one
