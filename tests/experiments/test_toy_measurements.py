@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
+from experiments.toy import hidden_sink
 from experiments.toy.claims import below
 from experiments.toy.hidden_sink import measure
 from experiments.toy.knockout import hide_column
@@ -149,7 +150,8 @@ def test_intervals_decide() -> None:
 def test_a_model_with_its_learned_sink_hidden_answers_worse_than_with_the_controls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("experiments.toy.hidden_sink.TASKS", ("L", "A"))  # of the three, those with a sum
+    assert sorted(hidden_sink.TASKS) == ["A", "F", "L"]
+    monkeypatch.setattr(hidden_sink, "TASKS", ("L", "A"))  # what is asserted below is of these
     lines = {line[0]: line[2:] for line in measure(dl.load("toy-sink"), 6, rows=1000)}
     assert list(lines) == ["L", "A"]
     for nothing, hidden, columns, mass in ([float(cell.split()[0]) for cell in cells] for cells in lines.values()):
