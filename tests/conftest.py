@@ -67,8 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
     take_turn(config)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if line := said(os.environ.get(TAKEN)):
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    asked = config.option.markexpr != "not long"
+    if asked and (line := said(os.environ.get(TAKEN))):
         terminalreporter.write_line(line)
 
 

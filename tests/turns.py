@@ -2,7 +2,8 @@
 
 Cases of a test that is marked `in_turn` (and `long`) are divided into four turns. The turn of a run follows from
 the number of commits, so that any four commits after each other have run all cases. A run of chosen files or
-tests has all of theirs, and so has one with DLM_LENS_TURN=all (`make test-every`); with 0 to 3 it has that turn.
+tests (by `-k` too) has all of theirs, and so has one with DLM_LENS_TURN=all (`make test-every`); with 0 to 3 it has
+that turn.
 """
 
 import os
@@ -30,7 +31,7 @@ def take_turn(config: pytest.Config) -> None:
     chosen = os.environ.get(NAME) or _turn_of_the_commit()
     if chosen not in ("all", *map(str, range(TURNS))):
         raise pytest.UsageError(f"{NAME} is {chosen!r}; give 0 to {TURNS - 1}, or all")
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
     os.environ[TAKEN] = chosen if whole else "all"
 
 
