@@ -100,6 +100,8 @@ def outcome(scene: Scene, model: Any, family: str) -> Any:
 def on_the_cpu(family: str, name: str) -> Any:
     found = outcome(scenes_of(family)[name], model_of(family), family)
     assert not isinstance(found, Refused) or name in REFUSED_BY_SOME, found
+    if isinstance(found, torch.Tensor) and found.is_floating_point():
+        assert not found.isnan().all(), f"{name} of {family} has no number that a device could return"
     return found
 
 

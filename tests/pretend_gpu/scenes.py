@@ -216,6 +216,13 @@ MASKED_ONLY: dict[str, Scene] = {
     "canvas edited": lambda m, f: told(run(m, f, on_canvas=lambda step, canvas: canvas)),
     "Monte Carlo likelihood": lambda m, f: dl.log_likelihood(m, PROMPTS, [[7, 8], [4, 6]], samples=4).value,
     "position or token": lambda m, f: dl.sinks.position_or_token(m, run(m, f), seed=0).trials.iloc[:, -1].tolist(),
-    "received from masks": lambda m, f: dl.received_over_steps(m, run(m, f), queries="masked").values,
+    "received from masks": lambda m, f: (
+        dl.received_over_steps(
+            m,
+            run(m, f),
+            queries="masked",
+            min_viewers=1,  # of six masks and fewer
+        ).values
+    ),
     "sink mechanism": lambda m, f: probes.sink_mechanism(m, PROMPTS, dl.TopK(1), gen_length=4).dependence,
 }

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.pretend_gpu.comparison import FAMILIES, NO_FLOAT64, assert_same, model_of, on_the_cpu, outcome, scenes_of
+from tests.pretend_gpu.division import KINDS, OF_A_FAMILY, ORDER, PLACED, is_made, whose_turn
 from tests.pretend_gpu.placing import EVERYWHERE, PLACEMENTS, Placement, placed
 from tests.pretend_gpu.probe_scenes import PROBES
-from tests.pretend_gpu.turns import KINDS, OF_A_FAMILY, ORDER, PLACED, in_turn, whose_turn
 
 
 @pytest.mark.parametrize(("family", "where"), PLACED)
@@ -17,7 +17,7 @@ def test_calls_equal_those_on_the_cpu(family: str, where: Placement, tmp_path: P
     # what a call left behind in the model would show in the next.
     model = placed(model_of(family), where, tmp_path)
     for name, scene in scenes_of(family).items():
-        if not in_turn(name, family, where):
+        if not is_made(name, family, where):
             continue
         try:
             assert_same(outcome(scene, model, family), on_the_cpu(family, name))
@@ -31,9 +31,9 @@ def test_every_call_is_made_in_every_place_and_with_families_of_every_kind() -> 
     for name in set(ORDER) - {*OF_A_FAMILY, *PROBES}:
         without = [kind for kind in KINDS if whose_turn(name, kind) is None]
         assert without in ([], [("causal",)]), name  # whose runs have no masks, and grow
-        places = {where for where in PLACEMENTS[1:] for family in EVERYWHERE if in_turn(name, family, where)}
+        places = {where for where in PLACEMENTS[1:] for family in EVERYWHERE if is_made(name, family, where)}
         assert places in ({"split", "cpu"}, {"split", "disk"}), name
     for family in FAMILIES:
-        made = [name.split(":")[0] for name in scenes_of(family) if in_turn(name, family, "one")]
+        made = [name.split(":")[0] for name in scenes_of(family) if is_made(name, family, "one")]
         assert made.count("hook") >= 2, family
         assert {"denoise", "nnsight", "record"} <= set(made), family

@@ -41,7 +41,7 @@ if NO_FLOAT64:
     PLACED = [(family, "split" if family == "sink_llama" else "one") for family in chain(*KINDS)]
 
 
-def in_turn(name: str, family: str, where: Placement) -> bool:
+def is_made(name: str, family: str, where: Placement) -> bool:
     """Whether a call is made with this family in this place.
 
     What is a family's own is made with every family on one device, and `denoise` in every place. The rest is the
