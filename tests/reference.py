@@ -69,14 +69,30 @@ def gated64(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return (value * torch.sigmoid(value) * (x @ up.T)) @ down.T
 
 
-def routed64(config: Any, logits: Tensor, bias: Tensor) -> tuple[list[int], list[float]]:
+def shared64(config: Any, logits: Tensor, bias: Tensor) -> list[list[int]]:
+    """The experts among which each token of one row may choose in LLaDA2.2, those of its block."""
+    found: list[list[int]] = []
+    for start in range(0, len(logits), config.block_size):
+        block = [
+            [1 / (1 + math.exp(-float(one))) for one in token] for token in logits[start:][: config.block_size]
+        ]
+        best = [max(token[expert] for token in block) + float(bias[expert]) for expert in range(len(bias))]
+        order = sorted(range(len(best)), key=lambda expert: -best[expert])[: config.expert_capacity]
+        found += [order] * len(block)
+    return found
+
+
+def routed64(
+    config: Any, logits: Tensor, bias: Tensor, allowed: list[int] | None = None
+) -> tuple[list[int], list[float]]:
     """Chosen experts of one token, best first, and their weights, entry by entry."""
     scores = [1 / (1 + 2.718281828459045 ** -float(one)) for one in logits]
     ranked = [score + float(b) for score, b in zip(scores, bias, strict=True)]
-    size = len(ranked) // config.n_group
-    groups = [range(size * group, size * (group + 1)) for group in range(config.n_group)]
-    groups.sort(key=lambda group: -sum(sorted(ranked[one] for one in group)[-2:]))
-    allowed = [one for group in groups[: config.topk_group] for one in group]
+    if allowed is None:
+        size = len(ranked) // config.n_group
+        groups = [range(size * group, size * (group + 1)) for group in range(config.n_group)]
+        groups.sort(key=lambda group: -sum(sorted(ranked[one] for one in group)[-2:]))
+        allowed = [one for group in groups[: config.topk_group] for one in group]
     chosen = sorted(allowed, key=lambda one: -ranked[one])[: config.num_experts_per_tok]
     total = sum(scores[one] for one in chosen) if len(chosen) > 1 else 1.0
     return chosen, [scores[one] / total * config.routed_scaling_factor for one in chosen]
@@ -86,11 +102,15 @@ def experts64(config: Any, weights: Mapping[str, Tensor], prefix: str, x: Tensor
     """The mixture of experts of LLaDA2, LLaDA-MoE or RND1, token by token."""
     shared = [weights.get(f"{prefix}shared_experts.{name}_proj.weight") for name in ("gate", "up", "down")]
     stacks = weights[f"{prefix}experts.gate_up_proj"], weights[f"{prefix}experts.down_proj"]
-    found = []
-    for token in x.flatten(0, 1):
+    found, bias = [], weights.get(f"{prefix}gate.e_score_correction_bias")
+    allowed: list[list[int] | None] = [None] * (x.shape[0] * x.shape[1])
+    if getattr(config, "expert_capacity", None):
+        gates = x @ weights[f"{prefix}gate.weight"].T
+        allowed = [one for row in gates for one in shared64(config, row, bias)]
+    for token, among in zip(x.flatten(0, 1), allowed, strict=True):
         logits = weights[f"{prefix}gate.weight"] @ token
-        if f"{prefix}gate.e_score_correction_bias" in weights:
-            chosen = routed64(config, logits, weights[f"{prefix}gate.e_score_correction_bias"])
+        if bias is not None:
+            chosen = routed64(config, logits, bias, among)
         else:  # the k largest of a softmax: of LLaDA-MoE as they are, of RND1 divided by their sum
             likely = torch.exp(logits - logits.max()) / torch.exp(logits - logits.max()).sum()
             best = sorted(range(len(likely)), key=lambda expert: -float(likely[expert]))[

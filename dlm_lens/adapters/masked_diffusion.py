@@ -52,6 +52,16 @@ LLADA2_EDITING_SAMPLER = {
 }
 """The defaults of ZHZisZZ/dllm's LLaDA21Sampler."""
 
+LLADA2_LEVENSHTEIN_SAMPLER = {
+    "steps_per_block": 32,
+    "gen_length": 128,
+    "block_length": 32,
+    "threshold": 0.5,
+    "editing_threshold": 0.0,
+    "max_post_steps": 16,
+}
+"""The defaults of LLaDA2.2's `generate`; gen_length is ours."""
+
 DMAX_SAMPLER = {
     "gen_length": 128,
     "block_length": 32,

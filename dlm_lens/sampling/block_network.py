@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.float32_rotation import EqualDtypeCache
-from dlm_lens.attention import BlockLayout, additive_mask, decoder_of, position_ids
+from dlm_lens.attention import BlockLayout, additive_mask, decoder_of, padding_before, position_ids
 from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.placement import on_input_device
 from dlm_lens.sampling.denoising_run import StepPlan
@@ -24,6 +24,10 @@ class BlockLogits(CanvasLogits):
     overlaps is computed at every step, fewer positions than a block has. Each finished block is computed with all
     its positions in one pass before a part of it is kept, so that every row is what it is alone. An edit of a
     finished block empties the cache.
+
+    In models whose router chooses experts for blocks of tokens (LLaDA2.2) there is no cache where it would cut such
+    a block: if the blocks that are decoded are no multiples of it, and in batches whose texts begin at unequal
+    places of it.
 
     Positions between the end of a row's block and the end of the span are computed too. No position that is
     predicted sees them, and statistics do not count them.
@@ -50,12 +54,20 @@ class BlockLogits(CanvasLogits):
     ) -> None:
         super().__init__(model, content, **options)
         self.content, self.layout = content, layout
-        self.use_cache, self.ignored = use_cache, ignored
+        self.use_cache, self.ignored = use_cache and self._keeps_experts(), ignored
         self._cache: Any = None
         self._cached = 0
         self._known = content[:, :0].long()
         self._finished = content[:, :0]
         self._last: Tensor | None = None
+
+    def _keeps_experts(self) -> bool:
+        """Whether every pass of a cached run would begin where a block of the router begins, in every row."""
+        length = getattr(self.model.config, "expert_block_length", None)
+        if length is None:
+            return True
+        begins, texts = self.layout.first % length, padding_before(self.content) % length
+        return self.layout.length % length == 0 and bool((begins == texts).all() and (texts == texts[:1]).all())
 
     def of_step(
         self, canvas: Int[Tensor, "batch position"], plan: StepPlan, request: LogitsRequest

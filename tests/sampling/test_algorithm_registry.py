@@ -61,7 +61,7 @@ ALGORITHM = Algorithm("leftmost", LeftmostSettings, LeftmostSampler, answer_sett
 def test_algorithms_are_found_by_their_files() -> None:
     found = algorithms()
     blocks = ["bd3lm", "d2f", "dllm_blocks", "dmax", "fast_dllm_v2", "llada2", "llada2_editing", "multi_block"]
-    blocks += ["sdar", "nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder"]
+    blocks += ["llada2_levenshtein", "sdar", "nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder"]
     others = [
         "causal",
         "dreamon",
@@ -94,6 +94,7 @@ def test_algorithms_are_found_by_their_files() -> None:
     assert [name for name, algorithm in found.items() if not algorithm.sampler.has_quirks] == [
         "causal",
         "entropy_bound",
+        "llada2_levenshtein",
     ]
 
 

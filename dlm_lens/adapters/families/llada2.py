@@ -1,4 +1,4 @@
-"""LLaDA2.0, 2.1 and DMax: mixtures of experts that denoise in blocks; Glm4Moe's layers without causality."""
+"""LLaDA2.0, 2.1, 2.2 and DMax: mixtures of experts that denoise in blocks; Glm4Moe's layers without causality."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeModel
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 
+from dlm_lens.adapters.block_routed_experts import BlockRoutedLayer, blocks_of_pass
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.group_limited_experts import EXPERTS, GroupLimitedExperts, fused_projections
 from dlm_lens.adapters.masked_diffusion import (
     DMAX_SAMPLER,
     LLADA2_EDITING_SAMPLER,
+    LLADA2_LEVENSHTEIN_SAMPLER,
     LLADA2_MULTI_BLOCK_SAMPLER,
     LLADA2_SAMPLER,
     MaskedDiffusionMixin,
@@ -33,14 +35,8 @@ NAMES = {
 FIXED: dict[str, Any] = {"score_function": "sigmoid", "moe_router_enable_expert_bias": True, "norm_topk_prob": True}
 """Fields that the authors' model file does not read; another value describes another router."""
 
-LATER = ("delete_token_id", "split_token_id", "expert_capacity")
-"""Fields of LLaDA2.2's config.json alone."""
-
-LLADA2_2 = (
-    "LLaDA2.2, whose steps delete and insert tokens and whose router chooses experts for a block of tokens, which "
-    "is not here; take inclusionAI/LLaDA2.0-mini, inclusionAI/LLaDA2.1-mini or a larger one of these"
-)
-"""What such a checkpoint is: as LLaDA2.0 it would load, and write other tokens."""
+LAYERS = ["Glm4MoeDecoderLayer", "BlockRoutedLayer"]
+"""The modules that a device map leaves whole."""
 
 
 @strict
@@ -49,9 +45,14 @@ class LLaDA2Config(OriginalFields, Glm4MoeConfig):
 
     Args:
         use_bias: the attention's output projection has a bias.
+        expert_capacity: in LLaDA2.2, the experts among which the tokens of a block choose; None or 0: of groups.
+        block_size: the tokens of such a block.
+        delete_token_id: in LLaDA2.2, the proposal that deletes a token.
+        split_token_id: likewise, the proposal that inserts a mask before a token.
 
     Raises:
-        ValueError: a router that LLaDA2 does not have, groups that do not fit the experts, or a field of LLaDA2.2.
+        ValueError: a router that LLaDA2 does not have, or experts that do not fit it; one of LLaDA2.2's two tokens
+            without the other.
     """
 
     model_type = "llada2_moe"
@@ -75,6 +76,10 @@ class LLaDA2Config(OriginalFields, Glm4MoeConfig):
     first_k_dense_replace: int = 0
     head_dim: int | None = None
     num_mtp_layers: int = 0
+    expert_capacity: int | None = None
+    block_size: int | None = None
+    delete_token_id: int | None = None
+    split_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Take the authors' names of fields before Glm4Moe reads its own; switch the cache off."""
@@ -82,13 +87,37 @@ class LLaDA2Config(OriginalFields, Glm4MoeConfig):
             given = kwargs.pop(name, None)
             if given not in (None, wanted):
                 raise ValueError(f"LLaDA2 config has {name}={given!r}; only {wanted!r} is implemented")
-        for name in LATER:
-            if (given := kwargs.pop(name, None)) is not None:
-                raise ValueError(f"LLaDA2 config has {name}={given!r}: it is {LLADA2_2}")
         self.take_original_names(kwargs)
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if (self.delete_token_id is None) != (self.split_token_id is None):
+            raise ValueError(
+                f"delete_token_id is {self.delete_token_id} and split_token_id {self.split_token_id}: LLaDA2.2 has "
+                "both, other models neither"
+            )
+        if self.sampler is None and self.delete_token_id is not None:
+            self.sampler = "llada2_levenshtein"
+        if self.trained_block_length is None:
+            self.trained_block_length = self.expert_block_length
+        self._check_router()
+        super().__post_init__(**without_foreign_fields(kwargs))
+        self.use_cache, self.norm_topk_prob = False, self.num_experts_per_tok > 1
+
+    @property
+    def expert_block_length(self) -> int | None:
+        """The tokens of a block whose tokens choose among few experts; None where every token chooses alone."""
+        return self.block_size if self.expert_capacity else None
+
+    def _check_router(self) -> None:
+        """Raise if the experts do not fit the router."""
         groups, experts = self.n_group, self.n_routed_experts
+        if self.expert_capacity:
+            if not self.block_size or not self.num_experts_per_tok <= self.expert_capacity <= experts:
+                raise ValueError(
+                    f"expert_capacity is {self.expert_capacity} and block_size {self.block_size}: a block of at "
+                    f"least 1 token shares {self.num_experts_per_tok} (num_experts_per_tok) to {experts} experts"
+                )
+            return
         if groups < 1 or experts % groups or experts // groups < 2 or not 1 <= self.topk_group <= groups:
             raise ValueError(
                 f"{experts} experts in n_group {groups} with topk_group {self.topk_group}: a router needs groups "
@@ -100,8 +129,6 @@ class LLaDA2Config(OriginalFields, Glm4MoeConfig):
                 f"num_experts_per_tok is {self.num_experts_per_tok}; {self.topk_group} groups of "
                 f"{experts // groups} experts allow 1 to {most}"
             )
-        super().__post_init__(**without_foreign_fields(kwargs))
-        self.use_cache, self.norm_topk_prob = False, self.num_experts_per_tok > 1
 
     def to_dict(self) -> dict[str, Any]:
         """The fields without those that follow from others."""
@@ -118,19 +145,24 @@ class LLaDA2EditingConfig(LLaDA2Config):
 
 
 class LLaDA2Decoder(Glm4MoeModel):
-    """Glm4Moe's decoder with LLaDA2's router, and a bias in the attention's output where the config says so.
+    """Glm4Moe's decoder with a router of LLaDA2's, and a bias in the attention's output where the config says so.
 
     The child `soft_inputs` is called in passes with `token_confidence`, as DMax's sampler makes them; its output is
     the input of the first layer.
     """
 
+    _no_split_modules: ClassVar[list[str]] = LAYERS
+
     def __init__(self, config: LLaDA2Config) -> None:
         super().__init__(config)
+        if config.expert_block_length:
+            layers = (BlockRoutedLayer(config, index) for index in range(config.num_hidden_layers))
+            self.layers = nn.ModuleList(layers)
         for layer in cast(Any, self.layers):
             if config.use_bias:
                 attention = layer.self_attn
                 attention.o_proj = nn.Linear(attention.o_proj.in_features, config.hidden_size, bias=True)
-            if isinstance(layer.mlp, Glm4MoeMoE):
+            if isinstance(layer.mlp, Glm4MoeMoE) and not config.expert_block_length:
                 layer.mlp = GroupLimitedExperts(config)
         self.soft_inputs = SoftInputs()
         self.post_init()
@@ -164,11 +196,16 @@ class LLaDA2Decoder(Glm4MoeModel):
             # The method, not the module: hooks on the embedding see the tokens of the pass alone.
             mask = self.embed_tokens.forward(input_ids.new_tensor([self.config.mask_token_id]))
             inputs_embeds = self.soft_inputs(self.embed_tokens(input_ids), mask[0], token_confidence)
+        cache = kwargs.pop(NEW, past_key_values)
+        if (length := self.config.expert_block_length) is not None:
+            shape = tuple(cast(Tensor, input_ids if inputs_embeds is None else inputs_embeds).shape[:2])
+            cached = 0 if cache is None else int(cache.get_seq_length())
+            kwargs["routing_blocks"] = blocks_of_pass(length, position_ids, attention_mask, shape, cached)
         return super().forward(
             input_ids=input_ids if token_confidence is None else None,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            **{CURRENT: kwargs.pop(NEW, past_key_values)},
+            **{CURRENT: cache},
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -180,6 +217,7 @@ class LLaDA2ForMaskedLM(MaskedDiffusionMixin, Glm4MoeForCausalLM):
 
     config_class = LLaDA2Config
     decoder_class: ClassVar[type[Any]] = LLaDA2Decoder
+    _no_split_modules: ClassVar[list[str]] = LAYERS
 
     def __init__(self, config: LLaDA2Config) -> None:
         super().__init__(config)
@@ -205,6 +243,7 @@ RELEASED_2_1 = ("inclusionAI/LLaDA2.1-mini", "inclusionAI/LLaDA2.1-flash")
 RELEASED_2_2 = ("inclusionAI/LLaDA2.2-mini", "inclusionAI/LLaDA2.2-flash")
 RELEASED_DMAX = ("Zigeng/DMax-16B", "Zigeng/DMax-Math-16B", "Zigeng/DMax-Coder-16B")
 RELEASED_MULTI_BLOCK = ("SJTU-DENG-Lab/MBD-Math-LLaDA2-mini-16B", "SJTU-DENG-Lab/MBD-Coder-LLaDA2-mini-16B")
+RELEASED = (*RELEASED_2_0, *RELEASED_2_1, *RELEASED_2_2, *RELEASED_DMAX, *RELEASED_MULTI_BLOCK)
 
 FAMILY = Family(
     name="llada2",
@@ -215,17 +254,18 @@ FAMILY = Family(
     samplers={
         "llada2": LLADA2_SAMPLER,
         "llada2_editing": LLADA2_EDITING_SAMPLER,
+        "llada2_levenshtein": LLADA2_LEVENSHTEIN_SAMPLER,
         "dmax": DMAX_SAMPLER,
         "multi_block": LLADA2_MULTI_BLOCK_SAMPLER,
     },
-    hub_names=(*RELEASED_2_0, *RELEASED_2_1, *RELEASED_DMAX, *RELEASED_MULTI_BLOCK),
+    hub_names=RELEASED,
     hub_samplers={
         **dict.fromkeys(RELEASED_2_1, "llada2_editing"),
+        **dict.fromkeys(RELEASED_2_2, "llada2_levenshtein"),
         **dict.fromkeys(RELEASED_DMAX, "dmax"),
         **dict.fromkeys(RELEASED_MULTI_BLOCK, "multi_block"),
     },
-    hub_block_lengths=dict.fromkeys((*RELEASED_2_0, *RELEASED_2_1, *RELEASED_DMAX, *RELEASED_MULTI_BLOCK), 32),
-    refused=dict.fromkeys(RELEASED_2_2, LLADA2_2),
+    hub_block_lengths=dict.fromkeys(RELEASED, 32),
     special_ids={157184: {"mask": 156895, "eos": 156892}},
     renames=(
         (r"model\.word_embeddings", "model.embed_tokens"),
