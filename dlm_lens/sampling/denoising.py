@@ -114,9 +114,9 @@ def denoise(
             schedule, tokens_per_step, min_length, canvas_length; Sumi: canvas_length, delimiter, schedule,
             min_log_snr, max_log_snr, tokens_per_step; BD3-LM: first_hitting, steps_per_block, nucleus_p, use_cache;
             LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop, and for 2.1
-            editing_threshold, max_post_steps, num_to_transfer; DMax: threshold, end_threshold, steps_per_block,
-            self_conditioning, use_cache; SDAR: steps_per_block, threshold, entropy_bound, top_k, top_p,
-            stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound, t_min, t_max,
+            editing_threshold, max_post_steps, num_to_transfer, for 2.2 repeats; DMax: threshold, end_threshold,
+            steps_per_block, self_conditioning, use_cache; SDAR: steps_per_block, threshold, entropy_bound, top_k,
+            top_p, stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound, t_min, t_max,
             stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2: sub_block_length, threshold,
             top_p, use_cache, use_block_cache; WeDLM: window_length, entropy_threshold, position_penalty, top_k,
             top_p, stop_tokens; SDLM: window_length, threshold, top_k, top_p, stop_tokens; DreamOn: start_length,

@@ -94,7 +94,7 @@ class DenoisingRun(ShowsItself):
         rows_ran: `row_steps`, where the canvases do not show them: in joined runs of different lengths (a recording
             of several batches), in parts, and where a row needed fewer steps than others; None to read them there.
         revised: which decided positions each step rewrote with another token, or opened again; in samplers that
-            edit (LLaDA2.1) or renoise (uniform noise). None, which becomes all False: no step did.
+            edit (LLaDA2.1, 2.2) or renoise (uniform noise). None, which becomes all False: no step did.
         computed: with an approximate cache, the span (start, stop) of positions that each step computed; None for a
             step that computed all. Empty: every step computed all that it saw.
         model: name of the model, as it was loaded; empty if it is not known.
@@ -105,7 +105,8 @@ class DenoisingRun(ShowsItself):
         part: of a part of a run (`Recording.select(step=)`), its place in the whole run; None: these are all steps.
         rows: of some rows of a run (`Recording.select(batch=)`), their numbers in the whole; None: these are all.
         origins: where the token or mask at each position of the next canvas was on the canvas of each step, in
-            samplers that insert and delete masks (DreamOn); -1 for room, which holds neither. None: nothing moves.
+            samplers that insert and delete masks (DreamOn, LLaDA2.2); -1 for an inserted mask of LLaDA2.2, and for
+            room, which holds neither. None: nothing moves.
 
     Raises:
         ValueError: the shapes contradict each other.

@@ -1,4 +1,4 @@
-"""Where tokens were at earlier steps of a run whose sampler inserts and deletes masks (`Sampler.resizes`)."""
+"""Where tokens were at earlier steps of a run whose sampler inserts and deletes masks (DreamOn, LLaDA2.2)."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dlm_lens.sampling.denoising_run import DenoisingRun
 
 NOWHERE = -1
-"""The origin of a position that holds nothing of the text: room for masks."""
+"""The origin of a position that holds nothing that was there before: room for masks, or an inserted mask."""
 
 
 def composed(

@@ -282,7 +282,9 @@ def test_a_checkpoint_of_llada2_2_in_the_original_format(tmp_path: Path) -> None
     for name in ("sampler", "sampler_defaults", "trained_block_length", "mask_token_id"):
         values.pop(name, None)
     (tmp_path / "config.json").write_text(json.dumps(values | {"n_group": 5, "topk_group": 9}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [62, 40]}))
     loaded = dl.load(tmp_path, mask_token_id=63)
+    assert loaded.config.eos_token_id == [62, 40]
     assert loaded(input_ids=ids).logits.equal(model(input_ids=ids).logits)
     run = dl.denoise(loaded, [[1, 2]], gen_length=2)
     assert (run.settings["sampler"], run.settings["block_length"]) == ("llada2_levenshtein", 4)

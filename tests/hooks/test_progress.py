@@ -17,6 +17,11 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bd3lm": ("bd3lm", {}, {"steps": 8, "gen_length": 8, "block_length": 4}),
     "sdar": ("sdar", {}, {"gen_length": 8, "block_length": 4}),
     "rows that end apart": ("llada2", {}, {"gen_length": 5, "block_length": 4, "threshold": 0.3}),
+    "deleting and inserting": (
+        "llada2",
+        {"expert_capacity": 4, "block_size": 4, "delete_token_id": 14, "split_token_id": 61},
+        {"gen_length": 4, "threshold": 0.1, "max_post_steps": 3},
+    ),
     "editing": (
         "llada2",
         {"sampler": "llada2_editing"},

@@ -53,7 +53,7 @@ def test_steps_at_which_a_row_waits_for_others_do_not_count(family: str) -> None
     torch.testing.assert_close(both.means, added.means, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sampler", ["dmax", "llada2_editing"])
+@pytest.mark.parametrize("sampler", ["dmax", "llada2_editing", "llada2_levenshtein"])
 def test_steps_without_open_positions_count_in_samplers_that_rewrite(sampler: str) -> None:
     """A row alone has such steps too, in which a full block is rewritten, or found settled."""
     run = dl.denoise(tiny("llada2", sampler=sampler), [[5, 9, 14, 20, 3]], gen_length=8, seed=0)

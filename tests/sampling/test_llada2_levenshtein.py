@@ -231,6 +231,13 @@ def test_a_hidden_column_is_hidden_in_every_step() -> None:
     assert not hooked.tokens.equal(dl.denoise(model, EQUAL, **RUN).tokens)
 
 
+def test_a_model_without_the_two_tokens_deletes_and_inserts_nothing() -> None:
+    run = dl.denoise(tiny("llada2", sampler="llada2_levenshtein"), PROMPTS, block_length=4, **RUN)
+    assert run.revised.any()
+    assert run.origins is not None
+    assert run.origins.equal(torch.arange(run.tokens.shape[1]).expand_as(run.origins))
+
+
 def test_a_row_ends_with_the_block_of_any_of_its_ends() -> None:
     model = model_of()
     plain = dl.denoise(model, [PROMPTS[2]], **RUN)
@@ -273,5 +280,3 @@ def test_what_cannot_be() -> None:
         dl.denoise(model, [[1, 2]], max_post_steps=-1)
     with pytest.raises(ValueError, match="reference_quirks"):
         dl.denoise(model, [[1, 2]], reference_quirks=True)
-    with pytest.raises(ValueError, match="LLaDA2ForMaskedLM has no delete_token_id and split_token_id"):
-        dl.denoise(tiny("llada2", sampler="llada2_levenshtein"), [[1, 2]], gen_length=2)

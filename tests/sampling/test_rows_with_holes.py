@@ -13,6 +13,10 @@ EARLY = [2, 11, M, 23, 12, 44, 49, 28]
 CASES: dict[str, tuple[str, dict[str, Any], list[list[int]], dict[str, Any]]] = {
     "a mask in another row's padding": ("llada2", {}, [EARLY, [41]], {"gen_length": 6}),
     "with editing": ("llada2", {"sampler": "llada2_editing"}, [EARLY, [41]], {"gen_length": 6}),
+    "with deletions and insertions": (
+        "llada2", {"expert_capacity": 4, "block_size": 4, "delete_token_id": 14, "split_token_id": 61},
+        [EARLY, [41]], {"gen_length": 6},
+    ),
     "masks of the prompt in the answer's block": (
         "stable_diffcoder", {}, [[62, 33, M, M, M, M], [27, 5, 47, 5, 20, 38, 50, 26, 3]],
         {"gen_length": 8, "block_length": 8, "threshold": 1.0},

@@ -224,6 +224,12 @@ class LLaDA2ForMaskedLM(MaskedDiffusionMixin, Glm4MoeForCausalLM):
         # Without the router's weights, which transformers 5.24 loads in float32 too.
         self._keep_in_fp32_modules_strict = {"e_score_correction_bias"}
 
+    @property
+    def generation_settings(self) -> dict[str, Any]:
+        """The ends of LLaDA2.2's texts, of which generation_config.json names two: of the text and of a turn."""
+        ends = self.generation_config.eos_token_id
+        return {} if self.config.delete_token_id is None or ends is None else {"eos_token_id": ends}
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """Whether transformers may run the experts as grouped products; it looks for them in this file alone."""

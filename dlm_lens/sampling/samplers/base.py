@@ -111,7 +111,7 @@ class Sampler(nn.Module):
         sigma: the noise level of the step that was entered, for networks that may be given it; None for others.
         mask_id: of [MASK]; None before the run begins, and for models without a mask token.
         fillable: where [MASK] is open; None before the run begins.
-        origins: `DenoisingRun.origins` of the last step, in samplers that resize; None in others.
+        origins: `DenoisingRun.origins` of the last step, in samplers that move tokens; None in others.
     """
 
     propose: nn.Module

@@ -132,18 +132,9 @@ class LLaDA2LevenshteinSampler(BlockwiseSampler):
     def begin(
         self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
-        """Begin a run.
-
-        Raises:
-            ValueError: a model without the two tokens.
-        """
-        delete, split = (getattr(model.config, f"{name}_token_id", None) for name in ("delete", "split"))
-        if delete is None or split is None:
-            raise ValueError(
-                f"{type(model).__name__} has no delete_token_id and split_token_id: take a LLaDA2.2 checkpoint, or "
-                "sampler='llada2_editing'"
-            )
-        self.delete, self.split = int(delete), int(split)
+        """Begin a run; of a model without the two tokens, one that deletes and inserts nothing."""
+        ids = (getattr(model.config, f"{name}_token_id", None) for name in ("delete", "split"))
+        self.delete, self.split = (-1 if one is None else int(one) for one in ids)
         return super().begin(model, prompts, fillable)
 
     def most_steps(self) -> int:
