@@ -227,8 +227,9 @@ class LLaDA2ForMaskedLM(MaskedDiffusionMixin, Glm4MoeForCausalLM):
     @property
     def generation_settings(self) -> dict[str, Any]:
         """The ends of LLaDA2.2's texts, of which generation_config.json names two: of the text and of a turn."""
-        ends = self.generation_config.eos_token_id
-        return {} if self.config.delete_token_id is None or ends is None else {"eos_token_id": ends}
+        ends: Any = getattr(self.generation_config, "eos_token_id", None)
+        edits = getattr(self.config, "delete_token_id", None) is not None
+        return {"eos_token_id": ends} if edits and ends is not None else {}
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
