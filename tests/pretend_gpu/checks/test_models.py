@@ -173,6 +173,9 @@ def test_a_tuned_lens_of_an_offloaded_model(tmp_path: Path) -> None:
     torch.testing.assert_close(lenses[0].bias, lenses[1].bias, rtol=1e-4, atol=1e-5)  # float32, another kernel
 
 
+LLADA2_2 = {"expert_capacity": 4, "block_size": 4, "delete_token_id": 14, "split_token_id": 61}
+
+
 @pytest.mark.parametrize(
     ("family", "sampler", "given"),
     [
@@ -181,6 +184,7 @@ def test_a_tuned_lens_of_an_offloaded_model(tmp_path: Path) -> None:
         ("llada", "d2f", {"threshold": 0.05}),
         ("dream", "d2f", {"threshold": 0.05, "temperature": 0.7}),
         ("llada2", "dmax", {"threshold": 0.05}),
+        ("llada2", "llada2_levenshtein", {"threshold": 0.1, "max_post_steps": 3}),
         ("dreamon", "dreamon", {"temperature": 0.9}),
     ],
 )
@@ -188,7 +192,7 @@ def test_other_samplers_of_a_family(family: str, sampler: str, given: dict[str, 
     recorded = []
     given = given if family == "dreamon" else {**given, "block_length": 4}
     for device in ("cpu", "cuda:0"):
-        model: Any = tiny(family, sampler=sampler)
+        model: Any = tiny(family, sampler=sampler, **(LLADA2_2 if sampler == "llada2_levenshtein" else {}))
         model.config._experts_implementation = "eager"
         model.to(device)
         reducers = [dl.ReceivedAttention(min_viewers=1), dl.ValueNorm()]
