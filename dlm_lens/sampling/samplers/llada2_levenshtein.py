@@ -200,8 +200,10 @@ class LLaDA2LevenshteinSampler(BlockwiseSampler):
             last = last | (left.any(-1) & ~(left & ~unmasked).any(-1))
             unmasked = unmasked | (eligible & last[:, None])
         written = unmasked | self.revise(canvas, tokens, confidence, editable)
-        resizing = written & last[:, None] & ((tokens == self.delete) | (tokens == self.split))
-        tokens = self._next_likely(tokens, resizing, logits, evaluated, [self.delete, self.split])
+        edits = canvas.new_tensor([self.delete, self.split])
+        resizing = written & last[:, None] & torch.isin(tokens, edits)
+        never = edits.expand(int(resizing.sum()), -1)
+        tokens = self._next_likely(tokens, resizing, never, logits, evaluated)
         made = torch.where(written, tokens, canvas)
         made = self._unlike_before(canvas, made, confidence, logits, evaluated, state, plan, working & ~last)
         tokens = torch.where(written, made, tokens)
@@ -224,15 +226,14 @@ class LLaDA2LevenshteinSampler(BlockwiseSampler):
         self,
         tokens: Int[Tensor, "batch position"],
         at: Bool[Tensor, "batch position"],
+        never: Int[Tensor, "n k"],
         logits: Float[Tensor, "evaluated d_vocab"],
         evaluated: Bool[Tensor, "batch position"],
-        never: list[int] | Int[Tensor, "n one"],
     ) -> Int[Tensor, "batch position"]:
-        """The tokens, with the most likely one but [MASK] and `never` at some evaluated positions."""
-        if not bool(at.any()):
+        """The tokens, at some evaluated positions the most likely one that is neither [MASK] nor one of `never`."""
+        if not len(never):
             return tokens
         left = without(logits[at[evaluated]], [self.mask])
-        never = torch.tensor(never, device=left.device).expand(len(left), -1) if isinstance(never, list) else never
         return tokens.masked_scatter(at, most_likely(left.scatter(1, never, -torch.inf)))
 
     def _places(self, plan: StepPlan, canvas: Int[Tensor, "batch position"]) -> Int[Tensor, "batch place"]:
@@ -265,7 +266,7 @@ class LLaDA2LevenshteinSampler(BlockwiseSampler):
             else:
                 least = confidence.masked_fill(~changed, torch.inf).argmin(-1, keepdim=True)
                 at = torch.zeros_like(changed).scatter(1, least, True) & changed
-            made = self._next_likely(made, at, logits, evaluated, made[at][:, None])
+            made = self._next_likely(made, at, made[at][:, None], logits, evaluated)
         return made
 
     def _resized(
