@@ -1,12 +1,5 @@
 """Hook points in attention, the attention functions, visibility, column statistics, and the base class of hooks."""
 
-from dlm_lens.attention.attention_order import (
-    attends_observed_first,
-    observed_first,
-    observed_order,
-    sees_observed_first,
-    without_later_masks,
-)
 from dlm_lens.attention.block_layout import BlockLayout, Context, has_causal_context, own_blocks
 from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
 from dlm_lens.attention.column_stats import (
@@ -73,7 +66,18 @@ from dlm_lens.attention.layers import (
     writing_module,
 )
 from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
-from dlm_lens.attention.mask_window import in_window, mask_window_of, sees_window, until_window, window_layout
+from dlm_lens.attention.mask_visibility import (
+    attends_observed_first,
+    in_window,
+    mask_window_of,
+    observed_first,
+    observed_order,
+    sees_observed_first,
+    sees_window,
+    until_window,
+    window_layout,
+    without_later_masks,
+)
 from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
 from dlm_lens.attention.model_access import exclusive, in_use
 from dlm_lens.attention.pattern_reductions import PatternStats, TileStats, pattern_stats

@@ -51,3 +51,5 @@ def save_tokenizer(directory: Path) -> None:
     # transformers 5 writes its internal class name; the public alias is known to earlier versions as well.
     config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(config, indent=2) + "\n")
+    path = directory / "tokenizer.json"  # without spaces, since the wheel has it four times
+    path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":"), ensure_ascii=False) + "\n")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.adapters.soft_inputs import SoftInputs
+from dlm_lens.adapters.families.llada2 import SoftInputs
 from dlm_lens.hooks import mask_top_sinks
 from dlm_lens.recording import rerun
 from dlm_lens.sampling import StoredRun, part_of_run

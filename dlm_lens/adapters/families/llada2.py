@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
+import torch
 from huggingface_hub.dataclasses import strict
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from dlm_lens.adapters.masked_diffusion import (
 )
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family
-from dlm_lens.adapters.soft_inputs import SoftInputs
 from dlm_lens.attention.cache_argument import CURRENT, NEW
 
 NAMES = {
@@ -142,6 +142,42 @@ class LLaDA2EditingConfig(LLaDA2Config):
 
     model_type = "llada21_moe"
     sampler: str | None = "llada2_editing"
+
+
+EPS = 1e-6
+"""Added to the length of a mixed embedding before the division by it, as in the authors' code."""
+
+
+class SoftInputs(nn.Module):
+    """The inputs of a pass some of whose tokens are uncertain.
+
+    With p the probability of a token, e its embedding and m that of [MASK], the input is h = p e + (1 - p) m, times
+    (p |e| + (1 - p) |m|) / (|h| + 1e-6), so that it is as long as embeddings are (soft parallel decoding,
+    2604.08302; czg1225/DMax, parallel_strategy.py, `decode_uniform` with its `top_k` of 1). The probability is
+    float32, and the result has the dtype of the embeddings.
+    """
+
+    def forward(
+        self,
+        embeddings: Float[Tensor, "batch position d_model"],
+        mask: Float[Tensor, "d_model"],
+        confidence: Float[Tensor, "batch position"],
+    ) -> Float[Tensor, "batch position d_model"]:
+        """Return the inputs.
+
+        Args:
+            embeddings: of the tokens.
+            mask: the embedding of [MASK].
+            confidence: the probability of each token; -inf where the input is its embedding.
+        """
+        soft = confidence > -torch.inf
+        # Numbers in place of -inf, or gradients through the positions that are not soft would not be finite.
+        likely = confidence.masked_fill(~soft, 1.0)[..., None]
+        other = (1 - likely).clamp(min=0)
+        mixed = embeddings * likely + mask * other
+        length = embeddings.norm(dim=-1, keepdim=True) * likely + mask.norm() * other
+        mixed = mixed * (length / (mixed.norm(dim=-1, keepdim=True) + EPS))
+        return torch.where(soft[..., None], mixed.to(embeddings.dtype), embeddings)
 
 
 class LLaDA2Decoder(Glm4MoeModel):

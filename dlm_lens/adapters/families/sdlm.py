@@ -2,14 +2,10 @@
 
 from typing import Any, ClassVar
 
-from jaxtyping import Bool
-from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
-from dlm_lens.adapters.mask_ordered import MaskOrderedDecoder
-from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin
+from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin, MaskOrderedDecoder
 from dlm_lens.adapters.registry import Family
-from dlm_lens.attention import sees_window
 
 SAMPLER = {"gen_length": 128, "window_length": 4, "threshold": 0.9, "temperature": 0.0}
 """The defaults of the authors' `SDLM_generate`; gen_length is ours (theirs is 1,024)."""
@@ -55,12 +51,6 @@ class SDLMConfig(MaskedDiffusionFields, Qwen2Config):
 
 class SDLMDecoder(MaskOrderedDecoder, Qwen2Model):
     """Qwen2's layers, whose attention is that of `attention.sees_window`."""
-
-    def visible(
-        self, content: Bool[Tensor, "batch key"], masked: Bool[Tensor, "batch key"]
-    ) -> Bool[Tensor, "batch 1 key key"]:
-        """Which position sees which: those before it, and in the window all of the window."""
-        return sees_window(content, masked, self.config.mask_window)
 
 
 class SDLMModel(MaskedDiffusionMixin, Qwen2ForCausalLM):

@@ -9,8 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from dlm_lens.adapters.mask_ordered import MaskOrderedDecoder
-from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin
+from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin, MaskOrderedDecoder
 from dlm_lens.adapters.registry import Family
 from dlm_lens.attention import observed_first
 
