@@ -152,10 +152,11 @@ class Family:
             ValueError: the family does not have the config's sampler.
         """
         trained, window = getattr(config, "trained_block_length", None), mask_window_of(config)
+        own = self.samplers[self.sampler_of(config)]
         return {
-            **self.samplers[self.sampler_of(config)],
+            **own,
             **({} if trained is None else {"block_length": trained}),
-            **({} if window is None else {"window_length": window}),
+            **({"window_length": window} if window is not None and "window_length" in own else {}),
             **getattr(config, "sampler_settings", {}),
             **(getattr(config, "sampler_defaults", None) or {}),
         }

@@ -58,8 +58,8 @@ def denoise(
     of its own, so `seed=3` gives every row the same stream (identical prompts then give identical texts; pass a
     list of seeds to draw different ones). Mask tokens anywhere in the prompt are filled in too; `gen_length=0`
     fills in nothing else, in as many steps as the row with the most masks needs. Block diffusion, but for LLaDA2,
-    WeDLM and SDLM, fills in only those in the block with which the answer begins; earlier ones stay. An AR model
-    decodes one token per step.
+    WeDLM, SDLM and I-DLM, fills in only those in the block with which the answer begins; earlier ones stay. An AR
+    model decodes one token per step.
 
     Args:
         model: from `dlm_lens.load`.
@@ -85,19 +85,8 @@ def denoise(
         progress: show a progress bar.
         reference_quirks: reproduce the authors' code to the number: one random stream for the batch (needs a single
             seed), [MASK] allowed as a proposal, equal confidences ranked by `torch.topk`, thresholds rounded to the
-            dtype of the logits where theirs compare such confidences; LLaDA: block budgets fixed when a block
-            starts (masks in the prompt compete for them and as many stay), EOS confidence kept at temperature > 0;
-            MMaDA: those of the blocks, and padding seen as content under guidance; Dream: one budget averaged over
-            the rows; SMDM: one budget and one ranking for the batch, noise drawn at temperature 0; dllm: masks in
-            the prompt compete as LLaDA's, `begin_suppress_tokens` at every step with confidence 0; MDLM and SEDD:
-            draws in float32, every step runs; ReMDM: probabilities in the dtype of the logits; Duo: its schedule in
-            float32; UDLM: that, probabilities and draws in float32; GIDD: draws in float32, its times, one row
-            where text is corrected, and at 3B and 10B `canvas_length` counts the prompt, and any EOS ends; Sumi:
-            draws in float32, `canvas_length` counts the prompt; LLaDA2: rows do not end, masks in the prompt's
-            whole blocks stay; DMax: a block may be left with masks; Fast-dLLM v2: whole blocks and one token more,
-            a prompt of one block is not seen, a block begins greedily; WeDLM and SDLM: the window reaches beyond
-            the answer; DreamOn: one prompt, whose ends of a text count for `delete_to_right`;
-            Nemotron-Labs-Diffusion and Efficient-DLM: a row's end stops its block for all rows.
+            dtype of the logits where theirs compare such confidences. What else it reproduces of a family is under
+            "Our sampler and the reference" in docs/families.md, of LLaDA in docs/denoising.md.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix.
@@ -119,9 +108,10 @@ def denoise(
             top_p, stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound, t_min, t_max,
             stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2: sub_block_length, threshold,
             top_p, use_cache, use_block_cache; WeDLM: window_length, entropy_threshold, position_penalty, top_k,
-            top_p, stop_tokens; SDLM: window_length, threshold, top_k, top_p, stop_tokens; DreamOn: start_length,
-            top_k, top_p, alg_temp, tokens_per_step, expand_budget, delete_to_right; Nemotron-Labs-Diffusion,
-            Efficient-DLM and Stable-DiffCoder: threshold, parallel, stop_tokens, use_cache; AR: use_cache).
+            top_p, stop_tokens; SDLM: window_length, threshold, top_k, top_p, stop_tokens; I-DLM: stride,
+            verify_alpha, top_k, top_p, stop_tokens; DreamOn: start_length, top_k, top_p, alg_temp,
+            tokens_per_step, expand_budget, delete_to_right; Nemotron-Labs-Diffusion, Efficient-DLM and
+            Stable-DiffCoder: threshold, parallel, stop_tokens, use_cache; AR: use_cache).
 
     Returns:
         A `DenoisingRun`. Its `confidence` [step, batch, position] is the number by which the sampler ranks, -inf
@@ -129,10 +119,11 @@ def denoise(
         plain softmax; P2 and most samplers of blocks: in the filtered one, where they filter; "random" and BD3-LM's
         first_hitting: a uniform number. Dream, DreamOn and SDLM: of the rule, the probability, the difference of
         the two largest ("topk_margin"), or minus the entropy in nats (SDLM: 1 - H / ln V). RND1 and the entropy
-        bound: minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. MDLM, ReMDM, SEDD, BD3-LM: the
-        share of the token's draw beside [MASK]'s. Duo, UDLM, Sumi, GIDD: the probability that the token is the
-        text's and not noise; "adaptive" and Sumi's "greedy": how much the network would change it; GIDD's
-        correction: the probability of the new token. "origin" and DiffuGPT: -inf, as the order is random.
+        bound: minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. I-DLM: the probability at the
+        temperature. MDLM, ReMDM, SEDD, BD3-LM: the share of the token's draw beside [MASK]'s. Duo, UDLM, Sumi and
+        GIDD: the probability that the token is the text's and not noise; "adaptive" and Sumi's "greedy": how much
+        the network would change it; GIDD's correction: the probability of the new token. "origin" and DiffuGPT:
+        -inf, as the order is random.
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.

@@ -72,9 +72,9 @@ class DenoisingRun(ShowsItself):
 
     A step is one forward pass, counted from the most open canvas; `canvases[t]` is the input of step t and
     `canvases[-1]` the result. A position is *open* while it is not decided: in a model with a mask token it holds
-    [MASK], in a model of uniform noise a random token (in GIDD either), and in an AR baseline, whose steps are
-    decoded tokens, a placeholder. `open` and `masked` are one tensor, so that code written for masked models reads
-    all others; `canvases == mask_token_id` says the same for the first kind alone.
+    [MASK] (in I-DLM also a draft), in a model of uniform noise a random token (in GIDD either), and in an AR
+    baseline, whose steps are decoded tokens, a placeholder. `open` and `masked` are one tensor, so that code for
+    masked models reads all others; `canvases == mask_token_id` says the same for the first kind alone.
 
     Args:
         canvases: token ids x_t.

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "eb_gamma": ("entropy_bound",),
     "eb_threshold": ("entropy_bound",),
     "eos_id": ("stop_tokens",),
+    "gen_block_size": ("stride",),
     "guidance_scale": ("cfg_scale",),
     "logits_temp": ("temperature",),
     "max_gen_length": ("gen_length",),

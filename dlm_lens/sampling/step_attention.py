@@ -31,7 +31,7 @@ class StepAttention:
         window: attention is causal, but for the window of `attention.sees_window` of so many positions; None for
             none.
         ends_with_window: nothing after that window is seen, as in a run (SDLM). A forward pass sees all.
-        mask_reach: masks so many positions or more after their row's first are not seen (WeDLM); None for none.
+        mask_reach: open positions so many or more after their row's first are not seen (WeDLM, I-DLM); None: all.
         ends_with_span: nothing after the step's span is seen (likelihoods in blocks).
         observed_first: attention is causal in the order of `attention.observed_order`, observed tokens first.
         running: which blocks a row decodes at once; None for one.

@@ -50,8 +50,9 @@ def check_model(lm: Any) -> None:
     error = float((sums - 1).clamp(min=0.0 if spare else -torch.inf).abs().max())
     if not error < 1e-2:
         raise SelfCheckError(_message(last, f"has rows that miss 1 by {error:.2g}"))
-    if bool(pattern.float().triu(1).sum() > 0) == lm.causal:
-        raise SelfCheckError(_message(last, f"{'sees' if lm.causal else 'does not see'} later positions"))
+    causal = lm.causal or mask_window_of(module.config) == 1
+    if bool(pattern.float().triu(1).sum() > 0) == causal:
+        raise SelfCheckError(_message(last, f"{'sees' if causal else 'does not see'} later positions"))
     if torch.equal(_edited(lm, ids, last), logits):
         raise SelfCheckError(_message(last, "can be read, but an edit of it does not change the logits"))
 

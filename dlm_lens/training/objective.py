@@ -75,12 +75,12 @@ def check_trained_whole(model: Any) -> None:
     """Raise unless a forward pass of the model has outputs at every position, which all objectives read.
 
     Raises:
-        ValueError: the model has an encoder, and outputs on its canvas alone; or it is an SDLM.
+        ValueError: the model has an encoder, and outputs on its canvas alone; or it is an SDLM or I-DLM.
     """
     if mask_window_of(model.config) is not None:
         raise ValueError(
             f"{type(model).__name__} is not trained here: its loss is that of a window of masks after every "
-            "prefix (2509.24007), and the objectives draw masks at random; an sdar is trained with these"
+            "prefix, and the objectives draw masks at random; an sdar is trained with these"
         )
     if computed_span(model, 2) is not None:
         raise ValueError(

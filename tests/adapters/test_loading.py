@@ -390,7 +390,18 @@ def test_families_tell_what_they_load() -> None:
     families = {family.name: family for family in dlm_lens.families()}
     blocks = {"a2d_qwen3", "fast_dllm_v2", "sdar", "llada2", "bd3lm", "nemotron_labs_diffusion", "efficient_dlm"}
     masked = {*blocks, "llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "mdlm", "llada_moe", "dreamon"}
-    masked |= {"coda", "diffugpt", "open_dcoder", "rnd1", "sdlm", "sedd", "stable_diffcoder", "wedlm", "gidd_dit"}
+    masked |= {
+        "coda",
+        "diffugpt",
+        "i_dlm",
+        "open_dcoder",
+        "rnd1",
+        "sdlm",
+        "sedd",
+        "stable_diffcoder",
+        "wedlm",
+        "gidd_dit",
+    }
     others = {"modernbert", "uniform_qwen", "duo", "udlm", "sumi", "gidd", "diffusion_gemma", "causal"}
     assert families.keys() == masked | others
     readme = (Path(__file__).parents[2] / "README.md").read_text()

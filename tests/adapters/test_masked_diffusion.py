@@ -75,8 +75,8 @@ def logits64(model: Any, ids: Tensor, causal: bool) -> Tensor:
         moved = torch.cat(order)
         logits = forward64(model, ids[:, moved], causal=True, positions=moved[None])["logits"][0]
         return logits[moved.argsort()]
-    if model.config.model_type == "sdlm":
-        visible = visible_to((ids[0] == model.config.mask_token_id).tolist(), 4)
+    if model.config.model_type in ("sdlm", "i_dlm"):
+        visible = visible_to((ids[0] == model.config.mask_token_id).tolist(), model.config.mask_window)
         return forward64(model, ids, visible=visible)["logits"][0]
     if not hasattr(model.config, "cond_dim"):
         return forward64(model, ids, causal=causal)["logits"][0]
@@ -143,8 +143,8 @@ def test_training_and_likelihood_have_the_same_loss(model: PreTrainedModel) -> N
     mask = getattr(model.config, "mask_token_id", None)
     if mask is None:
         pytest.skip("a model without masks; its loss is compared in test_objective.py and test_likelihood.py")
-    if model.config.model_type == "sdlm":
-        pytest.skip("an SDLM is not trained here; its likelihoods are those of test_sdlm.py")
+    if model.config.model_type in ("sdlm", "i_dlm"):
+        pytest.skip("not trained here; likelihoods are those of test_sdlm.py and test_i_dlm.py")
     tokens = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
     masked = torch.tensor([[False, False, False, True, False, True, True]])
     labels = tokens.masked_fill(~masked, -100)

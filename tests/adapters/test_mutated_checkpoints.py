@@ -31,7 +31,7 @@ def check(lines: list[dict[str, Any]], refusals: int, unchanged: int) -> None:
 
 
 MUTATED = ("llada", "mmada", "dream", "smdm", "sink_qwen", "sink_llama", "diffugpt", "sedd", "wedlm")
-MUTATED += ("nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder", "sdlm", "causal", "gidd_dit")
+MUTATED += ("nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder", "sdlm", "i_dlm", "causal", "gidd_dit")
 
 
 @pytest.fixture(scope="module")

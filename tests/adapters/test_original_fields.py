@@ -33,7 +33,8 @@ OTHER = {
 }
 """Fields whose value is another one for the same network."""
 HOSTS = {
-    "diffugpt": "gpt2", "efficient_dlm": "qwen3", "llada_moe": "llada", "sdlm": "qwen2", "stable_diffcoder": "llama"
+    "diffugpt": "gpt2", "efficient_dlm": "qwen3", "i_dlm": "sdar", "llada_moe": "llada", "sdlm": "qwen2",
+    "stable_diffcoder": "llama",
 }  # fmt: skip
 """Families whose config.json names the model type of another network, by which they would not be found again."""
 PLAIN = frozenset({"diffullama", "open_dcoder"})  # Llama's own type, and no weights

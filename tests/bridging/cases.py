@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "efficient-dlm": ("efficient_dlm", {"head_dim": 10}),
     "stable-diffcoder": ("stable_diffcoder", {}),
     "sdlm": ("sdlm", {}),
+    "i-dlm": ("i_dlm", {"head_dim": 10}),
     "dreamon": ("dreamon", {}),
     "nemotron": ("nemotron_labs_diffusion", {"head_dim": 8, "rope_parameters": YARN}),
     "nemotron, ar": (
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-CAUSAL = ("llama", "qwen2", "qwen3", "nemotron, ar", "wedlm", "wedlm, qwen2", "sdlm")
+CAUSAL = ("llama", "qwen2", "qwen3", "nemotron, ar", "wedlm", "wedlm, qwen2", "sdlm", "i-dlm")
 """Of these no query sees a later key; WeDLM's do where there are masks, which `some_ids` has not."""
 
 

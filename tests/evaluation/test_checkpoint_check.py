@@ -21,7 +21,7 @@ from dlm_lens.testing import tiny
 from tests.adapters.golden import GOLDEN
 
 FAMILIES = ("llada", "dream", "mdlm", "duo", "sdar", "smdm", "causal", "diffusion_gemma", "fast_dllm_v2", "wedlm")
-FAMILIES += ("nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder", "sdlm", "gidd_dit")
+FAMILIES += ("nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder", "sdlm", "i_dlm", "gidd_dit")
 WORDS = [" ".join(f"w{(7 * i * j + 3 * i + j * j) % 55}" for j in range(1, 13)) for i in range(1, 13)]
 
 

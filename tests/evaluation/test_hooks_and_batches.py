@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llada2": {"block_length": 4, "threshold": 0.3},
     "bd3lm": {"block_length": 4, "steps_per_block": 4},
     "sdlm": {"window_length": 4, "threshold": 0.3},
+    "i_dlm": {"temperature": 0.0},
 }
 
 

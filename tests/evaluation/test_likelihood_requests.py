@@ -484,6 +484,7 @@ def test_uniform_noise_has_a_value_and_no_greedy_completion(
         ("causal", {"cfg_scale": 1.0}, r"cfg_scale is 1\.0, but an AR model has no mask token to guide with"),
         ("causal", {"method": "mc"}, "an AR model has no masks to draw, its likelihood is exact"),
         ("sdlm", {"method": "mc"}, "the sampler 'sdlm' has no mc likelihood"),
+        ("i_dlm", {"method": "mc"}, "the sampler 'i_dlm' has no mc likelihood"),
     ],
 )
 def test_settings_that_a_model_does_not_have_are_refused_before_any_work(

@@ -13,10 +13,11 @@ from dlm_lens.testing import tiny
 from tests.evaluation.conftest import ask, words
 
 FAMILIES = ["llada", "sdar", "stable_diffcoder", "nemotron_labs_diffusion", "efficient_dlm", "sdlm", "bd3lm"]
-FAMILIES += ["fast_dllm_v2", "llada2", "wedlm"]
+FAMILIES += ["fast_dllm_v2", "llada2", "wedlm", "i_dlm"]
 OTHER_SAMPLERS = {"nemotron_labs_diffusion": "efficient_dlm", "llada2": "llada2_editing"}
-# SDLM has no Monte Carlo likelihood.
-CASES = [(one, method) for one in FAMILIES for method in ("chain_rule", "mc") if (one, method) != ("sdlm", "mc")]
+# SDLM and I-DLM have no Monte Carlo likelihood.
+EXACT = ("sdlm", "i_dlm")
+CASES = [(one, method) for one in FAMILIES for method in ("chain_rule", "mc") if method != "mc" or one not in EXACT]
 CASES += [(f"{one} {sampler}", "chain_rule") for one, sampler in OTHER_SAMPLERS.items()]
 CASES += [("llada2 dmax", method) for method in ("chain_rule", "mc")]
 METHODS = {one: [method for name, method in CASES if name == one] for one, _ in CASES}

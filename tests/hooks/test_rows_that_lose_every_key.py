@@ -14,7 +14,7 @@ from dlm_lens.hooks import attach_hooks, mask_positions
 from dlm_lens.testing import tiny
 
 PROMPT = [20, 21, 22, 23, 24, 25]
-BLOCKS = ["sdar", "bd3lm", "stable_diffcoder", "nemotron_labs_diffusion", "efficient_dlm", "wedlm", "sdlm"]
+BLOCKS = ["sdar", "bd3lm", "stable_diffcoder", "nemotron_labs_diffusion", "efficient_dlm", "wedlm", "sdlm", "i_dlm"]
 
 
 def kept(attention: Any, names: tuple[str, ...], run: Any) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ made with every family that has them."""
 
 NOISE = ("duo", "gidd", "gidd_dit", "mdlm", "sedd", "sumi", "udlm", "uniform_qwen")
 BLOCKS = (
-    "bd3lm", "efficient_dlm", "fast_dllm_v2", "llada2", "nemotron_labs_diffusion", "sdar", "sdlm",
+    "bd3lm", "efficient_dlm", "fast_dllm_v2", "i_dlm", "llada2", "nemotron_labs_diffusion", "sdar", "sdlm",
     "stable_diffcoder", "wedlm",
 )  # fmt: skip
 APART = (("causal",), ("sink_llama", "sink_qwen"), ("diffusion_gemma", "modernbert"), NOISE, BLOCKS)

@@ -90,12 +90,12 @@ def test_a_tuned_lens_learns_where_the_model_predicts(name: str, most: float, tm
 
 
 @pytest.mark.parametrize(
-    "family", ["sdar", "llada2", "sdlm", "nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder"]
+    "family", ["sdar", "llada2", "sdlm", "i_dlm", "nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder"]
 )
 def test_no_tuned_lens_is_trained_on_passes_that_no_run_makes(family: str, tmp_path: Any) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{i % 50}" for i in range(200)))
-    how = "through a window of masks" if family == "sdlm" else "block by block"
+    how = "through a window of masks" if family in ("sdlm", "i_dlm") else "block by block"
     with pytest.raises(ValueError, match=f"attends {how}, and a tuned lens is trained on whole pieces of a text"):
         train_tuned_lens(tiny(family), text, steps=1, batch_size=1, length=12)
     # Every forward pass of these is in blocks, or of a canvas behind an encoder.

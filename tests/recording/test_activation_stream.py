@@ -39,7 +39,7 @@ def test_vectors_are_the_captured_ones_with_their_places():
     assert torch.stack(columns, 1).tolist() == [list(place) for place in places]
 
 
-@pytest.mark.parametrize(("family", "settings"), [("sdlm", {}), ("wedlm", {"window_length": 4})])
+@pytest.mark.parametrize(("family", "settings"), [("sdlm", {}), ("i_dlm", {}), ("wedlm", {"window_length": 4})])
 def test_positions_count_from_the_first_token_where_masks_after_a_window_are_not_seen(family, settings):
     model, given = tiny(family), {"gen_length": 8, **settings}
     found = _all(activations(model, PROMPTS, 1, batch_size=2, **given))

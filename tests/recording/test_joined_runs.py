@@ -25,7 +25,7 @@ IDS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [5, 20, 7], [9, 9]]
 RULE = AboveMean(0.5)
 REDUCERS = [ReceivedAttention(min_viewers=2)]
 
-FAMILIES = ("toy-ar", "llada2", "nemotron_labs_diffusion", "sdlm", "diffusion_gemma", "dream")
+FAMILIES = ("toy-ar", "llada2", "nemotron_labs_diffusion", "sdlm", "i_dlm", "diffusion_gemma", "dream")
 """Rows of all but the last one take different numbers of steps."""
 
 

@@ -15,7 +15,9 @@ from tests.recording.reference import build
 PROMPTS = [[5], [7, 9, 11], [3, 8]]
 
 
-@pytest.mark.parametrize("family", ["llada", "sink front", "causal", "dream", "llada2", "sdlm", "diffusion_gemma"])
+@pytest.mark.parametrize(
+    "family", ["llada", "sink front", "causal", "dream", "llada2", "sdlm", "i_dlm", "diffusion_gemma"]
+)
 def test_rows_sum_to_one_however_prompts_are_batched(family: str, tmp_path: Path) -> None:
     few = {"sampler_defaults": {"steps_per_block": 4}} if family == "diffusion_gemma" else {}
     model: Any = build(tiny, family) if " " in family else tiny(family, **few)

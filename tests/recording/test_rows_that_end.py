@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "efficient_dlm": {"gen_length": 16, "block_length": 4, "parallel": False, "temperature": 0.0},
     "stable_diffcoder": {"gen_length": 16, "parallel": False},
     "sdlm": {"gen_length": 16, "threshold": 1.0},
+    "i_dlm": {"gen_length": 16, "temperature": 0.0},
     "wedlm": {"gen_length": 12, "window_length": 4, "entropy_threshold": 0.0, "temperature": 0.0},
     "mmada": {"steps": 12, "gen_length": 12, "block_length": 4},
 }
@@ -37,6 +38,7 @@ FULL: dict[str, dict[str, Any]] = {
     "nemotron_labs_diffusion": {"gen_length": 12, "block_length": 12, "threshold": 0.5},
     "efficient_dlm": {"gen_length": 12, "block_length": 12, "threshold": 0.5},
     "sdlm": {"gen_length": 12, "threshold": 0.5},
+    "i_dlm": {"gen_length": 12},
 }
 """Settings under which one row has its answer in fewer steps than the other, without an end of text."""
 ENDS = [*((family, "text") for family in CASES), *((family, "full") for family in FULL)]

@@ -78,6 +78,7 @@ def test_algorithms_are_found_by_their_files() -> None:
         "llada",
         "gidd",
         "gidd_dit",
+        "i_dlm",
         "mdlm",
         "p2",
         "remdm",

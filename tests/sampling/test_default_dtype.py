@@ -30,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "fast_dllm_v2": {"gen_length": 8, "temperature": 0.7},
     "wedlm": {"gen_length": 4, "temperature": 0.7},
     "sdlm": {"gen_length": 4, "temperature": 0.7},
+    "i_dlm": {"gen_length": 6, "temperature": 0.7},
     "nemotron_labs_diffusion": {"gen_length": 4, "temperature": 0.7},
     "efficient_dlm": {"gen_length": 4, "temperature": 0.7},
     "stable_diffcoder": {"gen_length": 4, "temperature": 0.7},

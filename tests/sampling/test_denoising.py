@@ -197,6 +197,7 @@ def test_the_first_step_is_what_the_formulas_say(model: PreTrainedModel) -> None
         ("efficient_dlm", {"block_length": 1}),
         ("stable_diffcoder", {"parallel": False}),
         ("sdlm", {"threshold": 1.0}),
+        ("i_dlm", {"stride": 1}),
         ("dreamon", {"expand_budget": 0}),
         ("wedlm", {"window_length": 1}),  # its entropy has [MASK], too
         # In these two the probability of [MASK] has a part in which position comes first, not in its token.
@@ -462,6 +463,7 @@ def test_settings_that_cannot_work_are_refused_before_any_work(
         ("wedlm", "wedlm_window_size", "window_length"),
         ("wedlm", "wedlm_pos_penalty_factor", "position_penalty"),
         ("sdlm", "n_future_tokens", "window_length"),
+        ("i_dlm", "gen_block_size", "stride"),
         ("dreamon", "number_transfer_tokens", "tokens_per_step"),
         ("stable_diffcoder", "eos_id", "stop_tokens"),
     ],

@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a2d_qwen3": {"steps": 16},
     "wedlm": {"entropy_threshold": 0.0},
     "sdlm": {"threshold": 1.0},
+    "i_dlm": {"stride": 1},
     "nemotron_labs_diffusion": {"parallel": False, "block_length": 8},
     "efficient_dlm": {"parallel": False, "block_length": 8},
     "stable_diffcoder": {"parallel": False},

@@ -41,6 +41,7 @@ def test_every_setting_of_a_sampler_has_a_rule() -> None:
         ("sdar", "stop_tokens", -1, "a token id, or a list of them"),
         ("sdlm", "stop_tokens", True, "a token id, or a list of them"),
         ("wedlm", "entropy_threshold", "low", FINITE),
+        ("i_dlm", "stride", 1.5, "a whole number"),
     ],
 )
 def test_a_setting_of_another_kind_is_named(family: str, setting: str, value: Any, must_be: str) -> None:

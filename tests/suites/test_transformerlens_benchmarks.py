@@ -216,6 +216,8 @@ def test_masked_objective_and_ablation_of_diffusion_models(case: str) -> None:
         visible = (rank <= rank[:, None])[None, None]
     if case == "sdlm":  # causal, but for the token before the first mask and the three after it
         visible = visible_to(masked.tolist(), 4)
+    if case == "i-dlm":
+        visible = visible_to(masked.tolist(), 1)
     want = forward64(at.model, ids, visible=visible)["logits"]
     edited = forward64(at.model, ids, edits={(0, "v"): without_first_head}, visible=visible)["logits"]
     got = at.tl.run_with_hooks(ids, fwd_hooks=[("blocks.0.attn.hook_v", without_first_head)])

@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "efficient-dlm": ("efficient_dlm", {}),
     "stable-diffcoder": ("stable_diffcoder", {}),
     "sdlm": ("sdlm", {}),
+    "i-dlm": ("i_dlm", {}),
     "dreamon": ("dreamon", {}),
     "wedlm": ("wedlm", {}),
     "wedlm, qwen2": ("wedlm", {"qk_norm": False, "attention_bias": True}),
@@ -114,6 +115,7 @@ EXCLUDED = {
     },
     "wedlm": {"test_inputs_embeds": MASKS_UNKNOWN},
     "sdlm": {"test_inputs_embeds": MASKS_UNKNOWN},
+    "i-dlm": {"test_inputs_embeds": MASKS_UNKNOWN},
     "wedlm, qwen2": {"test_inputs_embeds": MASKS_UNKNOWN},
     "sink_qwen, sinks": {
         "test_sliding_window_mask": "indexes patterns by a mask of the canvas; theirs have the sinks' rows too"

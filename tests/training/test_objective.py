@@ -263,7 +263,7 @@ def test_next_token_takes_causal_models_and_each_refusal_names_an_objective_that
     # The sentences on encoders and windows name another model instead.
     for name in named:
         kinds[name].for_model(model, 2)
-    assert bool(named) == (family not in ("diffusion_gemma", "sdlm"))
+    assert bool(named) == (family not in ("diffusion_gemma", "sdlm", "i_dlm"))
 
 
 def test_next_token_takes_the_networks_of_transformers_that_are_causal() -> None:

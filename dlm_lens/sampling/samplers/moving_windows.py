@@ -1,16 +1,18 @@
-"""`MovingWindowSampler`: what the samplers share whose window begins at each row's first mask (WeDLM, SDLM)."""
+"""`MovingWindowSampler`: what samplers share whose window begins at each row's first mask (WeDLM, SDLM, I-DLM)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from dlm_lens.attention import position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
 from dlm_lens.sampling.samplers.base import FirstCanvas, RowEndingSampler, one_block
 from dlm_lens.sampling.settings import with_token_ids
+from dlm_lens.sampling.special_ids import SpecialIds
 
 
 class WindowLogits(CanvasLogits):
@@ -39,22 +41,46 @@ class MovingWindowSampler(RowEndingSampler):
     tokens before the window, which do not see it, so that its numbers are the same.
 
     Attributes:
-        window_length: positions of the window.
+        one_prompt: whether the authors' code denoises one prompt at a time.
+        drafted: open positions that hold tokens (I-DLM); none in others.
     """
 
     adaptive = True
+    one_prompt: ClassVar[bool] = True
     reference_quirks = False
-    settings: Any
-    stops: tuple[int, ...]
+    drafted: Tensor = torch.tensor(False)
     _content: Bool[Tensor, "batch position"] | None = None
     _most = 0
     _answer = 0
 
+    def __init__(self, settings: Any, ids: SpecialIds, ahead: int, *, reference_quirks: bool) -> None:
+        super().__init__()
+        self.settings, self.ahead, self.reference_quirks = settings, ahead, reference_quirks
+        self.stops = ids.stops if settings.stop_tokens is None else settings.stop_tokens
+
+    def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
+        """The tokens requested; with `reference_quirks` as many more as the last window has after its first.
+
+        Raises:
+            ValueError: several prompts, with `reference_quirks`.
+        """
+        if self.reference_quirks and self.one_prompt and len(prompts) > 1:
+            raise ValueError(
+                f"the authors' code denoises one prompt at a time, and there are {len(prompts)}: leave "
+                "reference_quirks out, or give one prompt"
+            )
+        return gen_length + (self.ahead if self.reference_quirks else 0)
+
     def window_inputs(
         self, model: Any, content: Bool[Tensor, "batch position"], canvas: Int[Tensor, "batch position"]
     ) -> dict[str, Any]:
-        """Arguments of a pass over a canvas, beside the ids."""
-        raise NotImplementedError
+        """Arguments of a pass over a canvas, beside the ids: what is seen, of which the network knows the order.
+
+        Positions count the hidden masks too.
+        """
+        masked = (canvas == model.config.mask_token_id) | self.drafted.to(canvas.device)
+        seen = self.attention.seen_content(content, masked, canvas.shape[1])
+        return {"attention_mask": seen.long(), "position_ids": position_ids(content), "use_cache": False}
 
     def network(self, model: Any, first: FirstCanvas) -> WindowLogits:
         """The network of the windows.

@@ -112,26 +112,11 @@ class SDLMSampler(MovingWindowSampler):
     def __init__(
         self, settings: SDLMSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(settings, ids, settings.window_length - 1, reference_quirks=reference_quirks)
         if reference_quirks and isinstance(noise, SharedNoise):
             noise = RowDraws(noise)
-        self.settings, self.reference_quirks = settings, reference_quirks
         self.propose = SDLMPropose(settings, noise, ids, reference_quirks)
         self.select = SelectPrefix(settings.threshold)
-        self.stops = ids.stops if settings.stop_tokens is None else settings.stop_tokens
-
-    def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
-        """The tokens requested; with `reference_quirks` as many more as the last window has after its first.
-
-        Raises:
-            ValueError: several prompts, with `reference_quirks`.
-        """
-        if self.reference_quirks and len(prompts) > 1:
-            raise ValueError(
-                f"the authors' code denoises one prompt at a time, and there are {len(prompts)}: leave "
-                "reference_quirks out, or give one prompt"
-            )
-        return gen_length + (self.settings.window_length - 1 if self.reference_quirks else 0)
 
     def window_inputs(
         self, model: Any, content: Bool[Tensor, "batch position"], canvas: Int[Tensor, "batch position"]

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.attention import position_ids
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
@@ -134,30 +133,17 @@ class WeDLMSampler(MovingWindowSampler):
     """
 
     from_text = True
+    one_prompt = False
     training_block_length = 32  # finetune/configs/example.yaml
 
     def __init__(
         self, settings: WeDLMSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(settings, ids, settings.window_length - 1, reference_quirks=reference_quirks)
         if reference_quirks and isinstance(noise, SharedNoise):
             noise = RowDraws(noise)
-        self.settings, self.reference_quirks = settings, reference_quirks
         self.propose = WeDLMPropose(settings, noise, ids, reference_quirks)
         self.select = SelectAbove(-settings.entropy_threshold)
-        self.stops = ids.stops if settings.stop_tokens is None else settings.stop_tokens
-
-    def answer_length(self, prompts: Bool[Tensor, "batch prompt"], gen_length: int) -> int:
-        """The tokens requested; with `reference_quirks` as many more as the last window has after its first."""
-        return gen_length + (self.settings.window_length - 1 if self.reference_quirks else 0)
-
-    def window_inputs(
-        self, model: Any, content: Bool[Tensor, "batch position"], canvas: Int[Tensor, "batch position"]
-    ) -> dict[str, Any]:
-        """What is seen, of which the network knows the order; positions count the hidden masks too."""
-        masked = canvas == model.config.mask_token_id
-        seen = self.attention.seen_content(content, masked, canvas.shape[1])
-        return {"attention_mask": seen.long(), "position_ids": position_ids(content), "use_cache": False}
 
     @classmethod
     def attention_of(

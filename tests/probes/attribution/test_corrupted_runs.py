@@ -151,9 +151,9 @@ def test_a_part_of_a_run_that_revises_explains_the_tokens_of_the_whole_run(famil
 
 
 @pytest.mark.parametrize(
-    "family", ["llada", "dream", "open_dcoder", "duo", "uniform_qwen", "sedd", "sdlm", "causal"]
+    "family", ["llada", "dream", "open_dcoder", "duo", "uniform_qwen", "sedd", "sdlm", "i_dlm", "causal"]
 )
 def test_what_a_step_decides_is_what_it_proposed(family: str) -> None:
-    steps = {} if family in ("sdlm", "causal") else {"steps": 6}
+    steps = {} if family in ("sdlm", "i_dlm", "causal") else {"steps": 6}
     run = dl.denoise(tiny(family), [[1, 2, 3, 4, 5], [8, 9, 10]], gen_length=8, seed=[1, 2], **steps)
     assert torch.equal(run.proposals[run.unmasked], run.canvases[1:][run.unmasked])
