@@ -57,6 +57,24 @@ def float64_device(device: torch.device) -> torch.device:
     return device if _has_float64(device) else torch.device("cpu")
 
 
+@cache
+def allow_float64_experts() -> None:
+    """Let mixtures of experts of transformers compute in float64, in this process.
+
+    torch has no products of groups of tokens in float64: one expert is computed after the other, as with "eager".
+    """
+    from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+    def by_dtype(experts: Any, states: Tensor, *routes: Tensor) -> Any:
+        if states.dtype != torch.float64:
+            return grouped_mm_experts_forward(experts, states, *routes)
+        forwards: Iterator[Any] = (vars(kind).get("forward") for kind in type(experts).__mro__)
+        # What transformers' decorator of experts wraps is the class's own forward.
+        return next(each.__wrapped__ for each in forwards if hasattr(each, "__wrapped__"))(experts, states, *routes)
+
+    ExpertsInterface.register("grouped_mm", by_dtype)
+
+
 def lacks_numbers(model: Any) -> bool:
     """Whether the weights are on "meta" and are not offloaded, so that a pass has shapes alone."""
     embedding = model.get_input_embeddings()

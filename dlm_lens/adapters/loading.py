@@ -68,8 +68,8 @@ def load(
         path_or_hub_name: an embedded model ("toy", "toy-ar", ...; a directory of that name is "./toy"), a
             directory, or a hub name; for weights without a config a safetensors file, local or on
             the hub ("nieshen/SMDM/mdm_safetensors/mdm-....safetensors").
-        dtype: "bfloat16", torch.float32, ...; None for the checkpoint's own. In float64 experts are computed one
-            after the other; a model that is cast later needs `model.set_experts_implementation("eager")` first.
+        dtype: "bfloat16", torch.float32, ...; None for the checkpoint's own. In float64, also of a
+            model that is cast later, experts are computed one after the other.
         device_map: as in transformers: "cuda", "auto", a mapping from modules to devices.
         attn_implementation: "sdpa" (patterns are computed only while a hook, a reader or a trace needs them),
             "hooked" (always), or any other of transformers'.

@@ -138,9 +138,6 @@ def load_weights(model_class: type[PreTrainedModel], source: str, **options: Any
                 f"the weights in {source} do not fit {model_class.__name__}: {misfit.replace('_', ' ')} "
                 f"{', '.join(names[:5])}{more}; {remedy}"
             )
-    if model.dtype == torch.float64:
-        # On a CPU torch has no product of groups of tokens (the default for mixtures of experts) in float64.
-        model.set_experts_implementation("eager")
     return model
 
 

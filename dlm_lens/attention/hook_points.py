@@ -24,6 +24,7 @@ from dlm_lens.attention.forward_code import computes_attention, forward_code, ro
 from dlm_lens.attention.inputs import AttentionInputs
 from dlm_lens.attention.model_access import ModelLock, eagerly, guard_hooks, held, lock_of
 from dlm_lens.attention.visibility import AttentionPass
+from dlm_lens.placement import allow_float64_experts
 from dlm_lens.printable import shown
 from dlm_lens.requirements import warn_of_version
 
@@ -177,6 +178,7 @@ def add_hook_points(model: Model) -> Model:
         )
     warn_of_version("transformers")
     guard_hooks()
+    allow_float64_experts()
     lock = ModelLock()
     for index, attention in (each for modules in found for each in enumerate(modules)):
         attention.lock, attention.hook_layer = lock, index

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import dlm_lens as dl
+from dlm_lens.placement import seeded
 from dlm_lens.probes import serial_depth
 from dlm_lens.testing import tiny
 
@@ -47,9 +49,43 @@ def test_grouped_products_without_shapes_are_refused(family: str) -> None:
     assert serial_depth(model.to(torch.bfloat16), 16).logits > 0
 
 
-@pytest.mark.parametrize("family", ["llada2", "llada_moe", "rnd1"])
-def test_a_mixture_that_is_cast_to_float64_computes_its_experts_one_by_one(family: str) -> None:
-    ids, model = torch.tensor([[3, 4, 5]]), tiny(family)
-    single = model(ids).logits
-    model.set_experts_implementation("eager")
-    torch.testing.assert_close(model.double()(ids).logits, single.double(), atol=1e-5, rtol=1e-5)
+def _mixtral() -> Any:
+    """A causal mixture of experts of transformers, with hook points."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, vocab_size=64, num_hidden_layers=2, num_local_experts=4)
+    with seeded(0):
+        return dl.add_hook_points(MixtralForCausalLM(config).eval())
+
+
+KINDS = [*((family, None) for family in MIXTURES), ("sdar", "sdar_moe"), ("mixtral", None)]
+
+
+@pytest.mark.parametrize(("family", "model_type"), KINDS)
+def test_a_mixture_that_is_cast_to_float64_computes_its_experts_one_by_one(
+    family: str, model_type: str | None
+) -> None:
+    ids = torch.tensor([[3, 4, 5]])
+    model: Any = _mixtral() if family == "mixtral" else tiny(family, model_type=model_type)
+    experts: Any = next(module for module in model.modules() if hasattr(module, "gate_up_proj"))
+    random = torch.Generator().manual_seed(0)
+    states = torch.randn(5, experts.gate_up_proj.shape[-1], generator=random)
+    chosen, weights = torch.tensor([[0, 2], [1, 3], [1, 3], [0, 2], [3, 0]]), torch.rand(5, 2, generator=random)
+
+    def by_hand(states: torch.Tensor) -> torch.Tensor:
+        up, down = experts.gate_up_proj.data, experts.down_proj.data
+        rows = []
+        for state, picked, weight in zip(states, chosen, weights.to(states.dtype), strict=True):
+            gates, values = (up[picked] @ state).chunk(2, -1)
+            inner = experts.act_fn(gates) * values
+            rows.append(weight @ (down[picked] @ inner[..., None]).squeeze(-1))
+        return torch.stack(rows)
+
+    with torch.no_grad():
+        single = model(ids).logits
+        torch.testing.assert_close(experts(states, chosen, weights), by_hand(states), atol=1e-4, rtol=1e-4)
+        wide = model.double()(ids).logits
+        found = experts(states.double(), chosen, weights.double())
+        torch.testing.assert_close(found, by_hand(states.double()), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(wide, single.double(), atol=1e-4, rtol=1e-4)
+        assert model.config.get_text_config()._experts_implementation == "grouped_mm"
+        assert model.float()(ids).logits.equal(single)
