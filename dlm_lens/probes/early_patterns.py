@@ -229,7 +229,7 @@ def early_attention(
     if "received_block" not in recording.specs:
         raise ValueError(
             'early_attention: this recording lacks the attention of blocks; record with ReceivedAttention("block", '
-            f"min_viewers=1), it has {', '.join(recording.specs)}"
+            f"min_viewers=1), it has {', '.join(recording.specs) or 'none'}"
         )
     if list(recording.steps) != list(range(recording.run.steps)):
         raise ValueError("early_attention: this recording has some steps only; give all steps of the run")

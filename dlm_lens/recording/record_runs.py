@@ -56,7 +56,7 @@ def record(
     Args:
         model: from `dlm_lens.load`.
         prompts: text, chat messages, ids, or a list of any of them.
-        reducers: what to record; also as text, such as "received:masked,value-norm".
+        reducers: what to record; also as text, such as "received:masked,value-norm". [] for the run alone.
         hooks: interventions (`dlm_lens.hooks`); those that hide columns need no pattern here either. With one that
             names canvas positions (`mask_positions(3)`) a batch ends where the length of the prompts changes, so
             that the position is the same token of a prompt in every batch.

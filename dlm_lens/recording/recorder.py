@@ -45,7 +45,7 @@ class Recorder(StepObserver):
             error of at most 2^-11 (0.05%) for magnitudes from 6e-5 to 65,504.
 
     Raises:
-        ValueError: no reducers, an object or a text that is no reducer, an unknown layer or dtype, or a model
+        ValueError: an object or a text that is no reducer, an unknown layer or dtype, or a model
             without hook points.
     """
 

@@ -62,7 +62,7 @@ class Recording(ShowsItself, RecordingFields):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if name != "query")
         under = f"; under {', '.join(self.hooks)}" if self.hooks else ""
-        text = f"Recording({', '.join(self.specs)}; {sizes}; model: {self.model}{under})"
+        text = f"Recording({', '.join(self.specs) or 'no statistics'}; {sizes}; model: {self.model}{under})"
         # Of names in files, on which a terminal may act; the code of a character has at most 10.
         return printable_name(text, 10 * len(text))
 

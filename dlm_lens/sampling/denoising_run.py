@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -210,6 +210,14 @@ class DenoisingRun(ShowsItself):
             blocks=(0,) * steps if blocks is None else tuple(blocks),
             settings=dict(settings),
             **others,
+        )
+
+    @property
+    def logits(self) -> NoReturn:
+        """None are kept, and the error says how to get them."""
+        raise AttributeError(
+            "a run keeps no logits: denoise(..., on_logits=f) calls f(step, canvas, logits) at every step; of a "
+            "finished run dlm_lens.sampling.StoredRun computes them again, and dlm_lens.probes.replay compares them"
         )
 
     @property

@@ -136,7 +136,7 @@ def received_of(recording: Recording, queries: QueryClass = "all") -> Received:
     if name not in recording.specs:
         raise ValueError(
             f"this recording has no {name}; record with ReceivedAttention(queries={given!r}), it has "
-            f"{', '.join(recording.specs)}"
+            f"{', '.join(recording.specs) or 'none'}"
         )
     counted = recording.counted(queries)
     min_viewers = int(recording.specs[name].settings["min_viewers"])

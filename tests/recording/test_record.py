@@ -25,6 +25,7 @@ from dlm_lens.recording import (
     WeightedValue,
     record,
     record_forward,
+    rerun,
 )
 from dlm_lens.recording.directories import HEADER, parts_of
 from dlm_lens.recording.storage import part_name
@@ -383,10 +384,29 @@ def test_a_reducer_may_be_a_text():
             assert torch.equal(getattr(found, name).nan_to_num(-1), getattr(expected, name).nan_to_num(-1)), name
 
 
+def test_without_reducers_the_run_alone_is_recorded(tmp_path):
+    model = tiny("llada")
+    run, path = denoise(model, PROMPTS, **RUN), tmp_path / "run"
+    found = [
+        record(model, PROMPTS, [], **RUN),
+        record(model, PROMPTS, [], to=path, **RUN),
+        dlm_lens.Recording.load(path),
+        record(model, PROMPTS, [], batch_size=1, **RUN),
+        rerun(model, run, []),
+    ]
+    for each in found:
+        assert not each.arrays
+        assert repr(each).startswith(f"Recording(no statistics; step={run.steps}, batch={len(PROMPTS)}, ")
+        for name in ("canvases", "masked", "proposals", "confidence", "unmasked"):
+            content = run.attention_mask  # of batches that were joined, padding is another token
+            torch.testing.assert_close(getattr(each.run, name)[:, content], getattr(run, name)[:, content])
+    with pytest.raises(ValueError, match=r"this recording has no received; .* it has none"):
+        received_of(found[0])
+
+
 @pytest.mark.parametrize(
     ("reducers", "sentence"),
     [
-        ([], r"no reducers given; .* to keep a run alone, give QueryNorm\(\) with layers=\[0\]"),
         ([ReceivedAttention], "is not a reducer"),
         (ReceivedAttention(), "give a list, such as"),
         (3, "reducers is 3; give a list"),

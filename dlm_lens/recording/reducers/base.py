@@ -277,11 +277,6 @@ def checked_reducers(reducers: Any) -> tuple[AnyReducer, ...]:
                 "dlm_lens.recording.Reducer or PatternReducer"
             )
         found += reducer.parts
-    if not found:
-        raise ValueError(
-            "no reducers given; take some of dlm_lens.recording, such as ReceivedAttention(); to keep a run alone, "
-            "give QueryNorm() with layers=[0]"
-        )
     for reducer in found:
         _check(reducer)
     names = [reducer.name for reducer in found]
