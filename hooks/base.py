@@ -32,6 +32,9 @@ __all__ = [
     "sink",
 ]
 
+HEAD_AXIS: dict[str, int] = {"scores": 1, "pattern": 1, **dict.fromkeys(("q", "k", "v", "rot_q", "rot_k", "z"), 2)}
+"""Axis of the heads of an activation; k, v and rot_k have key/value heads."""
+
 LIMITS = {
     "heads": "at_heads(hook, heads)",
     "layers": "at_layers(hook, layers)",

@@ -68,6 +68,14 @@ class FreezeSinks(DelegatingColumnHook):
         if not -run.total <= self.step < run.total:
             raise ValueError(f"{self}: step {self.step} is not there; the run has steps 0 to {run.total - 1}")
 
+    def check_steps(self, steps: Sequence[int], total: int) -> None:
+        """Refuse sinks that were measured before and lack the step.
+
+        Raises:
+            ValueError: naming them.
+        """
+        self.sinks.check_steps([step for step in steps if step == self.step % total], total)
+
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """The sinks found at the step; None before it."""
         run, step = self._at(hook)

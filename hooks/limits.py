@@ -23,6 +23,7 @@ from dlm_lens.attention import (
     attending_layers,
     run_of,
 )
+from dlm_lens.hooks.base import HEAD_AXIS
 from dlm_lens.hooks.schedules import shown_schedule
 from dlm_lens.printable import shown
 
@@ -83,10 +84,13 @@ class StepLimit(Limit):
     def active(self, hook: PointContext, who: Hook) -> Active:
         """Whether the run is at one of the steps."""
         run = run_of(hook, who)
-        if self.bounds is not None:
-            return run.step in range(*slice(*self.bounds).indices(run.total))
         self.check(run, who)
-        return run.step in self.steps or run.step - run.total in self.steps
+        return run.step in self.within(run.total)
+
+    def within(self, total: int) -> set[int]:
+        """The steps, in a run of so many."""
+        named = self.steps if self.bounds is None else range(total)[slice(*self.bounds)]
+        return {step % total for step in named}
 
     def check(self, run: RunStep, who: Hook) -> None:
         """Raise a ValueError for steps that the run does not have."""
@@ -100,8 +104,7 @@ class StepLimit(Limit):
 
     def first_step(self, total: int) -> int | None:
         """The first of the steps; `total` for a slice that holds none of the run's."""
-        named = self.steps if self.bounds is None else range(total)[slice(*self.bounds)]
-        return min((step % total for step in named), default=total)
+        return min(self.within(total), default=total)
 
     def call(self, hook: str) -> str:
         """The call of the limit around `hook`."""
@@ -244,10 +247,6 @@ def _check_indices(indices: tuple[int, ...], count: int | None, what: str, who: 
             check_index(what, index, count, f"{who}: ")
 
 
-HEAD_AXIS: dict[str, int] = {"scores": 1, "pattern": 1, **dict.fromkeys(("q", "k", "v", "rot_q", "rot_k", "z"), 2)}
-"""Axis of the heads of an activation; k, v and rot_k have key/value heads."""
-
-
 @dataclass(frozen=True, repr=False)
 class Limited(HookWrapper):
     """A hook that acts only where its limit allows; `at_steps`, `at_layers`, `at_heads`, `at_progress` make it."""
@@ -306,6 +305,12 @@ class Limited(HookWrapper):
                 "at_layers"
             )
         self.hook.check_run(run)
+
+    def check_steps(self, steps: Sequence[int], total: int) -> None:
+        """What the hook refuses, at those of the steps at which the limit is sure to let it act."""
+        own = self.limit.within(total) if isinstance(self.limit, StepLimit) else steps
+        if isinstance(self.limit, StepLimit | LayerLimit | HeadLimit):
+            self.hook.check_steps([step for step in steps if step in own], total)
 
     def edit(self, tensor: Tensor, hook: PointContext) -> Tensor:
         """The edited activation; where the hook does not act, the activation as it was."""

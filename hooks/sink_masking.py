@@ -27,6 +27,7 @@ from dlm_lens.hooks.sink_sources import (
     measured_columns,
     received_by,
     scores_of,
+    step_place,
     warn_of_model,
 )
 from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
@@ -101,6 +102,16 @@ class MaskSinks(ColumnHook):
         super().check_run(run)
         if isinstance(self.source, Received | Sinks):
             warn_of_model(self.source, run, self)
+
+    def check_steps(self, steps: Sequence[int], total: int) -> None:
+        """Refuse a step that sinks which were measured before lack.
+
+        Raises:
+            ValueError: naming it.
+        """
+        if isinstance(source := self.source, Received | Sinks):
+            for step in steps:
+                step_place(source, step, self)
 
     def hidden(self, keys: int, columns: Callable[[], ColumnStats], hook: PointContext) -> ColumnMask | None:
         """The columns of the sinks."""

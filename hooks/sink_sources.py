@@ -122,7 +122,7 @@ def measured_columns(
         ValueError: the source lacks the step, the layer, heads or the rows, or has more steps than the run, a
             canvas of another length or other prompts.
     """
-    step = _step_place(source, run_of(hook, who).step, who)
+    step = step_place(source, run_of(hook, who).step, who)
     layer = hook.layer() if "layer" in source.dims else 0
     if isinstance(source, Sinks):
         found, scores = (with_all_axes(tensor, source.dims) for tensor in (source.is_sink, source.scores))
@@ -179,8 +179,12 @@ def _numbers(source: MeasuredSinks) -> tuple[int, ...]:
     return source.step_numbers if "step" in source.dims else ()
 
 
-def _step_place(source: MeasuredSinks, step: int, who: Any) -> int:
-    """The place of a step of the run on the source's axis of steps; 0 for a source without one."""
+def step_place(source: MeasuredSinks, step: int, who: Any) -> int:
+    """The place of a step of the run on the source's axis of steps; 0 for a source without one.
+
+    Raises:
+        ValueError: the source lacks the step.
+    """
     numbers = _numbers(source)
     if not numbers:
         return 0
@@ -189,7 +193,7 @@ def _step_place(source: MeasuredSinks, step: int, who: Any) -> int:
         held = f"{len(numbers)} steps" if whole else f"the steps {', '.join(map(str, numbers))}"
         remedy = "give one of a run of the same settings, or " if whole else ""
         raise ValueError(
-            f"{who}: the source has {held} and the run is at step {step}; {remedy}limit the hook with at_steps"
+            f"{who}: the source has {held} and the run comes to step {step}; {remedy}limit the hook with at_steps"
         )
     return numbers.index(step)
 

@@ -1,6 +1,6 @@
 """`Hook` and `ColumnHook`, the base classes of interventions; `as_hook` adapts a user's own objects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -131,6 +131,15 @@ class Hook:
         positions = getattr(self, "positions", None)
         for position in positions if isinstance(positions, tuple) else ():
             _check_position(position, run, self)
+
+    def check_steps(self, steps: Sequence[int], total: int) -> None:
+        """Refuse a run of `total` steps, at all of these `steps` of which the hook will act; by default none.
+
+        Called after `check_run`, where the run's tokens cannot change how many steps it has.
+
+        Raises:
+            ValueError: a step for which the hook lacks what it needs.
+        """
 
     def check_layer(self, block: nn.Module) -> None:
         """Refuse a decoder layer whose activation at the site is not what the hook edits; by default none.
@@ -270,6 +279,14 @@ class HookAdapter(Hook):
             ValueError: naming it.
         """
         getattr(self.wrapped, "check_run", super().check_run)(run)
+
+    def check_steps(self, steps: Sequence[int], total: int) -> None:
+        """What the object refuses, if it has a `check_steps`.
+
+        Raises:
+            ValueError: naming it.
+        """
+        getattr(self.wrapped, "check_steps", super().check_steps)(steps, total)
 
     def check_layer(self, block: nn.Module) -> None:
         """What the object refuses, if it has a `check_layer`.

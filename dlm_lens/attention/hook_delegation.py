@@ -1,6 +1,6 @@
 """Hooks that read another hook: `HookWrapper` around it, or `DelegatingHook` beside settings of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,14 @@ class DelegatingHook(Hook):
             ValueError: naming it.
         """
         self.inner.check_run(run)
+
+    def check_steps(self, steps: Sequence[int], total: int) -> None:
+        """What `inner` refuses.
+
+        Raises:
+            ValueError: naming it.
+        """
+        self.inner.check_steps(steps, total)
 
     def check_layer(self, block: nn.Module) -> None:
         """What `inner` refuses.
@@ -97,6 +105,9 @@ class HookWrapper(DelegatingHook):
     def inner(self) -> Hook:
         """The hook inside."""
         return self.hook
+
+    def check_steps(self, steps: Sequence[int], total: int) -> None:
+        """Nothing: a wrapper may keep the hook from acting at some of them."""
 
 
 class ColumnHookWrapper(HookWrapper, DelegatingColumnHook):

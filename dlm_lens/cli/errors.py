@@ -129,8 +129,10 @@ def _with_options(text: str, names: str, options: Mapping[str, str]) -> str:
     def option(found: re.Match[str]) -> str:
         return options[found[1]]
 
-    # seed=..., and seed= at the end of a clause; then seed=3; then a name that begins the sentence.
+    # seed=..., and seed= at the end of a clause; then layers=[0, 1], seed=3; then a name that begins the sentence.
     text = re.sub(rf"(?<![\w.-])({names})=(?:\.\.\.)?(?=[\s,;:.)]|$)", option, text)
+    listed = rf"(?<![\w.-])({names})=\[([-\d, ]+)\]"
+    text = re.sub(listed, lambda found: f"{options[found[1]]} {found[2].replace(' ', '')}", text)
     text = re.sub(rf"(?<![\w.-])({names})=", lambda found: f"{options[found[1]]} ", text)
     text = re.sub(rf"^({names})(?= (?:is|must|has)\b)", option, text)
     # No word of a sentence has an underscore.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from dlm_lens.arguments import check_values, checked_arguments, one_of, rules_of
-from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
+from dlm_lens.attention import Hook, HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of, check_defaults
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.history import History
@@ -146,6 +146,7 @@ def denoise(
     run = prepared_run(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward
     history.settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}
+    _check_steps(run, hooks)
     with ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
@@ -206,6 +207,18 @@ def check_recorded_run(
     assert first.now is not None
     for hook in runner.hooks:
         hook.check_run(first.now.for_rows(len(canvas) * sampler.halves))
+    _check_steps(run, runner.hooks)
+
+
+def _check_steps(run: Mapping[str, Any], hooks: Sequence[Hook]) -> None:
+    """Refuse hooks that lack what they need at a step, where no token can end the run before it."""
+    sampler, history = run["sampler"], run["history"]
+    ends = sampler.autoregressive or sampler.ends_rows(history.settings)
+    if ends or sampler.adaptive or sampler.rows_wait(history.settings):
+        return
+    total = len(sampler.plans(history.prompt_length, run["canvas"].shape[1])) if hooks else 0
+    for hook in hooks:
+        hook.check_steps(range(total), total)
 
 
 def _seeing_all(

@@ -38,6 +38,8 @@ from dlm_lens.cli import errors
         ("device_map 'gpu' names no device", "--device 'gpu' names no device"),
         ("a path /data/batch_size/x and my_steps=3", "a path /data/batch_size/x and my_steps=3"),
         ("give another directory, to=x", "give another directory, --out x"),
+        ("record its layer alone, layers=[1]", "record its layer alone, --layers 1"),
+        ("take layers=[0, -1], or Layers(layers=[0])", "take --layers 0,-1, or Layers(layers=[0])"),
         (
             "x holds a recording with settings gen_length = '16', and now it is None; with settings seeds = "
             "[0, 0], and now it is [3, 3]; with settings top_p = None, and now it is '0.5'; with "

@@ -6,7 +6,17 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.attention import ColumnStats
-from dlm_lens.hooks import freeze_sinks, keep_only, mask_sinks, mask_top_sinks
+from dlm_lens.hooks import (
+    at_heads,
+    at_layers,
+    at_progress,
+    at_steps,
+    freeze_sinks,
+    keep_only,
+    mask_random,
+    mask_sinks,
+    mask_top_sinks,
+)
 from dlm_lens.hooks.sink_sources import scores_of
 from dlm_lens.sinks import AboveMean, LowKeyNorm, TopK
 from tests.hooks.by_hand import (
@@ -291,13 +301,56 @@ def test_a_source_that_does_not_fit_is_refused() -> None:
     hook = mask_sinks(source=sinks)
     with pytest.raises(ValueError, match="20 canvas positions and 0 sink tokens, the run 24 and 0"):
         dl.denoise(model, PROMPTS, hooks=[hook], gen_length=12, steps=4)
-    with pytest.raises(ValueError, match=r"the source has 4 steps and the run is at step 4; give .* or limit"):
+    with pytest.raises(ValueError, match=r"the source has 4 steps and the run comes to step 4; give .* or limit"):
         dl.denoise(model, PROMPTS, hooks=[hook], gen_length=8, steps=8)
     with pytest.raises(ValueError, match="the source has 2 rows and the run 1"):
         dl.denoise(model, PROMPTS[:1], hooks=[hook], **options)
     some = dl.find_sinks(dl.received_over_steps(model, run, layers=[1]), dl.TopK(1))
     with pytest.raises(ValueError, match="the source has layers 1, not 0; limit the hook with at_layers"):
         dl.denoise(model, PROMPTS, hooks=[mask_sinks(source=some)], **options)
+
+
+class Begun(dl.sampling.RunObserver):
+    """Counts the steps that begin."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def step(self, plan: Any, canvas: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """A step begins."""
+        self.steps += 1
+        return canvas
+
+
+def test_a_source_that_lacks_steps_is_refused_before_the_first() -> None:
+    model = model_of("llada")
+    options = {**settings_of("llada"), "gen_length": 8}
+    received = dl.received_over_steps(model, dl.denoise(model, PROMPTS, **{**options, "steps": 4}))
+    mask, begun = mask_top_sinks(1, source=received), Begun()
+    lacking: list[Any] = [
+        mask,
+        mask_sinks(source=dl.find_sinks(received, dl.TopK(1))),
+        at_heads(at_layers(mask, 1), 0),
+        at_steps(mask, [0, -1]),
+        at_steps(mask, slice(3, None)),
+        mask_random(like=mask, seed=0),
+        freeze_sinks(dl.TopK(1), step=6, source=received),
+    ]
+    for hook in lacking:
+        with pytest.raises(ValueError, match=r"source has 4 steps and the run comes to step [4-7]; give one"):
+            dl.denoise(model, PROMPTS, hooks=[hook], observers=begun, **{**options, "steps": 8})
+        with pytest.raises(ValueError, match=r"the run comes to step [4-7]; .* \(prompt 0\)"):
+            dl.record(model, PROMPTS, hooks=[hook], batch_size=1, **{**options, "steps": 8})
+    assert not begun.steps
+    frozen = freeze_sinks(dl.TopK(1), step=2, source=received)
+    some: list[Any] = [at_steps(mask, range(4)), at_progress(mask, (0.0, 0.3)), frozen]
+    for hook in some:
+        dl.denoise(model, PROMPTS, hooks=[hook], observers=begun, **{**options, "steps": 8})
+    assert begun.steps == 8 * len(some)
+    # A run that its tokens may end need not come to the step.
+    with pytest.raises(ValueError, match="the run comes to step 4"):
+        dl.denoise(model, PROMPTS, hooks=[mask], observers=begun, **{**options, "steps": 8, "eot_token": 5})
+    assert begun.steps == 8 * len(some) + 5
 
 
 def test_a_rule_as_text_is_that_rule() -> None:

@@ -132,7 +132,7 @@ def test_a_hook_reads_the_sinks_of_the_same_step(recording: Recording, as_sinks:
     ]
     torch.testing.assert_close(runs[0].received, runs[1].received, equal_nan=True, rtol=0, atol=0)
     assert not torch.equal(runs[0].received.nan_to_num(), recording.received.nan_to_num())
-    with pytest.raises(ValueError, match="the source has the steps 1, 3 and the run is at step 0; limit the hook"):
+    with pytest.raises(ValueError, match="source has the steps 1, 3 and the run comes to step 0; limit the hook"):
         dl.denoise(model, [[1, 2, 3], [4, 5, 6]], hooks=[hook(some)], **settings)
 
 
