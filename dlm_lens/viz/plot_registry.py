@@ -160,7 +160,8 @@ def write_plot(name: str, options: "PlotOptions", out: Path) -> Path:
     found = find_plot(name)
     for label, recording in options.recordings.items():
         if found.needs and (statistic := options.statistic(found.needs)) not in recording.specs:
-            raise ValueError(f"{label} has no {statistic}, which {name} needs; it has {', '.join(recording.specs)}")
+            held = ", ".join(recording.specs) or "none"
+            raise ValueError(f"{label} has no {statistic}, which {name} needs; it has {held}")
     made = found.draw(options)
     if hasattr(made, "savefig"):
         return write_figure(out, made) if out.suffix.lower() == ".png" else write_figure(out, made, dpi=SHARP)

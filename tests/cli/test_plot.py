@@ -114,7 +114,35 @@ def test_the_strongest_head_is_that_of_the_row(files):
         PlotOptions({"rec": planted}, row=2).place()
 
 
-@pytest.mark.parametrize("kind", [name for name, one in plots().items() if "queries" in one.options])
+PATTERNS = ("attention-heads", "attention-pattern", "value-weighted-pattern")
+"""Views of all queries, whose head may be chosen by a class of them."""
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_the_head_of_a_pattern_is_chosen_by_the_queries_that_are_given(files, kind, tmp_path):
+    recording = Recording.load(files / "masked")
+    values = torch.zeros_like(recording.received_masked)
+    values[:, 0, 1, 2, 5] = 9.0
+    whole = Recording.load(files / "rec").received.clone()
+    whole[:, 0, 0, 3, 4] = 99.0
+    specs = {**recording.specs, "received": Recording.load(files / "rec").specs["received"]}
+    arrays = {**recording.arrays, "received_masked": values, "received": whole}
+    planted = replace(recording, arrays=arrays, specs=specs)
+    for queries, place in (("masked", (1, 2)), ("all", (0, 3))):
+        options = PlotOptions({"rec": planted}, queries=queries)
+        options.__dict__["network"] = tiny("llada")
+        view = plots()[kind].draw(options)
+        wanted = f"layer {place[0]}, head {place[1]} at" if kind != PATTERNS[0] else f"layer {place[0]} at"
+        assert wanted in view.title
+    given = ["-o", tmp_path / "view.html", "--model", files / "model"]
+    assert "which this recording lacks" in plot(kind, files / "masked", *given)[1]
+    assert plot(kind, files / "masked", *given, "--queries", "masked")[0].exit_code == 0
+
+
+OF_QUERIES = [name for name, one in plots().items() if "queries" in one.options and name not in PATTERNS]
+
+
+@pytest.mark.parametrize("kind", OF_QUERIES)
 def test_pictures_are_of_the_queries_and_the_level_that_are_given(files, kind):
     """The recording has received attention of masked queries alone, so that no picture can show another class."""
     recording = Recording.load(files / "masked")

@@ -113,7 +113,7 @@ def value_weighted_pattern(
 @plot(
     "attention-heads",
     "circuitsvis: all heads of a layer at a step; runs the model",
-    options=("layer", "row", "steps", "pick", "hooks", "model"),
+    options=("layer", "row", "steps", "pick", "queries", "hooks", "model"),
     formats=(".html",),
 )
 def _draw_heads(options: PlotOptions) -> View:
@@ -126,7 +126,7 @@ def _draw_heads(options: PlotOptions) -> View:
 @plot(
     "attention-pattern",
     "circuitsvis: the pattern of one head at a step; runs the model",
-    options=("layer", "head", "row", "steps", "pick", "hooks", "model"),
+    options=("layer", "head", "row", "steps", "pick", "queries", "hooks", "model"),
     formats=(".html",),
 )
 def _draw_pattern(options: PlotOptions) -> View:
@@ -136,7 +136,7 @@ def _draw_pattern(options: PlotOptions) -> View:
 @plot(
     "value-weighted-pattern",
     "circuitsvis: the pattern of one head times value norms; runs the model",
-    options=("layer", "head", "row", "steps", "pick", "hooks", "model"),
+    options=("layer", "head", "row", "steps", "pick", "queries", "hooks", "model"),
     formats=(".html",),
 )
 def _draw_value_weighted(options: PlotOptions) -> View:
