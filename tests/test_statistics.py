@@ -114,7 +114,7 @@ def test_the_library_and_the_experiments_have_one_interval() -> None:
     factor = stats.t.ppf(0.975, 5) / stats.norm.ppf(0.975) * math.sqrt(6 / 5)
     assert expanded(3.0, drawn, 6) == pytest.approx((3 - factor * (3 - low), 3 + factor * (high - 3)), rel=1e-6)
     values = np.random.default_rng(1).normal(size=24)
-    one, other = estimate_mean(values, np.arange(24), 24), mean_over_prompts(values)
+    one, other = estimate_mean(values, np.arange(24), 24), mean_over_prompts(values, bounds=None)
     # Other draws of the same distribution.
     assert (one.low, one.high) == pytest.approx((other.low, other.high), abs=0.05 * (one.high - one.low))
 
@@ -132,7 +132,7 @@ def test_shares_at_a_bound_have_wilson_s_interval(prompts: int) -> None:
     for hits in (0 * n, n):
         _, low, high = ratio_by_prompt(hits, n, bounds=SHARE_BOUNDS)
         found = estimate(np.concatenate([hits, n], -1), mean_of, bounds=SHARE_BOUNDS)
-        wanted = ratio_over_prompts(hits[:, 0], n[:, 0])
+        wanted = ratio_over_prompts(hits[:, 0], n[:, 0], bounds=(0, 1))
         assert (float(low[0]), float(high[0])) == pytest.approx((wanted.low, wanted.high))
         assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high))
         # Several cases in a prompt may be one as far as is known, also where the prompts have different numbers.
@@ -140,7 +140,7 @@ def test_shares_at_a_bound_have_wilson_s_interval(prompts: int) -> None:
         _, low, high = ratio_by_prompt(hits * cases, cases, bounds=SHARE_BOUNDS)
         several = estimate(np.concatenate([hits * cases, cases], -1), mean_of, bounds=SHARE_BOUNDS)
         assert (float(low[0]), float(high[0])) == (several.low, several.high) == (found.low, found.high)
-        assert ratio_over_prompts((hits * cases)[:, 0], cases[:, 0])[1:3] == (found.low, found.high)
+        assert ratio_over_prompts((hits * cases)[:, 0], cases[:, 0], bounds=(0, 1))[1:3] == (found.low, found.high)
     # What is no share, such as a count of moves, may be equal in all prompts.
     assert ratio_by_prompt(0 * n, n)[1:] == (pytest.approx(0.0), pytest.approx(0.0))
 
@@ -161,7 +161,7 @@ def test_a_difference_that_is_the_same_in_all_prompts_is_not_certain(prompts: in
         over_networks([([difference] * prompts, [1.0] * prompts)] * 3, bounds=(-1.0, 1.0)),
     ]
     one, two = (([4 * share] * prompts, [4.0] * prompts) for share in (other + difference, other))
-    found.append(difference_of_ratios(one, two))
+    found.append(difference_of_ratios(one, two, bounds=(-1, 1)))
     for each in found:
         assert each.value == difference
         assert (each.low, each.high) == wanted

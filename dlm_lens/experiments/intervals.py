@@ -10,7 +10,6 @@ import numpy as np
 
 from dlm_lens.statistics import (
     RESAMPLES,
-    SHARE_BOUNDS,
     Bounds,
     Floats,
     Z,
@@ -64,13 +63,13 @@ def bounded_share(found: Interval, cases: float) -> Interval:
     return found
 
 
-def mean_over_prompts(values: Sequence[float | None], seed: int = 0, bounds: Bounds | None = None) -> Interval:
+def mean_over_prompts(values: Sequence[float | None], seed: int = 0, *, bounds: Bounds | None) -> Interval:
     """As `ratio_over_prompts`, the mean of one number per prompt; None and NaN are left out."""
     known = np.asarray([value for value in values if value is not None and not math.isnan(value)], float)
-    return ratio_over_prompts(known, np.ones(len(known)), seed, bounds)
+    return ratio_over_prompts(known, np.ones(len(known)), seed, bounds=bounds)
 
 
-def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0, bounds: Bounds | None = None) -> Interval:
+def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0, *, bounds: Bounds | None) -> Interval:
     """Ratio of sums over prompts, with the interval of a bootstrap that draws whole prompts (`estimate_in_draws`).
 
     Where the prompts of a share have none of their cases, or all have all, or a difference is the same in all
@@ -80,20 +79,12 @@ def ratio_over_prompts(numerators: Any, denominators: Any, seed: int = 0, bounds
         numerators: one per prompt.
         denominators: one per prompt.
         seed: of the bootstrap.
-        bounds: the smallest and largest possible value; the interval is cut there. (0, 1) is a share, as are whole
-            numbers of as many or more without bounds. A difference has a negative smallest value; where all are
-            0, its interval is that which `paired_difference` has.
+        bounds: the smallest and largest possible value; the interval is cut there. (0, 1) is a share. A difference
+            has a negative smallest value; where all are 0, its interval is that which `paired_difference` has. None
+            for a number without bounds, which is no share also where it is 0 or 1 in every prompt.
     """
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
-    found = _over_prompts(mean_of, seed, (top, bottom))
-    bounds = _share_bounds(top, bottom) if bounds is None else bounds
-    return _bounded(found, bounds)
-
-
-def _share_bounds(numerators: Any, denominators: Any) -> Bounds | None:
-    """(0, 1) where all numerators are so many whole cases of so many; None for other numbers."""
-    top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
-    return SHARE_BOUNDS if bool(((top >= 0) & (top <= bottom) & (top == np.round(top))).all()) else None
+    return _bounded(_over_prompts(mean_of, seed, (top, bottom)), bounds)
 
 
 def _bounded(found: Interval, bounds: Bounds | None) -> Interval:
@@ -131,20 +122,23 @@ def bootstrapped(value: float, drawn: Any, n: int) -> Interval:
     return Interval(value, *expanded(value, drawn, n), n)
 
 
-def difference_of_ratios(one: tuple[Any, Any], other: tuple[Any, Any], seed: int = 0) -> Interval:
+def difference_of_ratios(
+    one: tuple[Any, Any], other: tuple[Any, Any], seed: int = 0, *, bounds: Bounds | None
+) -> Interval:
     """The ratio of sums of `one` minus that of `other` over the same prompts, with a bootstrap that draws both.
 
     To compare a ratio with the end of another one's interval is no test of their difference: it counts neither what
     they have in common nor the first one's share of the error. Its prompts are those with cases, of the ratio
     that has fewer of them: it varies most. Where that has one, there is no interval.
 
-    Of two shares (of whole cases) the interval is cut at -1 and 1; where neither varies between the prompts, as 3
-    of 3 and 0 of 3 in each, it is that of `statistics.within`. Of other ratios it then has no width.
+    Where neither ratio varies between the prompts, as 3 of 3 and 0 of 3 in each, the interval is that of
+    `statistics.within`; without bounds it then has no width.
 
     Args:
         one: numerators and denominators, one of each per prompt.
         other: those of the same prompts.
         seed: of the bootstrap.
+        bounds: as for `ratio_over_prompts`: (-1, 1) of two shares.
 
     Raises:
         ValueError: the two have different numbers of prompts.
@@ -152,12 +146,11 @@ def difference_of_ratios(one: tuple[Any, Any], other: tuple[Any, Any], seed: int
     (top, bottom), (others, below) = (tuple(np.asarray(part, float) for part in pair) for pair in (one, other))
     if len({*map(len, (top, bottom, others, below))}) > 1:
         raise ValueError(f"{len(top)} and {len(others)} prompts cannot be paired; give the same prompts of both")
-    shares = _share_bounds(top, bottom) and _share_bounds(others, below)
-    return _bounded(_over_prompts(difference_of, seed, (top, bottom), (others, below)), shares and (-1.0, 1.0))
+    return _bounded(_over_prompts(difference_of, seed, (top, bottom), (others, below)), bounds)
 
 
 def paired_difference(
-    one: Sequence[Any], other: Sequence[Any], seed: int = 0, bounds: Bounds | None = None
+    one: Sequence[Any], other: Sequence[Any], seed: int = 0, *, bounds: Bounds | None
 ) -> Interval:
     """Mean of one - other over the same prompts, with a bootstrap over prompts.
 
@@ -168,8 +161,8 @@ def paired_difference(
         one: one number per prompt.
         other: one number per prompt.
         seed: of the bootstrap.
-        bounds: the smallest and largest possible difference; the interval is cut there. Correct and wrong answers,
-            0 and 1, have -1 and 1 without bounds; their changes, -1 to 1, have -2 and 2.
+        bounds: the smallest and largest possible difference; the interval is cut there. Those of correct and wrong
+            answers, 0 and 1, are -1 and 1; those of their changes, -1 to 1, are -2 and 2.
 
     Raises:
         ValueError: the two have different lengths.
@@ -178,11 +171,7 @@ def paired_difference(
         raise ValueError(f"{len(one)} and {len(other)} values cannot be paired; give as many of both")
     differences = [float(a) - float(b) for a, b in zip(one, other, strict=True)]
     known = np.asarray([value for value in differences if not math.isnan(value)])
-    found = _over_prompts(mean_of, seed, (known, np.ones(len(known))))
-    values = {*map(float, one), *map(float, other)}
-    if bounds is None and values <= {-1.0, 0.0, 1.0}:
-        bounds = (-2.0, 2.0) if -1.0 in values else (-1.0, 1.0)
-    return _bounded(found, bounds)
+    return _bounded(_over_prompts(mean_of, seed, (known, np.ones(len(known)))), bounds)
 
 
 def unpaired_difference(one: Interval, other: Interval) -> Interval:
@@ -201,7 +190,8 @@ def unpaired_difference(one: Interval, other: Interval) -> Interval:
 def over_networks(
     per_network: Sequence[tuple[Sequence[float], Sequence[float]]],
     seed: int = 0,
-    bounds: Bounds | None = None,
+    *,
+    bounds: Bounds | None,
 ) -> Interval:
     """Mean over networks of a ratio of sums over prompts, with an interval over both networks and prompts.
 
@@ -231,7 +221,7 @@ def over_networks(
     if not per_network:
         raise ValueError("an interval over networks needs at least one, got none")
     if len(per_network) == 1:
-        return ratio_over_prompts(*per_network[0], seed, bounds)
+        return ratio_over_prompts(*per_network[0], seed, bounds=bounds)
     lengths = sorted({len(part) for network in per_network for part in network})
     if len(lengths) > 1:
         raise ValueError(f"the networks have {lengths[0]} and {lengths[-1]} prompts; give each the same prompts")
@@ -240,7 +230,7 @@ def over_networks(
     networks = int(known.sum())
     if networks < 2:
         only = (top[known].sum(0), bottom[known].sum(0))
-        return ratio_over_prompts(*only, seed, bounds) if networks else _unknown(0)
+        return ratio_over_prompts(*only, seed, bounds=bounds) if networks else _unknown(0)
     top, bottom = top[known], bottom[known]
     cases = (bottom > 0).any(0)
     n = int(cases.sum())
@@ -253,7 +243,6 @@ def over_networks(
     spread = between**2 / (networks - 1) + (inside**2 / (n - 1) if n > 1 else 0.0)
     # All networks see the same prompts, which are no further cases.
     if not spread:
-        bounds = _share_bounds(top, bottom) if bounds is None else bounds
         return _bounded(Interval(value, value, value, n), bounds)
     half = student_quantile((between + inside) ** 2 / spread) * math.sqrt(between + inside)
     return _bounded(Interval(value, value - half, value + half, n), bounds)

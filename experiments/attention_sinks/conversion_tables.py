@@ -72,7 +72,8 @@ def measured(results: Results, model: str, variant: str, step: int, name: str) -
         name: of a stored pair.
     """
     found = _values(results, model, variant, step, name)
-    return over_networks(list(found.values())) if found else Interval(np.nan, np.nan, np.nan, 0)
+    bounds = (0.0, np.inf if name.startswith(("norm", "loss")) else 1.0)  # all others are shares
+    return over_networks(list(found.values()), bounds=bounds) if found else Interval(np.nan, np.nan, np.nan, 0)
 
 
 def change(results: Results, model: str, before: tuple[str, int], after: tuple[str, int], name: str) -> Interval:
@@ -94,7 +95,7 @@ def change(results: Results, model: str, before: tuple[str, int], after: tuple[s
     known = [part for part in found if np.isfinite(part).all()]
     if not known:
         return Interval(np.nan, np.nan, np.nan, 0)
-    return over_networks([(list(part), [1.0] * len(part)) for part in known])
+    return over_networks([(list(part), [1.0] * len(part)) for part in known], bounds=None)
 
 
 def _contributions(top: Sequence[float], bottom: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.float64]]":

@@ -93,7 +93,7 @@ def render(results: Results) -> Rendering:
     rows = []
     for model in results.models:
         for scale in scales_of(results, model):
-            cells = {name: average(results, model, f"{scale} {name}") for name in STATISTICS}
+            cells = {name: average(results, model, f"{scale} {name}", bounds=(0, 1)) for name in STATISTICS}
             rows.append([
                 model, named(scale, results, model), str(cells["top"]),
                 *(f"{cells[name].value:.2f}" for name in ("uniform top", "exponential top", "lognormal top")),
@@ -133,7 +133,7 @@ def excess(results: Results, model: str, scale: str, name: str) -> Interval:
         return (0.0, 0.0) if value is None or null is None else (value - null, 1.0)
 
     one, other = name.split(" - ")
-    return per_prompt(results, model, [f"{scale} {one}", f"{scale} {other}"], terms)
+    return per_prompt(results, model, [f"{scale} {one}", f"{scale} {other}"], terms, bounds=(-1, 1))
 
 
 def histogram(results: Results) -> "Figure":
@@ -187,9 +187,9 @@ def findings(results: Results) -> Iterator[Finding]:
     for model in results.models:
         for scale in scales_of(results, model):
             where = f"{model}, {named(scale, results, model)}" if results.is_causal(model) else model
-            top, median = (average(results, model, f"{scale} {name}") for name in ("top", "median"))
+            top, median = (average(results, model, f"{scale} {name}", bounds=(0, 1)) for name in ("top", "median"))
             exponential, centre, lognormal, flat = (
-                average(results, model, f"{scale} {name}").value
+                average(results, model, f"{scale} {name}", bounds=(0, 1)).value
                 for name in ("exponential top", "exponential median", "lognormal top", "uniform top")
             )
             judged = all_of(

@@ -176,7 +176,7 @@ def _order_rows(results: Results) -> Iterator[list[str]]:
 
 def drift(results: Results, model: str, order: str, scale: str = PLOTTED) -> Interval:
     """Mean slope of the largest sink's position over steps, over the patterns that have a sink."""
-    return ratio(results, model, f"{order}: {scale} drift", f"{order}: {scale} drifting")
+    return ratio(results, model, f"{order}: {scale} drift", f"{order}: {scale} drifting", bounds=None)
 
 
 def to_the_right(results: Results, model: str, order: str, scale: str = PLOTTED) -> Interval:

@@ -1,5 +1,6 @@
 """Figure 8: (a) static sinks at the beginning; (b) sinks that follow the unmasking frontier."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -220,7 +221,7 @@ def _frontier_row(results: Results, model: str, order: str) -> list[str]:
     patterns = results.listed(f"{order}: rightmost mask n", model=model)
     return [
         model, order, str(originating(results, model, order)),
-        str(ratio(results, model, f"{order}: onsets by chance", f"{order}: onsets")),
+        str(ratio(results, model, f"{order}: onsets by chance", f"{order}: onsets", bounds=(0, 1))),
         *(str(following(results, model, order, name)) for name in REFERENCES),
         str(sum(patterns)), str(len(patterns)),
     ]  # fmt: skip
@@ -270,7 +271,7 @@ def originating(results: Results, model: str, order: str) -> Interval:
 
 def following(results: Results, model: str, order: str, name: str) -> Interval:
     """Distance of the largest sink to a reference, over that with the steps in random order."""
-    return ratio(results, model, f"{order}: {name} distance", f"{order}: {name} random order")
+    return ratio(results, model, f"{order}: {name} distance", f"{order}: {name} random order", bounds=(0, math.inf))
 
 
 def _findings(results: Results) -> Iterator[Finding]:
@@ -316,7 +317,7 @@ def _moving(results: Results, model: str, order: str) -> Iterator[Finding]:
         ("Dream's sinks often originate at the rightmost masked token (8b)",
          f"{model}, {order}: {near} of {n} onsets, {beyond} more than a random key", is_above(near, OFTEN),
          "often: more than a quarter",
-         f"random key {ratio(results, model, f'{order}: onsets by chance', f'{order}: onsets')}"),
+         f"random key {ratio(results, model, f'{order}: onsets by chance', f'{order}: onsets', bounds=(0, 1))}"),
         ("Dream's sinks follow the unmasking frontier (8b)",
          f"{model}, {order}: distance to the rightmost mask {follow} of that in random order, {patterns} patterns",
          is_below(follow, FOLLOWS), "at least a fifth nearer to it than with the steps in random order",

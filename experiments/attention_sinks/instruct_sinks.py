@@ -1,5 +1,6 @@
 """Sinks of a base and an instruct model: each model's own, and the overlap of their positions."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,13 @@ MEASURES: dict[str, tuple[str, str]] = {
     "drift of the main sink, positions per step": ("drift", "drifting"),
 }
 """Ratios of two counts per prompt. A map is one head at one step; a pattern is one head over the run."""
+
+BOUNDS: dict[str, tuple[float, float] | None] = {
+    "sinks per map": (0, math.inf),
+    "moves per 100 pairs of steps": (0, math.inf),
+    "drift of the main sink, positions per step": None,
+}
+"""Of the measures that are no shares: the smallest and largest possible value."""
 
 OVERLAPS: dict[str, str] = {
     "own": "each model's own run",

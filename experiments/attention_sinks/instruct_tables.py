@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.finetuned_models import base_and_tuning
-from dlm_lens.experiments.attention_sinks.instruct_sinks import MEASURES, OVERLAPS, ratio
+from dlm_lens.experiments.attention_sinks.instruct_sinks import BOUNDS, MEASURES, OVERLAPS, ratio
 from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, VARIANTS, condition_cells, conditions
 from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, change_by_prompt, correct_by_prompt
 from dlm_lens.experiments.attention_sinks.prompt_scores import difference as answers_apart
@@ -65,16 +65,18 @@ def values(results: Results, pair: Pair, which: str, measure: str) -> list[float
     return [ratio(row, measure) for row in measured(results, pair, which)]
 
 
-def difference(one: Sequence[float | None], other: Sequence[float | None]) -> Interval:
-    """Mean of one - other over the prompts that have both."""
+def difference(
+    one: Sequence[float | None], other: Sequence[float | None], *, bounds: tuple[float, float] | None = (-1, 1)
+) -> Interval:
+    """Mean of one - other over the prompts that have both; of shares, without other `bounds`."""
     known = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
-    return paired_difference([a for a, _ in known], [b for _, b in known])
+    return paired_difference([a for a, _ in known], [b for _, b in known], bounds=bounds)
 
 
 def jaccard(results: Results, pair: Pair, name: str) -> Interval:
     """Sinks that both models have over those that either has, a mean over prompts."""
     rows = [row[name] for row in measured(results, pair, "overlap")]
-    return mean_over_prompts([both / either if either else None for both, either, *_ in rows])
+    return mean_over_prompts([both / either if either else None for both, either, *_ in rows], bounds=(0, 1))
 
 
 def change(results: Results, model: str, condition: Any) -> dict[Prompt, float]:
@@ -94,9 +96,9 @@ def apart(results: Results, pair: Pair, condition: Any) -> Interval:
 def _measures(results: Results, pair: Pair) -> Iterator[list[str]]:
     for measure in MEASURES:
         base, instruct = (values(results, pair, which, measure) for which in ("base", "instruct"))
-        more = difference(instruct, base)
-        yield [_name(pair), measure, _cell(mean_over_prompts(base)), _cell(mean_over_prompts(instruct)),
-               _cell(more), str(more.n)]  # fmt: skip
+        more = difference(instruct, base, bounds=None if measure in BOUNDS else (-1, 1))
+        means = (mean_over_prompts(one, bounds=BOUNDS.get(measure, (0, 1))) for one in (base, instruct))
+        yield [_name(pair), measure, *map(_cell, means), _cell(more), str(more.n)]
 
 
 def shares(results: Results, pair: Pair, which: str, kind: str, of: int = 0) -> list[float | None]:
@@ -109,21 +111,22 @@ def _kinds(results: Results, pair: Pair) -> Iterator[list[str]]:
     rows = [*measured(results, pair, "base"), *measured(results, pair, "instruct")]
     for kind in dict.fromkeys(kind for row in rows for kind in row["kinds"]):
         base, instruct = (shares(results, pair, which, kind) for which in ("base", "instruct"))
-        keys = mean_over_prompts(shares(results, pair, "base", kind, 1))
-        yield [_name(pair), kind, _cell(mean_over_prompts(base)), _cell(mean_over_prompts(instruct)),
+        keys = mean_over_prompts(shares(results, pair, "base", kind, 1), bounds=(0, 1))
+        yield [_name(pair), kind, *(_cell(mean_over_prompts(one, bounds=(0, 1))) for one in (base, instruct)),
                _cell(difference(instruct, base)), f"{keys.value:.3f}"]  # fmt: skip
 
 
 def _overlaps(results: Results, pair: Pair) -> Iterator[list[str]]:
     for name, said in OVERLAPS.items():
         rows = [row[name] for row in measured(results, pair, "overlap")]
-        equal = mean_over_prompts([same / both if both else None for *_, both, same in rows])
+        equal = mean_over_prompts([same / both if both else None for *_, both, same in rows], bounds=(0, 1))
         yield [_name(pair), said, _cell(jaccard(results, pair, name)), _cell(equal), str(len(rows))]
 
 
 def _findings(results: Results, found: Sequence[Pair]) -> Iterator[Finding]:
     for pair in found:
-        more = difference(*(values(results, pair, which, "sinks per map") for which in ("instruct", "base")))
+        both = (values(results, pair, which, "sinks per map") for which in ("instruct", "base"))
+        more = difference(*both, bounds=None)
         moves = difference(*(values(results, pair, which, "patterns whose sink moves")
                              for which in ("instruct", "base")))  # fmt: skip
         yield Finding(

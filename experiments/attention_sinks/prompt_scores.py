@@ -46,7 +46,7 @@ def exact_match(found: Mapping[Prompt, float]) -> Interval:
     """Mean with Wilson's interval; with a bootstrap over prompts where the draws of a prompt differ."""
     values = list(found.values())
     if not values:  # an unfinished run
-        return mean_over_prompts([])
+        return mean_over_prompts([], bounds=(0.0, 1.0))
     return wilson(values) if {*values} <= {0.0, 1.0} else mean_over_prompts(values, bounds=(0.0, 1.0))
 
 
@@ -107,12 +107,12 @@ def mean_ratio(one: Answers, other: Answers) -> Interval:
         both = [prompt for prompt in top if prompt in bottom]
         values = [top[prompt] for prompt in both], [bottom[prompt] for prompt in both]
         share = all(map(le, *values))
-        return ratio_over_prompts(*values, bounds=None if share else (0.0, math.inf))
+        return ratio_over_prompts(*values, bounds=(0.0, 1.0 if share else math.inf))
     prompts = _shared({**one, **{-1 - number: values for number, values in other.items()}})
     terms = [([one[n][p] for p in prompts], [other[n][p] for p in prompts]) for n in numbers]
-    # Without bounds so many of so many are a share, which has an interval where none or all are left too.
+    # A share has an interval where none or all are left too.
     at_bound = not any(any(top) for top, _ in terms) or all(top == bottom for top, bottom in terms)
-    return over_networks(terms, bounds=None if at_bound else (0.0, math.inf))
+    return over_networks(terms, bounds=(0.0, 1.0 if at_bound else math.inf))
 
 
 def _as_many(one: Answers, other: Answers) -> tuple[Answers, Answers]:

@@ -174,7 +174,7 @@ def per_network(results: Results, name: str, **wanted: Any) -> list[list[Any]]:
 
 
 def ratio(
-    results: Results, model: str, top: str, bottom: str, bounds: tuple[float, float] | None = None, **wanted: Any
+    results: Results, model: str, top: str, bottom: str, *, bounds: tuple[float, float] | None, **wanted: Any
 ) -> Interval:
     """Ratio of the sums of two values over prompts, mean over networks; interval over networks and prompts."""
     tops, bottoms = (per_network(results, name, model=model, **wanted) for name in (top, bottom))
@@ -182,7 +182,7 @@ def ratio(
 
 
 def average(
-    results: Results, model: str, name: str, bounds: tuple[float, float] | None = None, **wanted: Any
+    results: Results, model: str, name: str, *, bounds: tuple[float, float] | None, **wanted: Any
 ) -> Interval:
     """Mean of one value per prompt over prompts and networks; None and NaN are left out."""
     found = []
@@ -198,7 +198,8 @@ def per_prompt(
     model: str,
     names: Sequence[str],
     terms: Callable[..., tuple[float, float]],
-    bounds: tuple[float, float] | None = None,
+    *,
+    bounds: tuple[float, float] | None,
     **wanted: Any,
 ) -> Interval:
     """As `ratio`, of a numerator and a denominator that `terms` computes from several values of each prompt."""

@@ -1,5 +1,6 @@
 """What are sinks made of, which heads copy, and is the largest channel needed? On recorded runs of the models."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -95,8 +96,9 @@ def _ratio(
     counts: Sequence[Any],
     top: Callable[[Any], float],
     bottom: Callable[[Any], float],
-    bounds: tuple[float, float] | None = None,
+    bounds: tuple[float, float] = (0.0, 1.0),
 ) -> Interval:
+    """Ratio of sums over prompts, a share by default."""
     return ratio_over_prompts([top(one) for one in counts], [bottom(one) for one in counts], bounds=bounds)
 
 
@@ -140,7 +142,10 @@ def best_head(results: Results, model: str) -> tuple[int, int, Interval, Interva
 def removed(results: Results, model: str, measure: int, kind: int) -> Interval:
     """A measure with the largest channel removed (kind 0) or random ones (1): KL, changed, sinks gone."""
     return _ratio(
-        prompts_of(results, model, "removal"), lambda one: one[kind][measure][0], lambda one: one[kind][measure][1]
+        prompts_of(results, model, "removal"),
+        lambda one: one[kind][measure][0],
+        lambda one: one[kind][measure][1],
+        bounds=(0.0, math.inf if measure == 0 else 1.0),
     )
 
 
@@ -168,7 +173,7 @@ def render(results: Results) -> Rendering:
         for pattern in PATTERNS:
             points[f"{model}: {pattern}"] = beyond_chance(results, model, pattern)
         columns = list(zip(*prompts_of(results, model, "variance"), strict=True))
-        shares.append([model, *(str(mean_over_prompts(one)) for one in columns)])
+        shares.append([model, *(str(mean_over_prompts(one, bounds=None)) for one in columns)])
         layer, head, score, excess = best_head(results, model)
         heads.append([model, f"layer {layer}, head {head}", str(score), str(excess)])
         names = [str(record.value["channel"]) for record in results.records if record.item["model"] == model]

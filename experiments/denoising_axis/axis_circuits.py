@@ -272,12 +272,12 @@ def _graph(value: Any) -> Any:
 
 def early_share(value: Any) -> Interval:
     """The share of absolute scores on edges into the first half of the layers, over groups of prompts."""
-    return ratio_over_prompts(*_early(value))
+    return ratio_over_prompts(*_early(value), bounds=(0, 1))
 
 
 def more_early(value: Any, other: Any) -> Interval:
     """`early_share` of one network minus that of another, over the same groups of prompts."""
-    return difference_of_ratios(_early(value), _early(other))
+    return difference_of_ratios(_early(value), _early(other), bounds=None)
 
 
 def _early(value: Any) -> tuple[Any, Any]:

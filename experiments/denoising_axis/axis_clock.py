@@ -13,6 +13,7 @@ from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, ratio_over_prompts, signed
 from dlm_lens.experiments.results import Item, Record, Results, Settings
 from dlm_lens.experiments.verdicts import all_of, is_above, is_below, is_within
+from dlm_lens.statistics import POSITIVE_BOUNDS
 
 SMALL: dict[str, Any] = {
     "models": ["toy", "toy-sink", "toy-ar"], "task": "toy_arithmetic", "prompts": 96, "batch": 48,
@@ -166,14 +167,15 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
 def r2(record: Record, name: str, place: int) -> Interval:
     """R^2 on the held-out prompts; the mean label is that of all of them."""
     one = record.value["reading"][name]
-    return _complement(ratio_over_prompts(one["errors"][place], one["spread"]))
+    return _complement(ratio_over_prompts(one["errors"][place], one["spread"], bounds=POSITIVE_BOUNDS))
 
 
 def beyond(record: Record, name: str, baseline: str) -> Interval:
     """The share of a baseline's squared error that the states remove, all layers but the embedding together."""
     one = record.value["reading"][name]
     errors = [sum(values) for values in zip(*one["errors"][1:], strict=True)]
-    return _complement(ratio_over_prompts(errors, [value * (len(one["errors"]) - 1) for value in one[baseline]]))
+    wanted = [value * (len(one["errors"]) - 1) for value in one[baseline]]
+    return _complement(ratio_over_prompts(errors, wanted, bounds=POSITIVE_BOUNDS))
 
 
 def gain_of_training(trained: Record, other: Record, name: str) -> Interval:
@@ -184,7 +186,7 @@ def gain_of_training(trained: Record, other: Record, name: str) -> Interval:
         (sum(b) - sum(a)) / layers
         for a, b in zip(zip(*one["errors"][1:], strict=True), zip(*two["errors"][1:], strict=True), strict=True)
     ]
-    return ratio_over_prompts(gain, one["spread"])
+    return ratio_over_prompts(gain, one["spread"], bounds=None)
 
 
 def _complement(found: Interval) -> Interval:
@@ -194,18 +196,18 @@ def _complement(found: Interval) -> Interval:
 def nearer(record: Record, run: str, quantity: str, than: str) -> Interval:
     """Mean squared distance of the reading from `than` minus that from `quantity`."""
     one, two = (record.value[run][name] for name in (quantity, than))
-    return mean_over_prompts([b - a for a, b in zip(one, two, strict=True)])
+    return mean_over_prompts([b - a for a, b in zip(one, two, strict=True)], bounds=None)
 
 
 def change(record: Record, by: float, measure: str, direction: str = "clock") -> Interval:
     """Mean change of a measure over the held-out prompts."""
-    return mean_over_prompts(_line(record, by, direction)[measure])
+    return mean_over_prompts(_line(record, by, direction)[measure], bounds=None)
 
 
 def beyond_control(record: Record, by: float, measure: str, direction: str) -> Interval:
     """Mean change along the clock minus that along the controls."""
     one, two = (_line(record, by, each)[measure] for each in ("clock", direction))
-    return mean_over_prompts([a - b for a, b in zip(one, two, strict=True)])
+    return mean_over_prompts([a - b for a, b in zip(one, two, strict=True)], bounds=None)
 
 
 def _line(record: Record, by: float, direction: str) -> Mapping[str, Any]:
@@ -236,9 +238,12 @@ def _r2_table(results: Results) -> Table:
     rows = []
     for model, trained, other in _pairs(results):
         for name, one in _classes(trained):
-            known = {key: _complement(ratio_over_prompts(one[key], one["spread"])) for key in ("token", "position")}
+            known = {
+                key: _complement(ratio_over_prompts(one[key], one["spread"], bounds=POSITIVE_BOUNDS))
+                for key in ("token", "position")
+            }
             for place, layer in enumerate(trained.value["reading"]["layers"]):
-                off = ratio_over_prompts(one["absolute"][place], one["count"])
+                off = ratio_over_prompts(one["absolute"][place], one["count"], bounds=POSITIVE_BOUNDS)
                 rows.append([
                     model, name, str(layer), str(r2(trained, name, place)), str(off), f"{one['null'][place]:.2f}",
                     *(str(known[key]) for key in ("token", "position")), str(r2(other, name, place)),
@@ -261,7 +266,7 @@ def _follows_table(results: Results) -> Table:
     for model, trained, _ in _pairs(results):
         for name in ("fewer steps", "longer answer"):
             for quantity, values in trained.value.get(name, {}).items():
-                off = mean_over_prompts(values)
+                off = mean_over_prompts(values, bounds=POSITIVE_BOUNDS)
                 value, low, high = (max(0.0, one) ** 0.5 for one in (off.value, off.low, off.high))
                 root = Interval(value, low, high, off.n)
                 rows.append([model, str(trained.value["layer"]), name, quantity, str(root)])

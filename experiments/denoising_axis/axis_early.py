@@ -59,7 +59,8 @@ def mean(results: Results, model: str, predictor: str, measure: str) -> Interval
     cells = [
         one[PREDICTORS.index(predictor)][MEASURES.index(measure)] for one in prompts_of(results, model, "sums")
     ]
-    return ratio_over_prompts([top for top, _ in cells], [count for _, count in cells])
+    bounds = (-1.0 if measure == "correlation" else 0.0, 1.0)
+    return ratio_over_prompts([top for top, _ in cells], [count for _, count in cells], bounds=bounds)
 
 
 def excess(results: Results, model: str, null: str, measure: str) -> Interval:
@@ -68,7 +69,7 @@ def excess(results: Results, model: str, null: str, measure: str) -> Interval:
     for one in prompts_of(results, model, "sums"):
         (a, n), (b, m) = one[0][place], one[PREDICTORS.index(null)][place]
         values.append(a / n - b / m if n and m else None)
-    return mean_over_prompts(values)
+    return mean_over_prompts(values, bounds=None)
 
 
 def recall_by_lag(results: Results, model: str, predictor: str) -> list[tuple[float, Interval]]:
@@ -78,7 +79,8 @@ def recall_by_lag(results: Results, model: str, predictor: str) -> list[tuple[fl
     lags = [one[place[0]][place[1]] for one in prompts_of(results, model, "lags")]
     for lag, cells in enumerate(zip(*lags, strict=True)):
         if any(count for _, count in cells):
-            found.append((lag, ratio_over_prompts([top for top, _ in cells], [count for _, count in cells])))
+            tops, counts = zip(*cells, strict=True)
+            found.append((lag, ratio_over_prompts(tops, counts, bounds=(0, 1))))
     return found
 
 
@@ -87,7 +89,7 @@ def render(results: Results) -> Rendering:
     rows, panels = [], {}
     for model in results.models:
         chances = prompts_of(results, model, "chance")
-        chance = ratio_over_prompts([top for top, _ in chances], [count for _, count in chances])
+        chance = ratio_over_prompts([top for top, _ in chances], [count for _, count in chances], bounds=(0, 1))
         for name in PREDICTORS:
             cells = [str(mean(results, model, name, one)) for one in MEASURES]
             rows.append([model, name, *cells, str(len(chances))])

@@ -4,6 +4,7 @@ The autoencoders are trained in the run, on activations of other prompts (2406.0
 rows), and the right tokens are those of the shipped solutions, not of the run.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -148,11 +149,15 @@ def layers_of(results: Results, model: str) -> list[int]:
 
 
 def over_prompts(
-    results: Results, model: str, layer: int, terms: Callable[[dict[str, Any]], tuple[float, float]]
+    results: Results,
+    model: str,
+    layer: int,
+    terms: Callable[[dict[str, Any]], tuple[float, float]],
+    bounds: tuple[float, float] | None = None,
 ) -> Interval:
-    """Ratio of the sums of two numbers per prompt."""
+    """Ratio of the sums of two numbers per prompt; `bounds` as for `ratio_over_prompts`."""
     pairs = [terms(one) for one in results.listed(f"layer {layer}", model=model)]
-    return ratio_over_prompts([top for top, _ in pairs], [bottom for _, bottom in pairs])
+    return ratio_over_prompts([top for top, _ in pairs], [bottom for _, bottom in pairs], bounds=bounds)
 
 
 def added(results: Results, model: str, layer: int, insertion: str, where: str = "all") -> Interval:
@@ -197,10 +202,10 @@ def render(results: Results) -> Rendering:
     for model in results.models:
         for layer in layers_of(results, model):
             unexplained = over_prompts(
-                results, model, layer, lambda one: (one["unexplained"][0], one["unexplained"][1])
+                results, model, layer, lambda one: (one["unexplained"][0], one["unexplained"][1]), (0, math.inf)
             )
             count = len(results.listed(f"layer {layer}", model=model))
-            plain = over_prompts(results, model, layer, lambda one: (one["plain"][0], one["n"][0]))
+            plain = over_prompts(results, model, layer, lambda one: (one["plain"][0], one["n"][0]), (0, math.inf))
             cells = [added(results, model, layer, name) for name in INSERTIONS]
             # An AR step has no open position in its input.
             opened = "-" if results.is_causal(model) else str(added(results, model, layer, "sae", "open"))

@@ -13,6 +13,9 @@ from dlm_lens.experiments.verdicts import is_above
 METHODS = ("magnitude", "Wanda", "Wanda, sinks discounted", "Wanda, random positions discounted")
 DISCOUNTS = {METHODS[1]: "none", METHODS[2]: "sinks", METHODS[3]: "random"}
 
+BOUNDS = {"right": (0.0, 1.0), "likelihood": None}
+"""What is measured of a network, and the smallest and largest possible value: a share, and nats per token."""
+
 
 def items(settings: Settings) -> Iterator[Item]:
     """The network as it is, then every sparsity and method; the control several times.
@@ -104,23 +107,25 @@ def render(results: Results) -> Rendering:
     rows, panels = [], {}
     for model in results.models:
         whole = {
-            name: mean_over_prompts(scores(results, model, 0.0, "none", name)) for name in ("right", "likelihood")
+            name: mean_over_prompts(scores(results, model, 0.0, "none", name), bounds=bounds)
+            for name, bounds in BOUNDS.items()
         }
         rows.append([model, "0", "none", "-", *map(str, whole.values()), str(whole["right"].n)])
         for sparsity in results.settings["sparsities"]:
             for method in METHODS:
-                pair = [scores(results, model, sparsity, method, name) for name in ("right", "likelihood")]
+                pair = {name: scores(results, model, sparsity, method, name) for name in BOUNDS}
                 records = [r for r in results.records if r.item["method"] == method and r.item["model"] == model]
-                if not pair[0]:  # an unfinished run
+                if not pair["right"]:  # an unfinished run
                     continue
                 weight = records[0].value["discounted"]
-                cells = ["-" if weight is None else f"{weight:.2f}", *(str(mean_over_prompts(one)) for one in pair)]
-                rows.append([model, f"{sparsity:g}", method, *cells, str(len(pair[0]))])
+                means = [str(mean_over_prompts(pair[name], bounds=bounds)) for name, bounds in BOUNDS.items()]
+                discounted = "-" if weight is None else f"{weight:.2f}"
+                rows.append([model, f"{sparsity:g}", method, discounted, *means, str(len(pair["right"]))])
         for name, title in (("right", "exact match"), ("likelihood", "log-likelihood per token")):
             panels[f"{model}: {title}"] = {
                 method: [(0.0, whole[name])]
                 + [
-                    (sparsity, mean_over_prompts(known))
+                    (sparsity, mean_over_prompts(known, bounds=BOUNDS[name]))
                     for sparsity in results.settings["sparsities"]
                     if (known := scores(results, model, sparsity, method, name))
                 ]
@@ -147,7 +152,7 @@ def difference(
 ) -> Interval:
     """Sinks discounted minus another method, over the same prompts."""
     one, two = (scores(results, model, sparsity, which, name) for which in (method, other))
-    return paired_difference(one, two)
+    return paired_difference(one, two, bounds=(-1, 1) if name == "right" else None)
 
 
 def has(results: Results, model: str, sparsity: float, *methods: str) -> bool:

@@ -12,6 +12,7 @@ from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_below
 from dlm_lens.printable import counted
 from dlm_lens.probes.norms import ValueMatch
+from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS
 
 LARGEST = 96
 """Rows and columns of a stored map; larger ones are averaged down."""
@@ -123,14 +124,13 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
 
 def ratio(results: Results, model: str, match: str) -> Interval:
     """Mean norm of sinks over mean norm of others; interval over prompts and networks."""
-    return over_networks(_columns(results, model, match, 0, 1))
+    return over_networks(_columns(results, model, match, 0, 1), bounds=POSITIVE_BOUNDS)
 
 
 def mean_norms(results: Results, model: str, match: str) -> tuple[Interval, Interval]:
     """Mean norms of sinks and of others."""
-    return over_networks(_columns(results, model, match, 0, 2)), over_networks(
-        _columns(results, model, match, 1, 2)
-    )
+    sinks, others = (_columns(results, model, match, place, 2) for place in (0, 1))
+    return over_networks(sinks, bounds=POSITIVE_BOUNDS), over_networks(others, bounds=POSITIVE_BOUNDS)
 
 
 def _columns(
@@ -161,7 +161,7 @@ def render(results: Results) -> Rendering:
         rows.append([
             title(model), str(len(apart)), str(pairs), str(sink), str(other), str(ratio(results, model, "any")),
             str(ratio(results, model, "masked")),
-            _of_columns(results, model), str(over(apart, both)),
+            _of_columns(results, model), str(over(apart, both, bounds=SHARE_BOUNDS)),
         ])  # fmt: skip
         for place in (one.value["maps"] for one in results.where(model=model) if "maps" in one.value):
             for step, pattern in zip(place["steps"], place["patterns"], strict=True):

@@ -13,6 +13,7 @@ from dlm_lens.experiments.one_token.recorded_runs import by_network, inner, item
 from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_above, is_below
 from dlm_lens.printable import counted
+from dlm_lens.statistics import CORRELATION_BOUNDS, POSITIVE_BOUNDS, SHARE_BOUNDS
 
 SMALL: dict[str, Any] = {"models": ["toy-sink"], **recorded_runs.SMALL}
 FULL: dict[str, Any] = {
@@ -75,14 +76,20 @@ def render(results: Results) -> Rendering:
         )
         layers = range(sink.shape[-1])
         for name, values in (("sink token", sink), ("others", other)):
-            norms[f"{title(model)}: {name}"] = [(layer, over(values[..., layer])) for layer in layers]
-        shares[f"{title(model)}: sink token"] = [(layer, over(share[..., layer])) for layer in layers]
-        shares[f"{title(model)}: strongest other key"] = [(layer, over(strongest[..., layer])) for layer in layers]
+            norms[f"{title(model)}: {name}"] = [
+                (layer, over(values[..., layer], bounds=POSITIVE_BOUNDS)) for layer in layers
+            ]
+        for name, values in (("sink token", share), ("strongest other key", strongest)):
+            shares[f"{title(model)}: {name}"] = [
+                (layer, over(values[..., layer], bounds=SHARE_BOUNDS)) for layer in layers
+            ]
         for layer in layers:
             cells = (sink[..., layer], other[..., layer])
             rows.append([
-                title(model), str(len(sink)), str(sink.shape[1]), str(layer), *map(str, map(over, cells)),
-                str(over(*cells)), *(percent(over(one[..., layer])) for one in (share, strongest, even)),
+                title(model), str(len(sink)), str(sink.shape[1]), str(layer),
+                *(str(over(one, bounds=POSITIVE_BOUNDS)) for one in cells),
+                str(over(*cells, bounds=POSITIVE_BOUNDS)),
+                *(percent(over(one[..., layer], bounds=SHARE_BOUNDS)) for one in (share, strongest, even)),
             ])  # fmt: skip
     head = ["model", "networks", "prompts", "layer", "value norm of the sink token", "of all others", "ratio",
             "share of attention", "strongest other key", "even share"]  # fmt: skip
@@ -111,7 +118,8 @@ def percent(found: Any) -> str:
 
 def inner_ratio(results: Results, model: str) -> Interval:
     """Value norm of the learned sink token over that of the others, between the first and the last layer."""
-    return over(*(inner(by_network(results, model, name)) for name in ("norm_sink", "norm_other")))
+    norms = (inner(by_network(results, model, name)) for name in ("norm_sink", "norm_other"))
+    return over(*norms, bounds=POSITIVE_BOUNDS)
 
 
 def findings(results: Results, model: str) -> Iterator[Finding]:
@@ -127,17 +135,17 @@ def findings(results: Results, model: str) -> Iterator[Finding]:
         f"agrees: the whole interval below {MUCH}, set beforehand (Figure 1: 0.31 and 0.40); disagrees: above",
         "1, a token like the others",
     )
-    excess = over(share - even)
+    excess = over(share - even, bounds=CORRELATION_BOUNDS)
     yield Finding.of(
         'the model learns to offload "a significant portion of its attention mass" to it (Section 1); at the '
         "least, more than an even share",
-        f"{of}: {percent(over(share))} in the inner layers, {100 * excess.value:+.2f} points "
+        f"{of}: {percent(over(share, bounds=SHARE_BOUNDS))} in the inner layers, {100 * excess.value:+.2f} points "
         f"[{100 * excess.low:+.2f}, {100 * excess.high:+.2f}] beyond an even share",
         is_above(excess, 0.0),
         "agrees: the whole interval above the even share; disagrees: below",
-        f"the even share, one of all keys: {percent(over(even))}",
+        f"the even share, one of all keys: {percent(over(even, bounds=SHARE_BOUNDS))}",
     )
-    lead = over(share - strongest)
+    lead = over(share - strongest, bounds=CORRELATION_BOUNDS)
     yield Finding.of(
         "there it receives a large share of all attention (a figure without numbers)",
         f"{of}: {100 * lead.value:+.2f} points [{100 * lead.low:+.2f}, {100 * lead.high:+.2f}] against the "
@@ -145,7 +153,7 @@ def findings(results: Results, model: str) -> Iterator[Finding]:
         is_above(lead, 0.0),
         "large: more than any other key of the same step and layer gets, mean over heads; agrees: the whole "
         "interval above, disagrees: below",
-        f"the strongest other key: {percent(over(strongest))}",
+        f"the strongest other key: {percent(over(strongest, bounds=SHARE_BOUNDS))}",
     )
 
 

@@ -17,6 +17,7 @@ from dlm_lens.experiments.results import Item, Results, Settings
 from dlm_lens.experiments.verdicts import is_below, only_with
 from dlm_lens.printable import counted
 from dlm_lens.recording import LayerStep, PatternReducer
+from dlm_lens.statistics import CORRELATION_BOUNDS, POSITIVE_BOUNDS
 
 SMALL: dict[str, Any] = {
     "models": ["toy", "toy-sink", "toy-gated"], **recorded_runs.SMALL, "prompts": 8, "batch": 8, "eps": 3.0,
@@ -182,7 +183,7 @@ def per_attention(results: Results, model: str, part: str, layer: int | None = N
         for values in (by_network(results, model, f"{of}_{name}") for of in SETS[:2] for name in (part, "mass"))
     )
     with np.errstate(invalid="ignore", divide="ignore"):
-        return over(top / weight * other_weight, other)
+        return over(top / weight * other_weight, other, bounds=POSITIVE_BOUNDS)
 
 
 def render(results: Results) -> Rendering:
@@ -209,7 +210,8 @@ def render(results: Results) -> Rendering:
             rows.append([
                 title(model), str(layer), f"{most:.2f}", f"{least:.2f}", f"{least / most:.2f}",
                 str(per_attention(results, model, "bound", layer)),
-                str(per_attention(results, model, "output", layer)), str(over(rho)), str(over(other)),
+                str(per_attention(results, model, "output", layer)),
+                *(str(over(one, bounds=CORRELATION_BOUNDS)) for one in (rho, other)),
             ])  # fmt: skip
     head = ["model", "layer", "bound of Eq. 20", "head output", "output / bound", "sinks' bound / random keys'",
             "sinks' output / random keys'", "rank correlation of sink attention with the update",
@@ -275,8 +277,8 @@ def findings(results: Results, model: str) -> Iterator[Finding]:
             "1, random other keys of the same pattern that receive as much attention together",
         )
     rho, other = (by_network(results, model, name) for name in ("correlation", "correlation_count"))
-    apart = over(mean_known(rho) - mean_known(other))
-    own, null = over(mean_known(rho)), over(mean_known(other))
+    apart = over(mean_known(rho) - mean_known(other), bounds=(-2, 2))
+    own, null = (over(mean_known(one), bounds=CORRELATION_BOUNDS) for one in (rho, other))
     judged = only_with(is_below(apart, 0.0), "agrees", [is_below(own, 0.0)])
     yield Finding.of(
         "attending mainly to low-norm values makes the update small (after Eq. 22)",

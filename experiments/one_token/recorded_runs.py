@@ -101,12 +101,12 @@ def by_network(results: Results, model: str, name: str) -> Float[np.ndarray, "ne
     return np.asarray(attention_sinks.per_network(results, name, model=model), dtype=float)
 
 
-def over(top: Float[np.ndarray, "network prompt"], bottom: Any = 1.0) -> Interval:
+def over(top: Float[np.ndarray, "network prompt"], bottom: Any = 1.0, *, bounds: tuple[float, float]) -> Interval:
     """Ratio of sums over prompts, mean over networks; prompts where either is not known are left out."""
     both = np.broadcast_arrays(top, np.asarray(bottom, float))
     known = np.isfinite(both[0]) & np.isfinite(both[1])
     tops, bottoms = (np.where(known, values, 0.0) for values in both)
-    return over_networks(list(zip(tops.tolist(), bottoms.tolist(), strict=True)))
+    return over_networks(list(zip(tops.tolist(), bottoms.tolist(), strict=True)), bounds=bounds)
 
 
 def inner(values: Float[np.ndarray, "network prompt layer"]) -> Float[np.ndarray, "network prompt"]:

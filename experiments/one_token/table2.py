@@ -64,7 +64,7 @@ def moved_less(results: Results, one: str, other: str) -> Interval:
         return paired_over_seeds(*moved)
     pairs = [[values[name][seed]["moved_prompts"] for name in (one, other)] for seed in seeds]
     apart = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
-    return over_networks([(each, [1.0] * len(each)) for each in apart])._replace(n=len(seeds))
+    return over_networks([(each, [1.0] * len(each)) for each in apart], bounds=(-1, 1))._replace(n=len(seeds))
 
 
 def render(results: Results) -> Rendering:

@@ -167,7 +167,7 @@ def difference(results: Results, variant: str, baseline: str) -> Interval:
     if len(seeds) < 2 or any("losses" not in values[seed] for values in (one, other) for seed in seeds):
         return paired_over_seeds(losses(results, variant), losses(results, baseline))
     apart = [[a - b for a, b in zip(one[seed]["losses"], other[seed]["losses"], strict=True)] for seed in seeds]
-    return over_networks([(values, [1.0] * len(values)) for values in apart])._replace(n=len(seeds))
+    return over_networks([(values, [1.0] * len(values)) for values in apart], bounds=None)._replace(n=len(seeds))
 
 
 def number(results: Results, variant: str, pick: Callable[[Mapping[str, Any]], float | None]) -> list[float]:

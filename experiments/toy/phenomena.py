@@ -5,6 +5,7 @@ attention relative to uniform attention, per head. A sink is a key whose score e
 by eps = 3 (2510.15731, Eq. 3); the main sink of a map is its arg-max, whether or not it passes.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,13 +131,13 @@ def learned_sink(maps: Maps, count: int) -> dict[str, Any]:
     received = maps.column_sum.nan_to_num()
     ones = torch.ones_like(maps.main)
 
-    def per_layer(top: torch.Tensor, bottom: torch.Tensor) -> list[Estimate]:
-        return [_ratio(top[:, :, layer], bottom[:, :, layer]) for layer in layers]
+    def per_layer(top: torch.Tensor, bottom: torch.Tensor, most: float = math.inf) -> list[Estimate]:
+        return [_ratio(top[:, :, layer], bottom[:, :, layer], most) for layer in layers]
 
     norm, defined = maps.value_norm, maps.defined
     return {
-        "share": per_layer(received[..., canvas:].sum(-1) / received.sum(-1), ones),
-        "is_main": per_layer(maps.main >= canvas, ones),
+        "share": per_layer(received[..., canvas:].sum(-1) / received.sum(-1), ones, 1.0),
+        "is_main": per_layer(maps.main >= canvas, ones, 1.0),
         "value_norm": per_layer(norm[..., canvas:].mean(-1), ones),
         "value_norm_others": per_layer((norm * defined)[..., :canvas], defined[..., :canvas]),
         "main_sink_differs_exempted": differs(maps.score[..., :canvas]),
@@ -206,11 +207,11 @@ def _mean_over(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def _share(event: torch.Tensor, among: torch.Tensor | None = None) -> Estimate:
     """Share of the cases in which `event` holds; both [step, batch, ...]."""
     among = torch.ones_like(event) if among is None else among
-    return _ratio(event & among, among)
+    return _ratio(event & among, among, 1.0)
 
 
-def _ratio(top: torch.Tensor, bottom: torch.Tensor) -> Estimate:
-    return clustered_ratio(_per_prompt(top), _per_prompt(bottom))
+def _ratio(top: torch.Tensor, bottom: torch.Tensor, most: float = math.inf) -> Estimate:
+    return clustered_ratio(_per_prompt(top), _per_prompt(bottom), bounds=(0.0, most))
 
 
 def _per_prompt(values: torch.Tensor) -> torch.Tensor:

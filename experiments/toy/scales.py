@@ -32,9 +32,11 @@ LEVELS: tuple[Level, ...] = ("head", "layer", "model")
 def shares(found: Sinks) -> tuple[Estimate, Estimate]:
     """Keys left out, and patterns with a sink, with bootstrap intervals that draw whole prompts."""
     defined = ~found.scores.isnan()
-    left_out = clustered_ratio(_per_prompt(defined & ~found.is_sink), _per_prompt(defined))
+    left_out = clustered_ratio(_per_prompt(defined & ~found.is_sink), _per_prompt(defined), bounds=(0, 1))
     judged = defined.any(-1)
-    return left_out, clustered_ratio(_per_prompt(found.is_sink.any(-1) & judged), _per_prompt(judged))
+    return left_out, clustered_ratio(
+        _per_prompt(found.is_sink.any(-1) & judged), _per_prompt(judged), bounds=(0, 1)
+    )
 
 
 def _per_prompt(flags: Tensor) -> Tensor:

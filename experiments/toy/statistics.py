@@ -31,7 +31,12 @@ def wilson(successes: int, n: int, z: float = 1.959964) -> Estimate:
 
 
 def clustered_ratio(
-    numerators: npt.ArrayLike, denominators: npt.ArrayLike, counts: npt.ArrayLike | None = None, seed: int = 0
+    numerators: npt.ArrayLike,
+    denominators: npt.ArrayLike,
+    counts: npt.ArrayLike | None = None,
+    seed: int = 0,
+    *,
+    bounds: tuple[float, float] | None,
 ) -> Estimate:
     """Ratio of sums over prompts, with the interval of a bootstrap that draws whole prompts.
 
@@ -39,11 +44,11 @@ def clustered_ratio(
 
     numerators, denominators: one number per prompt. A share has the number of cases as its denominator, and
     then `n` is their sum; for other ratios `counts` says over how many cases each prompt's numbers were
-    taken.
+    taken. `bounds` are those of `ratio_over_prompts`: (0, 1) of a share.
     """
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     n = int(np.sum(bottom if counts is None else counts))
-    found = intervals.ratio_over_prompts(top, bottom, seed)
+    found = intervals.ratio_over_prompts(top, bottom, seed, bounds=bounds)
     return Estimate(found.value, found.low, found.high, n, len(top))
 
 

@@ -45,7 +45,7 @@ def test_the_difference_is_that_of_the_shares() -> None:
 def test_a_difference_of_ratios_is_over_the_same_draws() -> None:
     rng = np.random.default_rng(2)
     one, other = (tuple(rng.uniform(1, 2, size=(2, 40))) for _ in range(2))
-    found = difference_of_ratios(one, other, seed=5)
+    found = difference_of_ratios(one, other, seed=5, bounds=(-1, 1))
 
     def apart(at: Any) -> float:
         return float(one[0][at].sum() / one[1][at].sum() - other[0][at].sum() / other[1][at].sum())
@@ -54,9 +54,9 @@ def test_a_difference_of_ratios_is_over_the_same_draws() -> None:
     assert found.value == pytest.approx(apart(slice(None)))
     np.testing.assert_allclose(found[1:3], np.quantile(drawn, (0.025, 0.975)), atol=0.02)
     with pytest.raises(ValueError, match="40 and 39 prompts cannot be paired"):
-        difference_of_ratios(one, (other[0][1:], other[1][1:]))
-    assert np.isnan(difference_of_ratios(([], []), ([], [])).value)
-    assert np.isnan(difference_of_ratios(([1.0], [2.0]), ([1.0], [4.0])).low)
+        difference_of_ratios(one, (other[0][1:], other[1][1:]), bounds=(-1, 1))
+    assert np.isnan(difference_of_ratios(([], []), ([], []), bounds=(-1, 1)).value)
+    assert np.isnan(difference_of_ratios(([1.0], [2.0]), ([1.0], [4.0]), bounds=(-1, 1)).low)
 
 
 def test_overlaps_are_paired_by_group() -> None:

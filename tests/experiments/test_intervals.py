@@ -33,12 +33,13 @@ def drawn(rng: np.random.Generator, networks: int, prompts: int, between: float,
 
 def test_one_network_has_the_interval_over_prompts() -> None:
     tops, bottoms = [1.0, 2.0, 4.0, 0.0], [2.0, 3.0, 4.0, 5.0]
-    assert over_networks([(tops, bottoms)], seed=3) == ratio_over_prompts(tops, bottoms, 3)
+    alone = ratio_over_prompts(tops, bottoms, 3, bounds=(0, 1))
+    assert over_networks([(tops, bottoms)], seed=3, bounds=(0, 1)) == alone
 
 
 def test_without_noise_of_prompts_it_is_student_s_t_over_networks() -> None:
     means = [0.2, 0.5, 0.35]
-    found = over_networks([([mean] * 6, [1.0] * 6) for mean in means])
+    found = over_networks([([mean] * 6, [1.0] * 6) for mean in means], bounds=None)
     low, high = stats.t.interval(0.95, 2, np.mean(means), stats.sem(means))
     assert found == pytest.approx((np.mean(means), low, high, 6), rel=1e-9)
 
@@ -54,13 +55,12 @@ def test_shares_at_a_bound_have_wilson_s_interval(n: int) -> None:
     high = wilson_bound(n)
     zero = (pytest.approx(0.0), pytest.approx(0.0), pytest.approx(high, rel=1e-6), n)
     one = (pytest.approx(1.0), pytest.approx(1 - high, rel=1e-6), pytest.approx(1.0), n)
-    assert ratio_over_prompts(none, every) == zero
-    assert ratio_over_prompts(every, every) == one
-    assert mean_over_prompts(none) == zero
+    assert ratio_over_prompts(none, every, bounds=(0, 1)) == zero
+    assert ratio_over_prompts(every, every, bounds=(0, 1)) == one
+    assert mean_over_prompts(none, bounds=(0, 1)) == zero
     networks = [(none, every)] * 3
-    for bounds in (None, (0.0, 1.0)):
-        assert over_networks(networks, bounds=bounds) == zero
-        assert over_networks([(every, every)] * 3, bounds=bounds) == one
+    assert over_networks(networks, bounds=(0, 1)) == zero
+    assert over_networks([(every, every)] * 3, bounds=(0, 1)) == one
     wrong: dict[Prompt, float] = {("a", place): 0.0 for place in range(n)}
     right: dict[Prompt, float] = dict.fromkeys(wrong, 1.0)
     assert mean_match(dict.fromkeys(range(3), wrong)) == zero
@@ -89,14 +89,15 @@ def test_the_interval_of_equal_differences_reaches_towards_the_bounds() -> None:
 
 
 def test_a_difference_of_shares_that_do_not_vary_is_not_certain() -> None:
-    found = difference_of_ratios(([3.0] * 3, [3.0] * 3), ([0.0] * 3, [3.0] * 3))
-    assert found == paired_difference([1.0] * 3, [0.0] * 3) == (1.0, found.low, 1.0, 3)
+    found = difference_of_ratios(([3.0] * 3, [3.0] * 3), ([0.0] * 3, [3.0] * 3), bounds=(-1, 1))
+    assert found == paired_difference([1.0] * 3, [0.0] * 3, bounds=(-1, 1)) == (1.0, found.low, 1.0, 3)
     assert found.low == pytest.approx(1 - 2 * wilson_bound(3), rel=1e-6)
     p = p_value(found, 0.0)
     assert p is not None
     assert p > 0.05
     # Scores say nothing about how far they may vary.
-    assert difference_of_ratios(([0.3] * 3, [0.6] * 3), ([0.1] * 3, [0.4] * 3))[:3] == (0.25, 0.25, 0.25)
+    scores = ([0.3] * 3, [0.6] * 3), ([0.1] * 3, [0.4] * 3)
+    assert difference_of_ratios(*scores, bounds=None)[:3] == (0.25, 0.25, 0.25)
 
 
 def test_answers_of_several_seeds_that_never_differ_are_not_certain() -> None:
@@ -106,17 +107,18 @@ def test_answers_of_several_seeds_that_never_differ_are_not_certain() -> None:
 
 
 def test_no_verdict_is_certain_from_two_prompts_that_agree() -> None:
-    found = ratio_over_prompts([0.0, 0.0], [1.0, 1.0])
+    found = ratio_over_prompts([0.0, 0.0], [1.0, 1.0], bounds=(0, 1))
     assert is_below(found, 0.5).verdict == "undecided"
     p = p_value(found, 0.5)
     assert p is not None
     assert p > 0.05
-    assert is_below(ratio_over_prompts([0.0] * 96, [1.0] * 96), 0.1).verdict == "agrees"
+    assert is_below(ratio_over_prompts([0.0] * 96, [1.0] * 96, bounds=(0, 1)), 0.1).verdict == "agrees"
 
 
 def test_prompts_without_cases_are_no_cases() -> None:
-    assert ratio_over_prompts([0, 0, 0, 0], [2, 0, 0, 5]).high == pytest.approx(wilson_bound(2), rel=1e-6)
-    found = over_networks([([0, 0, 0], [2, 0, 0]), ([0, 0, 0], [0, 0, 5])])
+    found = ratio_over_prompts([0, 0, 0, 0], [2, 0, 0, 5], bounds=(0, 1))
+    assert found.high == pytest.approx(wilson_bound(2), rel=1e-6)
+    found = over_networks([([0, 0, 0], [2, 0, 0]), ([0, 0, 0], [0, 0, 5])], bounds=(0, 1))
     assert found.high == pytest.approx(wilson_bound(2), rel=1e-6)
 
 
@@ -139,7 +141,7 @@ def test_a_difference_of_ratios_counts_the_prompts_of_the_ratio_that_has_fewer()
     below = rng.integers(1, 5, size=20).astype(float)
     others, bottom = rng.binomial(below.astype(int), 0.4).astype(float), np.where(np.arange(20) < 6, 4.0, 0.0)
     top = np.array([4.0, 1.0, 0.0, 2.0, 3.0, 1.0] + [0.0] * 14)
-    found = difference_of_ratios((top, bottom), (others, below))
+    found = difference_of_ratios((top, bottom), (others, below), bounds=(-1, 1))
     draws = np.random.default_rng(0).integers(20, size=(2000, 20))
     values = [
         top[at].sum() / bottom[at].sum() - others[at].sum() / below[at].sum() for at in draws if bottom[at].any()
@@ -149,7 +151,7 @@ def test_a_difference_of_ratios_counts_the_prompts_of_the_ratio_that_has_fewer()
     assert found[1:] == pytest.approx((*expected, 6), rel=1e-6)
     # Of one prompt with cases nothing is known about others.
     alone = np.where(np.arange(20) < 1, 4.0, 0.0)
-    assert np.isnan(difference_of_ratios((alone / 2, alone), (others, below))[1:3]).all()
+    assert np.isnan(difference_of_ratios((alone / 2, alone), (others, below), bounds=(-1, 1))[1:3]).all()
 
 
 def test_over_networks_prompts_without_cases_do_not_count() -> None:
@@ -170,14 +172,30 @@ def test_over_networks_prompts_without_cases_do_not_count() -> None:
 
 def test_differences_and_sums_at_zero_are_no_shares() -> None:
     # Equal log-likelihoods, and errors that equal the spread in every prompt.
-    assert paired_difference([0.25, -3.5], [0.25, -3.5])[:3] == (0.0, 0.0, 0.0)
-    assert ratio_over_prompts([0.3, 1.7], [0.3, 1.7])[:3] == (1.0, 1.0, 1.0)
+    assert paired_difference([0.25, -3.5], [0.25, -3.5], bounds=None)[:3] == (0.0, 0.0, 0.0)
+    assert ratio_over_prompts([0.3, 1.7], [0.3, 1.7], bounds=None)[:3] == (1.0, 1.0, 1.0)
+
+
+def test_counts_of_0_and_1_are_a_share_only_where_the_caller_says_so() -> None:
+    """Sinks per prompt may be more than one, also where these prompts have none or one each."""
+    counts, ones = [0, 1, 1, 1], [1] * 4
+    free, share = (mean_over_prompts(counts, bounds=bounds) for bounds in (None, (0, 1)))
+    assert free == (0.75, free.low, free.high, 4)
+    assert free.low < 0 < 1 < free.high
+    assert share == (0.75, 0, 1, 4)
+    assert mean_over_prompts([1] * 4, bounds=None)[:3] == (1.0, 1.0, 1.0)
+    assert over_networks([(ones, ones)] * 3, bounds=None)[:3] == (1.0, 1.0, 1.0)
+    assert difference_of_ratios((ones, ones), ([0] * 4, ones), bounds=None)[:3] == (1.0, 1.0, 1.0)
+    assert paired_difference(ones, [0] * 4, bounds=None)[:3] == (1.0, 1.0, 1.0)
+    for call in (mean_over_prompts, over_networks):
+        with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'bounds'"):
+            call([(ones, ones)])  # type: ignore[call-arg]
 
 
 def test_differences_of_shares_that_are_0_may_have_either_sign() -> None:
     high = wilson_bound(4)
     expected = (0.0, pytest.approx(-high, rel=1e-6), pytest.approx(high, rel=1e-6), 4)
-    assert paired_difference([0, 1, 1, 0], [0, 1, 1, 0]) == expected
+    assert paired_difference([0, 1, 1, 0], [0, 1, 1, 0], bounds=(-1, 1)) == expected
     assert ratio_over_prompts([0.0] * 4, [1.0] * 4, bounds=(-1.0, 1.0)) == expected
     assert mean_over_prompts([0.0] * 4, bounds=(-1.0, 1.0)) == expected
     for networks in (1, 2):
@@ -197,7 +215,7 @@ def test_the_interval_covers_the_truth(between: float, shared: float) -> None:
     ones, hits = [1.0] * 24, 0
     for _ in range(150):
         values = drawn(rng, 3, 24, between, shared)
-        found = over_networks([(row.tolist(), ones) for row in values])
+        found = over_networks([(row.tolist(), ones) for row in values], bounds=None)
         hits += found.low <= 0 <= found.high
     # At least 95%; of 150 draws the standard deviation is 0.018.
     assert hits / 150 > 0.95 - 2.5 * 0.018
@@ -223,7 +241,7 @@ def test_the_interval_over_two_networks_is_narrower_than_it_should_be(
     """The shares in the docstring of `over_networks`; of 20,000 draws their standard deviation is 0.002."""
     rng = np.random.default_rng(3)
     one = drawn(rng, networks, n, between, 1.0)
-    found = over_networks([(row.tolist(), [1.0] * n) for row in one])
+    found = over_networks([(row.tolist(), [1.0] * n) for row in one], bounds=None)
     # The bootstrap of 2,000 draws knows a variance to 3%.
     assert (found.high - found.low) / 2 == pytest.approx(float(half_widths(one[None])[0]), rel=0.1)
     effects = between * rng.normal(size=(20_000, networks, 1)) + rng.normal(size=(20_000, 1, n))
@@ -237,16 +255,16 @@ def test_a_bootstrap_over_prompts_alone_does_not_cover_other_networks() -> None:
     hits = 0
     for _ in range(100):
         values = drawn(rng, 3, 24, 1.0, 0.0).mean(0)
-        found = ratio_over_prompts(values, np.ones(24))
+        found = ratio_over_prompts(values, np.ones(24), bounds=None)
         hits += found.low <= 0 <= found.high
     assert hits < 60
 
 
 def test_networks_need_the_same_prompts() -> None:
     with pytest.raises(ValueError, match="the networks have 2 and 3 prompts"):
-        over_networks([([1.0, 2.0], [1.0, 1.0]), ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])])
+        over_networks([([1.0, 2.0], [1.0, 1.0]), ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])], bounds=(0, 1))
     with pytest.raises(ValueError, match="needs at least one, got none"):
-        over_networks([])
+        over_networks([], bounds=(0, 1))
 
 
 def test_results_are_grouped_by_network() -> None:
@@ -260,12 +278,11 @@ def test_results_are_grouped_by_network() -> None:
     found = Results({"settings": {}}, records)
     # Per network the sum of a is 2 network + 3, over 6; None counts in no mean.
     pairs = [([n, 0, n, 3], [1, 2, 1, 2]) for n in (0, 1, 2)]
-    assert ratio(Results({"settings": {}}, [_without_none(r) for r in records]), "toy", "a", "b") == over_networks(
-        pairs
-    )
-    mean = average(found, "toy", "a")
+    known = Results({"settings": {}}, [_without_none(r) for r in records])
+    assert ratio(known, "toy", "a", "b", bounds=None) == over_networks(pairs, bounds=None)
+    mean = average(found, "toy", "a", bounds=None)
     assert mean.value == pytest.approx(np.mean([(2 * n + 3) / 4 for n in (0, 1, 2)]))
-    assert math.isnan(average(found, "toy-ar", "a").value)
+    assert math.isnan(average(found, "toy-ar", "a", bounds=None).value)
 
 
 def _without_none(record: Record) -> Record:
@@ -280,15 +297,15 @@ def test_intervals_over_few_prompts_cover_the_truth(n: int, kind: str) -> None:
     for _ in range(runs):
         values, bottoms = rng.normal(size=(2, n)), rng.uniform(1, 2, size=(2, n))
         if kind == "mean":
-            found = mean_over_prompts(values[0].tolist())
+            found = mean_over_prompts(values[0].tolist(), bounds=None)
         elif kind == "ratio":
-            found = ratio_over_prompts(values[0] * bottoms[0], bottoms[0])
+            found = ratio_over_prompts(values[0] * bottoms[0], bottoms[0], bounds=None)
         elif kind == "difference":
-            found = paired_difference(values[0].tolist(), values[1].tolist())
+            found = paired_difference(values[0].tolist(), values[1].tolist(), bounds=None)
         elif kind == "difference of ratios":
-            found = difference_of_ratios(*((values[i] * bottoms[i], bottoms[i]) for i in range(2)))
+            found = difference_of_ratios(*((values[i] * bottoms[i], bottoms[i]) for i in range(2)), bounds=None)
         else:
-            found = over_networks([(row.tolist(), [1.0] * n) for row in values])
+            found = over_networks([(row.tolist(), [1.0] * n) for row in values], bounds=None)
         hits += found.low <= 0 <= found.high
     # The standard deviation of the share is 0.009.
     assert hits / runs >= 0.93
@@ -297,7 +314,7 @@ def test_intervals_over_few_prompts_cover_the_truth(n: int, kind: str) -> None:
 @pytest.mark.parametrize("n", [2, 6, 12, 48])
 def test_the_interval_of_a_mean_is_near_student_s(n: int) -> None:
     values = np.random.default_rng(n).normal(3, 1, size=n)
-    found = mean_over_prompts(values.tolist())
+    found = mean_over_prompts(values.tolist(), bounds=None)
     low, high = stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values))
     # A bootstrap of two values has but three means.
     assert found.high - found.low == pytest.approx(high - low, rel=0.42 if n == 2 else 0.12)
@@ -311,7 +328,7 @@ def test_p_is_below_a_twentieth_exactly_where_the_bootstrap_interval_excludes_th
     rng = np.random.default_rng(5)
     decided = 0
     for _ in range(300):
-        found = mean_over_prompts(rng.normal(0.8, 1, size=6).tolist())
+        found = mean_over_prompts(rng.normal(0.8, 1, size=6).tolist(), bounds=None)
         p = p_value(found, 0.0)
         assert p is not None
         assert (p < 0.05) == (found.low > 0 or found.high < 0) == (is_below(found, 0.0).verdict != "undecided")
@@ -320,10 +337,10 @@ def test_p_is_below_a_twentieth_exactly_where_the_bootstrap_interval_excludes_th
 
 
 def test_counts_stay_within_0_and_1_and_one_prompt_has_no_interval() -> None:
-    found = ratio_over_prompts([5, 5, 5, 4], [5, 5, 5, 5])
+    found = ratio_over_prompts([5, 5, 5, 4], [5, 5, 5, 5], bounds=(0, 1))
     assert found.high == 1.0
-    assert mean_over_prompts([0.9, 0.9, 0.2]).high > 0.9
-    assert math.isnan(ratio_over_prompts([0, 3, 0], [0, 4, 0]).low)
+    assert mean_over_prompts([0.9, 0.9, 0.2], bounds=(0, 1)).high > 0.9
+    assert math.isnan(ratio_over_prompts([0, 3, 0], [0, 4, 0], bounds=(0, 1)).low)
     assert over_networks([([0.9, 0.9, 0.2], [1.0] * 3)], bounds=(0.0, 1.0)).high == 1.0
 
 

@@ -141,7 +141,7 @@ def test_prompts_without_sinks_in_one_network_stay_paired_with_the_others() -> N
     found = figure1.ratio(results, "toy", "any")
     assert found.value == pytest.approx((6 / 12 + 3 / 6) / 2)
     assert found.n == 3  # no network has a pair in the last prompt
-    wanted = over_networks([([2.0, 3.0, 1.0], [4.0, 4.0, 4.0]), ([2.0, 0.0, 1.0], [4.0, 0.0, 2.0])])
+    wanted = over_networks([([2.0, 3.0, 1.0], [4.0, 4.0, 4.0]), ([2.0, 0.0, 1.0], [4.0, 0.0, 2.0])], bounds=(0, 1))
     assert (found.low, found.high) == (wanted.low, wanted.high)
     assert figure1.has_pairs(results, "toy", "any")
     assert not figure1.has_pairs(results, "toy", "masked")
@@ -250,7 +250,8 @@ def test_the_p_value_of_a_claim_of_two_parts_is_that_of_the_weaker_one() -> None
     value["correlation_count"] = [[0.5] * 4] * 12
     planted = Results(results.config, [Record(results.records[0].item, value, 1.0)])
     *_, found = noop_bound.findings(planted, "toy")
-    own = p_value(over(noop_bound.mean_known(noop_bound.by_network(planted, "toy", "correlation"))), 0.0)
+    correlation = noop_bound.mean_known(noop_bound.by_network(planted, "toy", "correlation"))
+    own = p_value(over(correlation, bounds=(-1, 1)), 0.0)
     assert found.verdict == "agrees"
     assert found.p == own
     assert own is not None

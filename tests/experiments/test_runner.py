@@ -381,29 +381,29 @@ def test_wilson_solves_its_equation() -> None:
 
 def test_equal_differences_leave_room_for_prompts_that_were_not_asked() -> None:
     # Of 16 prompts none differs: by Wilson's bound up to z^2 / (16 + z^2) = 19.4% of all prompts may.
-    same = paired_difference([True] * 16, [True] * 16)
+    same = paired_difference([True] * 16, [True] * 16, bounds=(-1, 1))
     assert (same.value, same.low, same.high) == pytest.approx((0, -0.19361, 0.19361), abs=1e-5)
     assert same.high == pytest.approx(wilson([False] * 16).high)
-    lost = paired_difference([False] * 16, [True] * 16)
+    lost = paired_difference([False] * 16, [True] * 16, bounds=(-1, 1))
     assert (lost.value, lost.low, lost.high) == pytest.approx((-1, -1, -1 + 2 * 0.19361), abs=1e-5)
     # Changes, -1 to 1, can differ by two.
-    changes = paired_difference([0, 0, 0, 0], [-1, -1, -1, -1])
+    changes = paired_difference([0, 0, 0, 0], [-1, -1, -1, -1], bounds=(-2, 2))
     assert changes.low == pytest.approx(1 - 3 * wilson([False] * 4).high)
     # Of other numbers nobody knows the range.
-    assert paired_difference([2.5, 2.5], [1.0, 1.0])[1:3] == (1.5, 1.5)
+    assert paired_difference([2.5, 2.5], [1.0, 1.0], bounds=None)[1:3] == (1.5, 1.5)
 
 
 def test_bootstraps_draw_prompts() -> None:
     # Two prompts: a draw has both, or one of them twice, so that the percentile interval spans both, widened by
     # t(1) / z sqrt(2).
-    found, wider = ratio_over_prompts([1.5, 6.5], [10, 10]), 12.706205 / 1.959964 * math.sqrt(2)
+    found, wider = ratio_over_prompts([1.5, 6.5], [10, 10], bounds=None), 12.706205 / 1.959964 * math.sqrt(2)
     assert (found.value, found.low, found.high) == pytest.approx((0.4, 0.4 - wider / 4, 0.4 + wider / 4), rel=1e-6)
     # One and six cases of ten are a share.
-    assert ratio_over_prompts([1, 6], [10, 10])[:3] == pytest.approx((0.35, 0.0, 1.0))
-    assert math.isnan(ratio_over_prompts([1], [2]).low)
-    assert paired_difference([1, 1, 0], [0, 1, 0]).value == pytest.approx(1 / 3)
+    assert ratio_over_prompts([1, 6], [10, 10], bounds=(0, 1))[:3] == pytest.approx((0.35, 0.0, 1.0))
+    assert math.isnan(ratio_over_prompts([1], [2], bounds=(0, 1)).low)
+    assert paired_difference([1, 1, 0], [0, 1, 0], bounds=(-1, 1)).value == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="cannot be paired"):
-        paired_difference([1], [1, 2])
+        paired_difference([1], [1, 2], bounds=(-1, 1))
 
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe"])

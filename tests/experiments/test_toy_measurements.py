@@ -29,13 +29,13 @@ def test_wilson_interval_of_published_values() -> None:
 
 def test_bootstrap_draws_whole_prompts() -> None:
     # 40 prompts, half all true and half all false: the interval is that of 40 coins, not of 4000 cases.
-    share = clustered_ratio([100.0] * 20 + [0.0] * 20, [100.0] * 40)
+    share = clustered_ratio([100.0] * 20 + [0.0] * 20, [100.0] * 40, bounds=(0, 1))
     assert share.value == 0.5
     assert (share.n, share.clusters) == (4000, 40)
     assert share.high - share.low == pytest.approx(2 * 1.96 * math.sqrt(0.25 / 40), rel=0.15)
-    constant = clustered_ratio([3.0, 6.0], [1.0, 2.0])
+    constant = clustered_ratio([3.0, 6.0], [1.0, 2.0], bounds=None)
     assert (constant.low, constant.value, constant.high) == (3.0, 3.0, 3.0)
-    assert math.isnan(clustered_ratio([0.0], [0.0]).value)
+    assert math.isnan(clustered_ratio([0.0], [0.0], bounds=(0, 1)).value)
 
 
 NAN = math.nan

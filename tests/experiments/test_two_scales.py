@@ -208,8 +208,8 @@ def test_difference_and_shares_without_spread() -> None:
 def test_a_share_of_none_of_many_patterns() -> None:
     # Bernoulli patterns in 96 prompts of 16: a design effect of 1. Equal patterns in a prompt: one of 16.
     rng = np.random.default_rng(0)
-    alone = ratio_over_prompts(rng.binomial(16, 0.3, 96), [16] * 96)
-    together = ratio_over_prompts(16 * rng.binomial(1, 0.3, 96), [16] * 96)
+    alone = ratio_over_prompts(rng.binomial(16, 0.3, 96), [16] * 96, bounds=(0, 1))
+    together = ratio_over_prompts(16 * rng.binomial(1, 0.3, 96), [16] * 96, bounds=(0, 1))
     assert effective_cases(96 * 16, alone) == pytest.approx(96 * 16, rel=0.25)
     assert effective_cases(96 * 16, together) == pytest.approx(96, rel=0.25)
     assert effective_cases(96 * 16, Interval(1.0, 1.0, 1.0, 96)) == 96

@@ -82,7 +82,9 @@ def _limits(held: Held) -> str:
 
 def _real(held: Held) -> str:
     moving, few, first = held["fig4-moving"], held["fig3-distribution"], held["fig8-static"]
-    top, exponential = (average(few, "smollm2", f"relative {name}") for name in ("top", "exponential top"))
+    top, exponential = (
+        average(few, "smollm2", f"relative {name}", bounds=(0, 1)) for name in ("top", "exponential top")
+    )
     return (
         "- **(a) A real AR model** (SmolLM2-135M, English prompts) has the sinks that the literature describes: "
         f"{top} of a pattern's attention goes to 4% of the keys ({exponential.value:.2f} for exponential "
