@@ -216,16 +216,14 @@ class Recording(ShowsItself, RecordingFields):
         return getattr(self, name) * self.expected_by_layer(queries)[:, :, :, None]
 
     def strings(self, step: int, row: int = 0) -> list[str]:
-        """The text of every key at a step: one token each, sink(i) for learned sink tokens.
+        """The text of every key at a step: one token each, sink(i) for learned sink tokens, nothing for padding.
 
         Raises:
             ValueError: a step or row that this part does not have; both count from 0, or from the end if negative.
         """
         check_index("step", step, self.tokens.shape[0])
         check_index("row", row, self.tokens.shape[1])
-        return [
-            self.words.get(i, f"<{i}>") if i >= 0 else f"sink({-1 - i})" for i in self.tokens[step, row].tolist()
-        ]
+        return [str(text) for text in _texts(self)[step, row]]
 
     @named_arguments(row="batch", rows="batch")
     def select(
@@ -396,19 +394,24 @@ def dataset_of(recording: Recording) -> xarray.Dataset:
 
 def _of_keys(recording: Recording) -> dict[str, Any]:
     keys, tokens = ("step", "batch", "key"), recording.tokens.numpy()
-    words = np.vectorize(
-        lambda i: recording.words.get(i, f"<{i}>") if i >= 0 else f"sink({-1 - i})", otypes=[object]
-    )(tokens)
     return {
         "key": np.arange(tokens.shape[-1]),
         "token": (keys, tokens),
-        "token_text": (keys, words.astype(str)),
+        "token_text": (keys, _texts(recording)),
         "masked": (keys, recording.masked.numpy()),
         "valid": (("batch", "key"), recording.valid.numpy()),
         "progress": (("step", "batch"), recording.progress.numpy()),
         "block": ("step", list(recording.blocks)),
         **({"seed": ("batch", list(recording.seeds))} if recording.seeds else {}),
     }
+
+
+def _texts(recording: Recording) -> Any:
+    """The text of every key at every step [step, batch, key]; none of padding, which after joining is any token."""
+    words = np.vectorize(
+        lambda i: recording.words.get(i, f"<{i}>") if i >= 0 else f"sink({-1 - i})", otypes=[object]
+    )(recording.tokens.numpy())
+    return np.where(recording.valid.numpy(), words, "").astype(str)
 
 
 def _attributes(recording: Recording) -> dict[str, Any]:

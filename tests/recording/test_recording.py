@@ -115,6 +115,17 @@ def test_xarray(recorded):
     assert data["query"].values.tolist() == list(range(21))
 
 
+def test_padding_has_no_text():
+    """Joining pads shorter prompts with the id 0, which is a word like others."""
+    settings = {"steps": 2, "gen_length": 2, "seed": 0}
+    recorded = record(tiny("llada"), [[0, 9, 14], [5]], ["received:all"], batch_size=1, **settings)
+    assert [recorded.strings(0, row)[:3] for row in (0, 1)] == [["w0", "w9", "w14"], ["", "", "w5"]]
+    joined = recorded.to_xarray()
+    assert joined["token_text"].values[0, :, :3].tolist() == [["w0", "w9", "w14"], ["", "", "w5"]]
+    padded = record(tiny("llada"), [[0, 9, 14], [5]], ["received:all"], **settings).to_xarray()
+    assert padded["token_text"].equals(joined["token_text"].assign_coords(token=padded["token"]))
+
+
 def test_xarray_without_queries_has_no_such_axis():
     recorded = record(tiny("llada"), [[5, 9, 14]], ["received:all"], steps=2, gen_length=2)
     assert set(recorded.to_xarray().sizes) == {"step", "batch", "layer", "head", "key"}
