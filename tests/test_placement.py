@@ -144,8 +144,8 @@ def test_hooks_act_on_models_loaded_with_a_device_map(family: str, tmp_path: Pat
     assert runs[0].tokens.equal(runs[1].tokens)
     for name in recordings[0].arrays:
         found, expected = recordings[1].arrays[name], recordings[0].arrays[name]
-        # Weights mapped from a file begin at other places of memory, for which a CPU without AVX-512 adds in another
-        # order: up to 2e-6 of values up to 2.
+        # Weights mapped from a file begin at other places of memory, for which a CPU without AVX-512 adds in
+        # another order: up to 2e-6 of values up to 2.
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
