@@ -148,8 +148,8 @@ def test_experts_in_bfloat16_are_near_the_original() -> None:
     stored = load_file(MOE / "forward.safetensors")
     visible = stored["visible"]
     mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
-    # One expert after the other, as the authors' code: the same operations, 0 where the golden was made and 0.0104 on
-    # a processor without AVX-512. Grouped products add a token's three experts in another order, 0.0105.
+    # One expert after the other, as the authors' code: the same operations, 0 where the golden was made and 0.0104
+    # on a processor without AVX-512. Grouped products add a token's three experts in another order, 0.0105.
     for experts in ("eager", "grouped_mm"):
         model.set_experts_implementation(experts)
         logits = model(stored["input_ids"], attention_mask=mask).logits
