@@ -116,7 +116,7 @@ class ClassReadability(ShowsItself):
             late: only positions whose token was not predicted at the first step that predicts it. All others have
                 nothing to come before.
         """
-        committed, first = self.settled.committed_at, self.settled.predicted.float().argmax(0)
+        committed, first = self.settled.committed_at, (self.settled.followed >= 0).float().argmax(0)
         settled = self.class_at(layer, of)
         where = (settled >= 0) & (committed >= 0) & self.held_out[:, None]
         where &= (committed > first) if late else True

@@ -242,7 +242,7 @@ def commitment(
         ValueError: a run of another model, or a reference of another shape.
     """
     stored = StoredRun(model, run, decided=decided, hooks=hooks)
-    result = result_of(stored)
+    result = result_of(stored.run)
     right = right_tokens(result, reference)
     shape = run.unmasked.shape
     token, results = torch.full(shape, -1), on_canvases(run, result, -1)

@@ -259,7 +259,7 @@ def insertion_loss(
     given = list(saes) if isinstance(saes, Iterable) else [saes]
     _check(model, given, places, nulls)
     stored = StoredRun(model, run)
-    right = right_tokens(result_of(stored), reference)
+    right = right_tokens(result_of(stored.run), reference)
     chosen = chosen_indices("step", steps, run.steps)
     insertions = ("sae", "zero", "mean", *nulls)
     hooks = [

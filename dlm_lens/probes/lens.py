@@ -188,9 +188,8 @@ class LogitLens(ShowsItself):
 
     def written(self) -> Int[Tensor, "entry"]:
         """Id of the final token at `predicts`; -1 where there is none."""
-        at = (self.batch, self.predicts.clamp(min=0))
-        missing = (self.predicts < 0) | self.run.masked[-1][at]
-        return self.run.tokens[at].masked_fill(missing, -1)
+        at = (self.step, self.batch, self.predicts.clamp(min=0))
+        return on_canvases(self.run, result_of(self.run), -1)[at].masked_fill(self.predicts < 0, -1)
 
     def _places(self, layer: int | None) -> list[int]:
         return list(range(len(self.layers))) if layer is None else [place_of_layer(layer, self.layers)]
@@ -311,7 +310,7 @@ class _Entries:
         tuned: TunedLens | None,
     ) -> None:
         self.stored, self.head, self.places, self.layers, self.top = stored, head, places, layers, top
-        self.hooked, self.results = hooked, on_canvases(stored.run, result_of(stored), -1)
+        self.hooked, self.results = hooked, on_canvases(stored.run, result_of(stored.run), -1)
         self.layout, self.last = SinkLayout.of(stored.model), len(attention_blocks(stored.model)) - 1
         self.translate = (lambda layer, stream: stream) if tuned is None else tuned.translate
 

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.printable import shown
 from dlm_lens.probes.unembedding import positions_at_once, without_mask
-from dlm_lens.sampling import StoredRun
+from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import on_canvases
 
 
@@ -80,9 +80,9 @@ def _reduced(
     return token.cpu(), confidence.cpu(), entropy.cpu(), final, at.cpu() + first, among.cpu()
 
 
-def result_of(stored: StoredRun) -> Int[Tensor, "batch position"]:
+def result_of(run: DenoisingRun) -> Int[Tensor, "batch position"]:
     """The tokens of the run's result; -1 where a position stayed open."""
-    return stored.run.tokens.masked_fill(stored.run.open[-1], -1)
+    return run.tokens.masked_fill(run.open[-1], -1)
 
 
 def right_tokens(result: Int[Tensor, "batch position"], reference: Any) -> Int[Tensor, "batch position"]:

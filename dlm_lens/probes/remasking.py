@@ -15,6 +15,7 @@ from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, denoise
+from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import SHARE_BOUNDS, Estimate, estimate_mean
 
@@ -137,12 +138,17 @@ def remask(
         **settings: of `dlm_lens.denoise`: gen_length, block_length, remasking, ...
 
     Raises:
-        ValueError: a run that depends on its seed, a model without a mask token, a step at which nothing is
-            decided, or what `denoise` refuses.
+        ValueError: a run that depends on its seed, a model without a mask token or whose tokens move (DreamOn), a
+            step at which nothing is decided, or what `denoise` refuses.
     """
     mask = getattr(model.config, "mask_token_id", None)
     if mask is None:
         raise ValueError(f"remask: {type(model).__name__} has no mask token, so that nothing can be masked again")
+    if algorithm_of(model.config).sampler.resizes:
+        raise ValueError(
+            f"remask: the sampler of {type(model).__name__} inserts and deletes masks, so that two runs have "
+            "other parts of the text at one position; give a model that keeps every position"
+        )
     plain = denoise(model, prompts, steps=steps, seed=seed, **settings)
     # What is masked in a row that has ended stays masked: no step is left to fill it in.
     decided = plain.answer & ~plain.open[:-1] & plain.running[..., None]

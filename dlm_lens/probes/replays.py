@@ -140,7 +140,8 @@ class Replay(ShowsItself):
         where = self.predicted.nonzero(as_tuple=True)
         text = TokenTexts(self.run.tokenizer)
         columns: dict[str, Any] = dict(zip(("step", "batch", "position"), (i.tolist() for i in where), strict=True))
-        columns["written"] = [text(int(i)) for i in self.run.tokens[where[1], where[2]]]
+        written = on_canvases(self.run, self.run.tokens, -1)[where].tolist()
+        columns["written"] = ["" if i < 0 else text(i) for i in written]
         columns["unmasked"] = self.run.unmasked[where].tolist()
         for name in PER_POSITION:
             found = getattr(self, name)[where].tolist()
@@ -318,7 +319,7 @@ class _Passes:
     ) -> None:
         self.stored, self.layers, self.attention, self.queries = stored, layers, attention, queries
         self.layout = SinkLayout.of(stored.model)
-        self.results = on_canvases(stored.run, result_of(stored), -1)
+        self.results = on_canvases(stored.run, result_of(stored.run), -1)
         # With a cache the passes with hooks keep keys of their own.
         self.hooked = StoredRun(stored.model, stored.run, decided=stored.decided, hooks=hooks, carried="keys")
 

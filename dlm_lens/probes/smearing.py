@@ -184,7 +184,7 @@ def token_smearing(
     chance = torch.zeros(steps, batch, dtype=torch.float32)
     ends = Results(stored.run, radius)
     bar = "smearing" if progress else ""
-    for one in read_predictions(stored, result_of(stored), threshold=threshold, progress=bar):
+    for one in read_predictions(stored, result_of(stored.run), threshold=threshold, progress=bar):
         at = one.step, one.row
         places[at], chance[at] = ends.places_of(*at, one.where[one.likely_at], one.likely_token)
         for name, values in ends.masses_of(*at, one.where, one.final).items():

@@ -1,6 +1,7 @@
 """Where tokens were at earlier steps of a run whose sampler inserts and deletes masks (DreamOn, LLaDA2.2)."""
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,13 @@ def between(origins: Int[Tensor, "step batch position"], start: int, stop: int) 
     for step in reversed(range(start, stop)):
         found = composed(origins[step], found)
     return found
+
+
+def came_from(run: "DenoisingRun", step: int) -> Int[Tensor, "canvas batch position"]:
+    """Where everything on the canvases from that of a step on was on this first one; -1 where it was on none."""
+    where = torch.arange(run.tokens.shape[-1], device="cpu").expand(run.tokens.shape)
+    origins = where.expand(run.steps, *where.shape) if run.origins is None else run.origins
+    return torch.stack(list(accumulate(origins[step:], composed, initial=where)))
 
 
 def places_of(run: "DenoisingRun") -> Int[Tensor, "step_plus_one batch position"]:

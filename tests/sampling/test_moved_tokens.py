@@ -1,5 +1,6 @@
 """Where the tokens of a DreamOn run were at its steps, and what is read there, against lists of tokens."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.probes import commitment, decision_order
+from dlm_lens.hooks import ablate
+from dlm_lens.probes import class_readability, commitment, decision_order, replay
 from dlm_lens.sampling.moved_tokens import decisions_of
+from dlm_lens.sampling.token_text import TokenTexts
 from tests.reference import forward64
 from tests.sampling.test_dreamon import DELETE, EXPAND, GREEDY, MASK, PROMPTS, resizing
 
@@ -151,6 +154,43 @@ def test_predictions_settle_along_the_path_of_a_token(
         tau = sum(1 if a < b else -1 for a, b in pairs) / len(pairs) if pairs else float("nan")
         assert float(order.tau[row]) == pytest.approx(tau, nan_ok=True)
     assert not order.rewrites.any()
+
+
+def test_tables_name_the_token_that_a_mask_became(
+    model: Any, run: dl.DenoisingRun, texts: list[list[list[Element]]]
+) -> None:
+    text, wanted = TokenTexts(model.tokenizer), {}
+    for row, history in enumerate(texts):
+        for step in range(len(history) - 1):
+            ends = Counter(one.places[step] for one in history[-1])
+            for one in history[-1]:
+                if ends[one.places[step]] == 1:  # a mask that became several has no token of its own
+                    wanted[step, row, placed(run, row, step)[one.places[step]]] = text(one.token)
+    lens = dl.logit_lens(model, run).table(layer=1)
+    replayed = replay(model, run, [ablate("resid", dims=[0])], attention=False).table()
+    for table, column in ((lens, "predicts"), (replayed, "position")):
+        places = zip(table["step"], table["batch"], table[f"canvas_{column}"].fillna(-1), strict=True)
+        assert table["written"].tolist() == [wanted.get(place, "") for place in places]
+        likeliest = "top" if column == "predicts" else "token"
+        first = table[table["rank"] == 0]
+        assert len(first) > 2
+        assert [one[0] if column == "predicts" else one for one in first[likeliest]] == first["written"].tolist()
+
+
+def test_a_token_is_late_where_the_first_step_with_its_mask_predicts_another() -> None:
+    model = resizing(seed=2)  # a text that grows to where nothing was on the first canvases
+    run = dl.denoise(model, PROMPTS, **GREEDY)
+    found = class_readability(model, run, layers=[1], held_out=0.6, seed=1)
+    settled, late = found.class_at(1), []
+    for row in found.held_out.nonzero().flatten().tolist():
+        final = by_hand(model, PROMPTS[row])[-1]
+        for one, position in zip(final, placed(run, row, -1), strict=True):
+            if one.decided >= 0:
+                committed = int(found.settled.committed_at[row, position])
+                assert (committed == 0) == (set(one.read) == {one.token})
+                late += [committed - int(settled[row, position])] * (committed > 0)
+    assert len(late) > 2
+    assert found.earlier(1).value == pytest.approx(sum(late) / len(late))
 
 
 def test_parts_and_files_keep_where_tokens_were(model: Any, run: dl.DenoisingRun, tmp_path: Path) -> None:

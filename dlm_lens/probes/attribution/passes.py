@@ -23,7 +23,7 @@ from dlm_lens.attention import (
 from dlm_lens.probes.attribution.targets import Decisions, Target
 from dlm_lens.probes.unembedding import positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
-from dlm_lens.sampling.moved_tokens import at_places, between
+from dlm_lens.sampling.moved_tokens import at_places, came_from
 from dlm_lens.sampling.prompts import read_prompts
 from dlm_lens.sampling.run_rows import first_places
 
@@ -106,7 +106,7 @@ def with_prompt(model: Any, run: DenoisingRun, prompt: Any) -> DenoisingRun:
     if run.origins is None:
         return replace(run, canvases=torch.where(changed, prompts, run.canvases))
     # A token between two gaps moves.
-    came = torch.stack([between(run.origins, 0, step) for step in range(run.steps + 1)])
+    came = came_from(run, 0)
     new, tokens = (at_places(each.expand(came.shape), came, 0) for each in (changed, prompts))
     return replace(run, canvases=torch.where(new, tokens, run.canvases))
 

@@ -19,6 +19,7 @@ from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Decisions, Tar
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.encoder_decoder_network import StoredConditioning
+from dlm_lens.sampling.moved_tokens import came_from
 from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -43,9 +44,10 @@ class TokenEffects(ShowsItself):
         row: of each decided position.
         position: on the canvas.
         tokens: candidates; the first is the run's own.
-        effects: w: the change of the later targets, summed, when the candidate stands at the position on every
-            later canvas, up to the one on which the run itself has masked or revised it, and everything else is as
-            in the run. Tokens that are no candidates count as the run's own.
+        effects: w: the change of the later targets, summed, when the candidate stands at the position (where tokens
+            move, wherever the run has its own token) on every later canvas, up to the one on which the run itself
+            has masked or revised it, and everything else is as in the run. Tokens that are no candidates count as
+            the run's own.
         probability: of the candidates at the step.
 
     Raises:
@@ -161,7 +163,8 @@ def token_effects(
     (at,) = chosen_indices("step", [step], run.steps, "token_effects: ")
     first = Setup.of(model, run, ALONE, target, [at], None, "noising", "token_effects")
     if later is None:
-        deciding = run.unmasked.any(-1).any(-1).nonzero().flatten().tolist()
+        # A step that only inserts or deletes masks (DreamOn) decides no token.
+        deciding = first.wanted.any(-1).any(-1).nonzero().flatten().tolist()
         later = [one for one in deciding if one > at]
         if not later:
             raise ValueError(
@@ -232,10 +235,12 @@ def _changes(
     times, rows = max(slot for slot, *_ in changed) + 1, len(setup.run.tokens)
     run = repeated(setup.run, times)
     canvases = run.canvases.clone()
+    came = came_from(run, step)[1:]
     for slot, row, position, token in changed:
-        later_on = canvases[step + 1 :, slot * rows + row, position]
-        held = later_on.eq(later_on[0]).cumprod(0).bool()
-        later_on[held] = token
+        later_on = canvases[step + 1 :, slot * rows + row]
+        there = came[:, slot * rows + row] == position
+        held = there & later_on.eq(later_on[0][there[0]])
+        later_on[held & held.any(-1, keepdim=True).cumprod(0).bool()] = token
     wanted, tokens = setup.wanted.repeat(1, times, 1), setup.tokens.repeat(1, times, 1)
     passes = Passes(setup.model, Side(replace(run, canvases=canvases)), wanted, tokens)
     own = passes.stored.own_network

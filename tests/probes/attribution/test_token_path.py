@@ -11,9 +11,13 @@ import dlm_lens as dl
 from dlm_lens.hooks import at_heads, at_layers, capture, patch_from
 from dlm_lens.probes import LogProbability, activation_patching, attribution_patching, token_effects
 from dlm_lens.probes.attribution.passes import with_prompt
+from dlm_lens.probes.attribution.targets import Decisions
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import decisions_of
 from dlm_lens.testing import tiny
 from tests.probes.attribution.test_patching import OTHERS, PROMPTS, by_hand
+from tests.sampling import test_dreamon as dreamon
+from tests.sampling.test_dreamon import resizing
 
 ONE_BY_ONE = {"gen_length": 4, "block_length": 1, "steps": 4}
 FAMILIES: dict[str, dict[str, Any]] = {"llada": ONE_BY_ONE, "causal": {"gen_length": 4}}
@@ -140,6 +144,47 @@ def test_the_logits_that_condition_a_step_are_held_fixed() -> None:
     gone = run.canvases[2, row, position] != run.canvases[1, row, position]
     assert bool(gone.any())
     assert float(found[2].effects[gone].abs().max()) < 1e-9
+
+
+def test_a_candidate_stands_where_the_token_of_the_run_moves() -> None:
+    model = resizing(seed=4).double()
+    run = dl.denoise(model, dreamon.PROMPTS, **dreamon.GREEDY)
+    deciding = decisions_of(run)[0].any(-1).any(-1).nonzero().flatten().tolist()
+    assert set(deciding) < set(run.unmasked.any(-1).any(-1).nonzero().flatten().tolist())
+    moved = 0
+    for step in deciding[:-1]:
+        path = token_effects(model, run, step, target=LogProbability(), candidates=1)
+        assert path.later == tuple(later for later in deciding if later > step)
+        for entry, (row, position) in enumerate(zip(path.row.tolist(), path.position.tolist(), strict=True)):
+            places = run.token_places[:, row]
+            (end,) = ((places[step] == position) & (run.step_of[row] == step)).nonzero().flatten().tolist()
+            canvases = run.canvases.clone()
+            for later in range(step + 1, run.steps + 1):
+                canvases[later, row, places[later, end]] = path.tokens[entry, 1]
+                moved += int(places[later, end]) != position
+            changed = replace(run, canvases=canvases)
+            wanted = 0.0
+            for later in path.later:
+                one, two = (LogProbability()(decisions) for decisions in both_decisions(model, run, changed, later))
+                wanted += float((one - two).sum())
+            assert float(path.effects[entry, 1]) == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    assert moved > 3
+
+
+def both_decisions(model: Any, run: DenoisingRun, changed: DenoisingRun, step: int) -> list[Any]:
+    """What a step decides, with the logits of the changed canvas and with those of the run."""
+    chosen, tokens = (each[step] for each in decisions_of(run))
+    found = []
+    for one in (changed, run):
+        stored = StoredRun(model, one)
+        with torch.no_grad():
+            logits = stored.logits(stored.states(step)).double()
+        logits[:, model.config.mask_token_id] = -torch.inf
+        row, place = stored.predicted(step).nonzero().unbind(-1)
+        kept = chosen[row, place]
+        token = tokens[row, place][kept]
+        found.append(Decisions(step, logits[kept], row[kept], place[kept], token, token))
+    return found
 
 
 def test_what_is_not_later_is_refused() -> None:
