@@ -234,9 +234,9 @@ class Trajectories(ShowsItself, KeyAxes):
 
         Columns: `patterns`, how many; `with_sink`, share of the steps that have a sink; `sinks`, how many are
         active; `lives`, `trajectories`, `moves`, `switches` per pattern; `life`, their mean length in steps;
-        `transient`, share of the lifetimes; `move_rate` and `switch_rate`, per pair of neighbouring steps;
-        `moves_right`, share of the moves; `jump`, mean distance of a move; `static_share`, the share of the steps
-        with a sink at which the most persistent position is active, which a pattern's line names as
+        `transient`, share of the lifetimes; `move_rate` and `switch_rate`, per pair of neighbouring steps that both
+        have scores; `moves_right`, share of the moves; `jump`, mean distance of a move; `static_share`, the share
+        of the steps with a sink at which the most persistent position is active, which a pattern's line names as
         `static_position`, from the prompt's first token, and `canvas_static_position`; of the path of the largest
         sink `moved_over_run`, `displacement`, `drift`, `drift_right` (share of the patterns with a drift that go
         right), `variance` (studied by 2602.17664), `changes`, `change`, see `lifetimes.main_path`; and the share
@@ -267,7 +267,8 @@ class Trajectories(ShowsItself, KeyAxes):
         """One line per pattern, which `summary` averages."""
         index = np.arange(self.static_share.numel())
         defined = self.defined.sum(0).flatten().numpy()
-        pairs = np.where(defined > 1, defined - 1, np.nan)
+        pairs = (self.defined[1:] & self.defined[:-1]).sum(0).flatten().numpy()
+        pairs = np.where(pairs > 0, pairs, np.nan)
         sink_steps = (self.counts > 0).sum(0).flatten().numpy()
         lifetimes = count_lifetimes(self.lives, self.before, self.trajectory, len(index))
         switches = self.switched.sum(0).flatten().numpy()

@@ -33,6 +33,17 @@ def test_the_ends_of_a_path_are_those_of_the_steps_that_have_scores():
     assert nothing[["move_rate", "switch_rate", "with_sink", "moved_over_run"]].isna().all(axis=None)
 
 
+def test_rates_are_of_the_pairs_of_steps_that_both_have_scores():
+    """A sink moves within each of two blocks, between which a class of queries is too small for scores."""
+    values = torch.full((8, 12), 0.5)
+    for step, position in enumerate((2, 4, 4, 0, 0, 7, 9, 9)):
+        values[step, position] = 20.0
+    values[3:5] = math.nan
+    measures = trajectories(received_of(values), RULE).measures
+    assert measures["moves"].tolist() == [2.0]
+    assert measures["move_rate"].tolist() == [2 / 4]
+
+
 def test_a_switch_says_how_far_the_largest_sink_moved():
     """Keys 0 and 7 are sinks at every step; which of them is larger changes twice."""
     values = torch.zeros(3, 12)
