@@ -196,7 +196,7 @@ class Received(ShowsItself, KeyAxes):
             self,
             **taken(self, {"step": steps, "batch": rows, "layer": layers, "head": heads}),
             layers=self.layers[layers],
-            steps=self.steps[steps],
+            steps=self.steps if steps == slice(None) else self.step_numbers[steps],
             heads=self.heads if heads == slice(None) else self.head_numbers[heads],
             rows=self.rows if rows == slice(None) else self.row_numbers[rows],
         )

@@ -64,6 +64,9 @@ def test_a_part_has_its_rows_steps_layers_and_heads_of_every_field(received: Rec
     assert (part.layers, part.steps, part.heads) == ((1,), (7,), (5,))
     assert part.padding is not None
     assert part.padding.tolist() == [2, 1]
+    counted = replace(received, steps=(), heads=(), rows=())  # from 0
+    part = counted.part(rows=slice(1, 3), steps=slice(1, 2), heads=slice(1, 2))
+    assert (part.step_numbers, part.head_numbers, part.row_numbers) == ((1,), (1,), (1, 2))
 
 
 def test_the_identities_of_hooks_that_recordings_store_stay() -> None:
