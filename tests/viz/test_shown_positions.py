@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from matplotlib.collections import QuadMesh
 from typer.testing import CliRunner
 
 import dlm_lens as dl
@@ -12,6 +13,7 @@ from dlm_lens.probes import commitment, logit_lens, replay, sink_writes
 from dlm_lens.testing import tiny
 from dlm_lens.viz.reporting.data import Subject, content_of
 from tests.sampling import test_dreamon as dreamon
+from tests.sampling.test_moved_tokens import by_hand
 
 LONG, SHORT = [5, 6, 7, 8, 9, 10, 11, 12, 13], [12, 13, 14]
 PADDING = len(LONG) - len(SHORT)
@@ -153,6 +155,22 @@ def test_a_commitment_map_names_the_positions_that_other_figures_name(pair):
     ours, theirs = ([label.get_text() for label in one.get_yticklabels()] for one in maps)
     assert ours == theirs
     assert [int(label.split(":")[0]) for label in ours] == list(range(len(SHORT), len(SHORT) + 6))
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_a_commitment_map_has_the_readings_of_tokens_that_move(row: int) -> None:
+    model = dreamon.resizing(seed=4)
+    found = commitment(model, dl.denoise(model, dreamon.PROMPTS, **dreamon.GREEDY))
+    axes, run = dl.viz.commitment_map(found, row=row).axes[0], found.run
+    labels = [label.get_text().split(": ") for label in axes.get_yticklabels()]
+    history = by_hand(model, dreamon.PROMPTS[row])
+    (cells,) = [mesh.get_array() for mesh in axes.collections if isinstance(mesh, QuadMesh)]
+    drawn = [one for one in history[-1] if one.decided >= 0]
+    assert [token for _, token in labels] == [f"w{one.token}" for one in drawn]
+    for line, one in zip(cells, drawn, strict=True):
+        same = [read == one.token for read in one.read]
+        states = [1 + right + (right and all(same[step:])) for step, right in enumerate(same)]
+        assert line.tolist() == states + [0] * (run.steps - len(states))
 
 
 def test_a_report_shows_both_sides_of_a_gap_as_the_prompt() -> None:

@@ -55,7 +55,7 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
         raise TypeError(f"this is a {type(found).__name__}; give a Commitment of probes.commitment")
     run = found.run
     index_of("row", row, range(len(run.tokens)))
-    where = found.predicted[:, row].any(0).nonzero().flatten()
+    where = (found.followed[:, row] >= 0).any(0).nonzero().flatten()
     if not len(where):
         raise ValueError(f"row {row} has no prediction at an open position; take another row")
     cells, height = _states(found, row)[:, where], min(10.0, max(3.0, 0.17 * len(where) + 1.4))
@@ -94,13 +94,13 @@ def commitment_map(found: Commitment, *, row: int = 0, title: str = "") -> Figur
 
 
 def _states(found: Commitment, row: int) -> torch.Tensor:
-    """The index in `STATES` of every step and position of a row."""
-    steps = torch.arange(found.run.steps)[:, None]
-    same = found.token[:, row] == found.run.tokens[row]
+    """The index in `STATES` of every step and position of a row's result."""
+    steps, read = torch.arange(found.run.steps)[:, None], found.followed[:, row]
+    same = read == found.run.tokens[row]
     committed = found.committed_at[row]
     for_good = same & (committed >= 0) & (steps >= committed)
     states = (1 + same.long() + for_good.long()).masked_fill(same & (committed < 0), UNKNOWN)
-    return states.masked_fill(~found.predicted[:, row], 0)
+    return states.masked_fill(read < 0, 0)
 
 
 def _draw_confidence(axes: Axes, found: Commitment) -> None:
