@@ -170,10 +170,11 @@ def test_a_step_that_is_not_there(case):
         position_or_token(*case, steps=[4])
 
 
-@pytest.mark.parametrize("family", ["mdlm", "sedd", "duo", "gidd_dit", "uniform_qwen"])
-def test_a_canvas_is_read_at_the_noise_level_of_its_step(family):
+@pytest.mark.parametrize("family", ["mdlm", "sedd", "duo", "gidd_dit", "uniform_qwen", "dreamon"])
+def test_a_canvas_is_read_at_the_noise_level_of_its_step_and_without_its_room(family):
     model = tiny(family, seed=2)
-    run = denoise(model, ["w1 w2 w3 w4 w5 w6 w7", "w7 w8 w9"], steps=5, gen_length=8, seed=[1, 2])
+    settings = {} if family == "dreamon" else {"steps": 5}
+    run = denoise(model, ["w1 w2 w3 w4 w5 w6 w7", "w7 w8 w9"], gen_length=8, seed=[1, 2], **settings)
     for steps in ([3], [1, run.steps - 1]):
         found = position_or_token(model, run, TopK(1), steps=steps, min_viewers=1).table()
         assert len(found) > len(run.canvases)  # more trials than the run has steps

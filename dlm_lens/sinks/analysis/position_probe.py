@@ -1,7 +1,7 @@
 """`position_or_token`: whether a sink stays at its position or moves with its token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ from dlm_lens.arguments import INDICES, LEVEL, ONE_SEED, checked_arguments
 from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun, RunPart
-from dlm_lens.sampling.algorithm_registry import algorithms
+from dlm_lens.sampling.algorithm_registry import algorithms, sampler_class
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.settings import check_model
@@ -175,14 +175,16 @@ def _canvases_of(
 ) -> DenoisingRun:
     """A run of one sequence with these steps' canvases, each with its positions in a new order."""
     index = torch.tensor(steps)
-    canvases, masked = run.canvases[index, row], run.masked[index, row]
+    room = sampler_class(run.settings).room_of(run, slice(None))
+    unseen = torch.ones_like(run.unmasked) if room is None else room
+    parts = [run.canvases[index, row], run.masked[index, row], unseen[index, row]]
     if orders is not None:
-        order = torch.stack(list(orders))
-        canvases, masked = canvases.gather(1, order), masked.gather(1, order)
+        parts = [part.gather(1, torch.stack(list(orders))) for part in parts]
+    canvases, masked, unseen = parts
     # What a step is conditioned on (DiffusionGemma, DMax) is of its own canvas and the one before.
     algorithm = algorithms().get(str(run.settings.get("sampler")))
     conditioned = algorithm is not None and hasattr(algorithm.settings, "self_conditioning")
-    return DenoisingRun.of_canvases(
+    found = DenoisingRun.of_canvases(
         canvases[:, None],
         masked[:, None],
         run.attention_mask[row : row + 1],
@@ -202,6 +204,8 @@ def _canvases_of(
             (int(run.steps_in_all[row]),),
         ),
     )
+    # A mask without a confidence is room for masks (DreamOn), which no step sees.
+    return replace(found, confidence=found.confidence.masked_fill(~unseen[:, None], 0.0))
 
 
 def _sinks_of(model: Any, run: DenoisingRun, rule: Detector, level: Level, min_viewers: int) -> Sinks:
