@@ -194,13 +194,14 @@ class Replay(ShowsItself):
     def moved_mass(self) -> Float[Tensor, "step batch layer head"]:
         """Attention that changed its key, as a share of all: half of sum_j |r'_j - r_j| / sum_j r_j, 0 to 1.
 
+        NaN where no key has a score: after the end of a row, and where fewer than `min_viewers` queries count.
         Hooks after the softmax that remove attention without renormalising count with half of the removed mass.
 
         Raises:
             ValueError: attention was not requested.
         """
         one, two = (each.on_scale(COLUMN_SUM).values for each in self._pair())
-        return (two - one).abs().nansum(-1) / 2 / one.nansum(-1).clamp(min=1e-30)
+        return (two - one).abs().nansum(-1) / 2 / one.nansum(-1)  # 0 / 0 is NaN
 
     def new_sinks(self, detector: Detector, level: Level = "head") -> Bool[Tensor, "step batch layer head key"]:
         """Keys that are sinks by the detector with hooks and not without, at every step.

@@ -294,6 +294,15 @@ def test_masked_queries_alone(llada: Any, run: Any) -> None:
     torch.testing.assert_close(found.received.shares.nansum(-1), torch.ones(4, 2, 2, 4))
 
 
+def test_no_attention_moved_is_not_known_where_no_key_has_a_score(llada: Any, run: Any) -> None:
+    found = replay(llada, run, [mask_positions(2)], layers=[0], queries="masked", min_viewers=4)
+    assert found.received is not None
+    few = run.masked[:-1].sum(-1) < 4
+    assert bool(few.any())
+    assert found.moved_mass()[few].isnan().all()
+    torch.testing.assert_close(found.moved_mass()[~few], found.received.shares[~few][..., 2])
+
+
 def test_the_table_says_what_the_tensors_say(llada: Any, run: Any) -> None:
     found = replay(llada, run, [ablate("mlp_out", "masked")], attention=False)
     table = found.table()
