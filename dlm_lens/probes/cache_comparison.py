@@ -294,9 +294,15 @@ def compare(
         batch, position]; the sinks `exact` and `cached`; `stale` [step, batch, layer, head].
 
     Raises:
-        ValueError: neither hooks nor a cache, observers among the settings, or what `denoise` refuses.
+        ValueError: neither hooks nor a cache, a detector beside hooks, observers among the settings, or what
+            `denoise` refuses.
     """
     if hooks is not None:
+        if detector is not DEFAULT:
+            raise ValueError(
+                "compare: detector is for the sinks that a cache changes, and hooks are given; leave it out, or "
+                "call replay(model, run, hooks).new_sinks(detector)"
+            )
         options = settings if cache is None else {**settings, "cache": cache}
         return compare_hooks(model, prompts, hooks, seed=seed, **options)
     if cache is None:

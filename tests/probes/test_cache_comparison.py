@@ -208,6 +208,8 @@ def test_what_cannot_be() -> None:
     model = tiny("llada")
     with pytest.raises(ValueError, match="give hooks, or cache='prefix' or 'dual'"):
         dl.compare(model, PROMPTS, **RUN)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="hooks are given; leave it out, or call replay"):
+        dl.compare(model, PROMPTS, [dl.hooks.mask_positions(0)], detector=RULE, **RUN)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="'on_logits' cannot follow"):
         dl.compare(model, PROMPTS, cache="dual", on_logits=lambda *_: None, **RUN)
     with pytest.raises(ValueError, match="no setting 'cache'"):
