@@ -110,17 +110,23 @@ class ClassReadability(ShowsItself):
     def earlier(self, layer: int, of: str = "class", *, late: bool = True) -> Estimate:
         """By how many steps the class is settled before the token is (mean; positive: earlier), over prompts.
 
+        Steps are those of the run, as in `Commitment.lead`: a part of a run may leave some out.
+
         Args:
             layer: whose probe.
             of: as for `class_at`.
-            late: only positions whose token was not predicted at the first step that predicts it. All others have
+            late: only positions whose token was not settled at the first step that predicts it. All others have
                 nothing to come before.
         """
         committed, first = self.settled.committed_at, (self.settled.followed >= 0).float().argmax(0)
         settled = self.class_at(layer, of)
         where = (settled >= 0) & (committed >= 0) & self.held_out[:, None]
         where &= (committed > first) if late else True
-        return self._mean((committed - settled).float()[where], where.nonzero()[:, 0])
+        numbers, decided = torch.tensor(self.settled.run.step_numbers), self.settled.decided_at.clamp(min=0)
+        token, own = (
+            numbers[torch.minimum(at.clamp(min=0), decided)] + (at > decided) for at in (committed, settled)
+        )
+        return self._mean((token - own).float()[where], where.nonzero()[:, 0])
 
     def table(self) -> pd.DataFrame:
         """One line per layer: the accuracy of everything, and `earlier` for late tokens."""

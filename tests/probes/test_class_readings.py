@@ -162,6 +162,20 @@ def test_a_part_without_the_first_steps_has_the_classes_of_the_whole_run(run: tu
     assert torch.equal(part.wanted, whole.wanted)
 
 
+def test_steps_that_a_part_leaves_out_count(run: tuple[Any, DenoisingRun]) -> None:
+    model, done = run
+    numbers = [0, 3, 5]
+    found = class_readability(model, part_of_run(done, numbers, range(10)), layers=[1])
+    gaps, settled = [], found.class_at(1)
+    for row, place in ((settled >= 0) & (found.settled.committed_at > 0)).nonzero().tolist():
+        at = int(found.settled.decided_at[row, place])
+        ends = (int(each[row, place]) for each in (found.settled.committed_at, settled))
+        token, own = (numbers[end] if end <= at else numbers[at] + 1 for end in ends)
+        gaps.append(token - own)
+    assert len({*gaps}) > 2
+    assert found.earlier(1).value == pytest.approx(np.mean(gaps))
+
+
 def test_rows_of_one_prompt_are_one_prompt_of_the_intervals() -> None:
     model = tiny("llada")
     settings = SETTINGS | {"temperature": 0.0}
