@@ -21,6 +21,7 @@ from dlm_lens.probes.sink_mass import SinkMass
 from dlm_lens.probes.updates import spearman
 from dlm_lens.recording import ReceivedAttention, rerun
 from dlm_lens.sampling import Comparison, DenoisingRun, denoise
+from dlm_lens.sampling.moved_tokens import at_places
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
 from dlm_lens.statistics import (
@@ -88,8 +89,9 @@ class SinkMechanism(ShowsItself):
 
     @property
     def mean_dependence(self) -> Float[Tensor, "batch position"]:
-        """Dependence of a position, mean over the steps at which it was masked; NaN where it never was."""
-        return self.dependence.masked_fill(~self.predicted, torch.nan).nanmean(0)
+        """Dependence of each token of the result, mean over the steps at which it was masked; NaN for none."""
+        known = self.dependence.masked_fill(~self.predicted, torch.nan)
+        return at_places(known, self.run.token_places[:-1], torch.nan).nanmean(0)
 
     def table(self) -> pd.DataFrame:
         """Two lines per measure, with the sinks and with random columns masked: dependent positions and others.

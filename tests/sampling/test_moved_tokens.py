@@ -9,7 +9,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.hooks import ablate
-from dlm_lens.probes import class_readability, commitment, decision_order, replay
+from dlm_lens.probes import class_readability, commitment, decision_order, replay, sink_mechanism
 from dlm_lens.sampling.moved_tokens import decisions_of
 from dlm_lens.sampling.token_text import TokenTexts
 from tests.reference import forward64
@@ -175,6 +175,20 @@ def test_tables_name_the_token_that_a_mask_became(
         first = table[table["rank"] == 0]
         assert len(first) > 2
         assert [one[0] if column == "predicts" else one for one in first[likeliest]] == first["written"].tolist()
+
+
+def test_a_token_depends_on_sinks_as_its_mask_did(model: Any, texts: list[list[list[Element]]]) -> None:
+    found = sink_mechanism(model, PROMPTS, dl.TopK(1), controls=[0], **GREEDY)
+    moved = 0
+    for row, history in enumerate(texts):
+        for one, position in zip(history[-1], placed(found.run, row, -1), strict=True):
+            if one.decided < 0:
+                continue
+            places = [placed(found.run, row, step)[at] for step, at in enumerate(one.places[: one.decided + 1])]
+            wanted = sum(float(found.dependence[step, row, at]) for step, at in enumerate(places)) / len(places)
+            assert float(found.mean_dependence[row, position]) == pytest.approx(wanted, rel=1e-5)
+            moved += {*places} != {position}
+    assert moved > 2
 
 
 def test_a_token_is_late_where_the_first_step_with_its_mask_predicts_another() -> None:
