@@ -190,21 +190,25 @@ def _check_steps(run: DenoisingRun, longest: DenoisingRun, stored: Path | None) 
 
 
 def _plans(recordings: Sequence[RecordingFields]) -> dict[str, Any]:
-    """The settings and the planned steps of all runs; for each row where they are not the same."""
+    """The settings and the planned steps of all runs; for each row where they are not the same.
+
+    Blocks that are counted from the text are as many as a prompt needs, whatever the setting of the steps.
+    """
     runs = [recording.run for recording in recordings]
     settings = {**runs[0].settings, "seeds": _seeds(recordings)}
     if runs[0].autoregressive and "gen_length" in settings:
         settings["gen_length"] = max(run.settings["gen_length"] for run in runs)
     own = [run.settings.get("steps") for run in runs]
-    if len(set(own)) == 1 and all(run.rows_planned is None for run in runs):
-        return {"settings": settings, "planned": max(runs, key=lambda run: run.steps).planned}
+    if len({*zip(own, (run.planned for run in runs), strict=True)}) == 1 and runs[0].rows_planned is None:
+        return {"settings": settings, "planned": runs[0].planned}
     steps: list[int | None] = []
     planned: list[int] = []
     for run, given in zip(runs, own, strict=True):
         rows = len(run.tokens)
         steps += given if isinstance(given, tuple) else (given,) * rows
         planned += run.rows_planned or (run.planned or run.steps,) * rows
-    settings["steps"] = tuple(steps)
+    if len(set(steps)) > 1:
+        settings["steps"] = tuple(steps)
     return {"settings": settings, "planned": max(planned), "rows_planned": tuple(planned)}
 
 

@@ -8,13 +8,14 @@ import torch
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import chosen_indices
-from dlm_lens.attention import HookLike, exclusive, refuse_row_lists
+from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.recording.concatenation import fitted, joined
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredCanvases, part_of_run
 from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.run_parts import on_own_canvas
+from dlm_lens.sampling.run_rows import has_one_plan
 
 
 @torch.no_grad()
@@ -61,7 +62,7 @@ def rerun(
             what `Recorder` and the hooks refuse.
     """
     check_run(run)
-    one_plan = run.rows_planned is None
+    one_plan = has_one_plan(run, checked(hooks))
     first = run if one_plan else part_of_run(run, None, _alike(run, range(len(run.tokens)), False)[0])
     stored = StoredCanvases(model, first, hooks=hooks)
     run = replace(run, tokenizer=stored.run.tokenizer)
@@ -124,7 +125,8 @@ def _why_apart(passes: int, one_plan: bool) -> str:
 def _alike(run: DenoisingRun, rows: Sequence[int], apart: bool) -> list[tuple[int, ...]]:
     """Rows of a joined run by their planned steps and, if `apart`, by where their own canvas begins."""
     same = (0,) * len(run.tokens)
-    plans = [same, same] if run.rows_planned is None else [run.rows_planned, run.settings["steps"]]
+    steps = run.settings.get("steps")
+    plans = [run.rows_planned or same, steps if isinstance(steps, tuple) else same]
     kinds = list(zip((run.joined_at or same) if apart else same, *plans, strict=True))
     return [tuple(row for row in rows if kinds[row] == kind) for kind in dict.fromkeys(kinds[row] for row in rows)]
 

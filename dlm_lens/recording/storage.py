@@ -306,7 +306,7 @@ def _check(facts: RunFacts, held: Mapping[str, Tensor]) -> None:
         raise _ContradictionError(f"joined_at {starts} for {rows} rows and a prompt of {facts.prompt_length}")
     if (planned := facts.rows_planned) is not None:
         own = facts.settings.get("steps")
-        if len(planned) != rows or not isinstance(own, list) or len(own) != rows:
+        if len(planned) != rows or (isinstance(own, list) and len(own) != rows):
             raise _ContradictionError(f"rows_planned {planned} and the setting steps {own} for {rows} rows")
     counts = {name: len(getattr(facts, name)) for name in ("steps", "spans", "blocks")}
     counts |= {name: len(found) for name in ("computed", "block_numbers") if (found := getattr(facts, name))}

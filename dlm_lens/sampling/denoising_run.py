@@ -101,7 +101,8 @@ class DenoisingRun(ShowsItself):
         planned: steps that were planned, which may be more than ran (`StepPlan.total`); None if that is not known.
         joined_at: in joined runs, the position at which each row's own canvas begins, after what shorter prompts
             were padded with when they were joined; None: every row's canvas is this one.
-        rows_planned: `planned` of each row, where joined rows differ in it; then `settings["steps"]` is so too.
+        rows_planned: `planned` of each row, where joined rows differ in it or in `settings["steps"]`, which has one
+            for each row where they differ in it.
         part: of a part of a run (`Recording.select(step=)`), its place in the whole run; None: these are all steps.
         rows: of some rows of a run (`Recording.select(batch=)`), their numbers in the whole; None: these are all.
         origins: where the token or mask at each position of the next canvas was on the canvas of each step, in

@@ -59,9 +59,11 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
         settings["seeds"] = tuple(seeds[row] for row in rows)
     planned, rows_planned = run.planned, run.rows_planned and tuple(run.rows_planned[row] for row in rows)
     if rows_planned is not None and rows:
-        settings["steps"] = tuple(settings["steps"][row] for row in rows)
-        if len({*zip(rows_planned, settings["steps"], strict=True)}) == 1:  # one plan again
-            planned, rows_planned, settings["steps"] = rows_planned[0], None, settings["steps"][0]
+        if isinstance(steps := settings.get("steps"), tuple):
+            own = tuple(steps[row] for row in rows)
+            settings["steps"] = own if len(set(own)) > 1 else own[0]
+        if len(set(rows_planned)) == 1 and not isinstance(settings.get("steps"), tuple):  # one plan again
+            planned, rows_planned = rows_planned[0], None
     return replace(
         run,
         canvases=run.canvases[[*chosen, run.steps]][:, rows],

@@ -14,6 +14,7 @@ from dlm_lens.sampling.algorithm_registry import sampler_class
 from dlm_lens.sampling.moved_tokens import open_in_text, room_of_canvases
 
 if TYPE_CHECKING:
+    from dlm_lens.attention import Hook
     from dlm_lens.sampling.denoising_run import DenoisingRun
 
 
@@ -132,13 +133,23 @@ def _lacking(run: "DenoisingRun") -> Int[Tensor, "batch"]:
     return (run.prompt_length + torch.tensor(planned, dtype=torch.long, device="cpu") - stops).clamp(min=0)
 
 
-def with_one_plan(run: "DenoisingRun") -> "DenoisingRun":
-    """The run, whose rows were planned with one number of steps.
+def has_one_plan(run: "DenoisingRun", hooks: Sequence["Hook"]) -> bool:
+    """Whether one plan says all of every row: they have it in common, or the plans differ in their length alone.
+
+    Of the length depends what hooks do that are not `stateless`, such as under `at_steps(hook, -1)`.
+    """
+    in_length = not isinstance(run.settings.get("steps"), tuple) and all(hook.stateless for hook in hooks)
+    return run.rows_planned is None or in_length
+
+
+def with_one_plan(run: "DenoisingRun", hooks: Sequence["Hook"]) -> "DenoisingRun":
+    """The run, whose rows have one plan under these hooks (`has_one_plan`).
 
     Raises:
         ValueError: rows of a joined run that have several, naming them.
     """
-    if run.rows_planned is not None:
+    if not has_one_plan(run, hooks):
+        assert run.rows_planned is not None
         raise ValueError(
             f"the rows of this run were planned with {sorted(set(run.rows_planned))} steps in the batches that "
             "were joined, and a pass has one plan; take rows of one plan (recording.select(batch=...))"

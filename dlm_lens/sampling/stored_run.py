@@ -82,7 +82,7 @@ class StoredCanvases:
         self.model, self.run = model, replace(run, tokenizer=tokenizer_of(run, model))
         self._progress, self.device = run.progress, canvas_device(model)
         self.content = run.attention_mask.to(self.device)
-        self.sampler = rerun_sampler(with_one_plan(run).settings)
+        self.sampler = rerun_sampler(with_one_plan(run, self.hooks).settings)
         self.sampler.attention = run.attention.to(self.device)
         self.sampler.own_canvas = own_canvas(run).to(self.device)
         self._plans = [self._plan_in_run(step) for step in range(run.steps)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.hooks import at_steps, hooks_of_run, mask_positions, mask_top_sinks
+from dlm_lens.hooks import at_steps, hooks_of_run, mask_positions, mask_top_sinks, steer
 from dlm_lens.probes import pattern_stability
 from dlm_lens.recording import ReceivedAttention, Recording, ValueNorm, record, record_runs, rerun
 from dlm_lens.sampling import StoredRun
@@ -157,6 +157,26 @@ def test_prompts_with_other_numbers_of_masks_keep_their_plans(family: str, order
         with pytest.raises(ValueError, match=r"planned with \[.*\] steps .*; take rows of one plan"):
             StoredRun(model, whole.run)
         StoredRun(model, whole.select(batch=[1]).run)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_prompts_with_other_numbers_of_blocks_keep_their_plans(order: int, tmp_path: Any) -> None:
+    model, prompts = tiny("sdar"), [[22, 36, 15, 0], [11], [52, 55, 29, 20, 11]][::order]
+    given: dict[str, Any] = {"gen_length": 8, "steps_per_block": 2, "remasking": "sequential", "seed": 1}
+    for hooks in ([at_steps(steer(torch.ones(32)), -3)], [mask_top_sinks(1)]):
+        joined = record(model, prompts, REDUCERS, hooks=hooks, batch_size=1, **given)
+        alone = [record(model, [prompt], REDUCERS, hooks=hooks, **given) for prompt in prompts]
+        assert joined.run.rows_planned == tuple(one.run.planned for one in alone) == (4, 6, 6)[::order]
+        whole = Recording.load(joined.save(tmp_path / f"{len(list(tmp_path.iterdir()))}"))
+        for run in (joined.run, whole.run):
+            again = rerun(model, run, REDUCERS, hooks=hooks)
+            torch.testing.assert_close(again.received, joined.received, rtol=1e-4, atol=1e-5, equal_nan=True)
+        for row, one in enumerate(alone):
+            part = joined.select(batch=[row]).run
+            assert (part.planned, part.rows_planned, part.settings["steps"]) == (one.run.planned, None, None)
+    StoredRun(model, joined.run, hooks=hooks)
+    with pytest.raises(ValueError, match=r"planned with \[4, 6\] steps .*; take rows of one plan"):
+        StoredRun(model, joined.run, hooks=[at_steps(mask_top_sinks(1), -1)])
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
