@@ -17,6 +17,7 @@ from dlm_lens.attention import (
     Site,
     attention_blocks,
     attention_of,
+    checked,
     exclusive,
     head_width,
     run_of,
@@ -266,11 +267,14 @@ def capture(
     stack = "encoder" if encoder else ""
     chosen = chosen_indices("layer", layers, len(attention_blocks(model, stack)))
     keeper = _Keeper(model, wanted, chosen, cache_steps, device, max_bytes, stack)
+    hooks = checked(hooks)
     if isinstance(prompt, DenoisingRun):
         if settings:
             raise ValueError(f"{', '.join(settings)}: settings go with a prompt; this run is finished")
         _go_over(model, prompt, keeper, hooks)
         return keeper.result(prompt)
+    if "observers" in settings:
+        raise ValueError("capture takes no observers: give them to dlm_lens.denoise, and its run to capture")
     own = keeper.hooks()
     try:
         run = denoise(model, prompt, hooks=[*hooks, *own], observers=keeper, **settings)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.model_names import name_of
+from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.attention import (
     Hook,
     HookLike,
@@ -18,6 +19,7 @@ from dlm_lens.attention import (
     Site,
     attention_blocks,
     attention_of,
+    checked,
     exclusive,
     head_width,
     run_of,
@@ -210,6 +212,7 @@ class _Summing(Hook):
         return tensor
 
 
+@checked_arguments(bins=whole(least=1))
 @torch.no_grad()
 @exclusive
 def mean_activations(
@@ -243,10 +246,8 @@ def mean_activations(
         ValueError: an invalid site, number of bins, prompt or setting; a site of heads whose layers differ in them.
     """
     activation_site(site, "mean_activations")
-    if bins < 1:
-        raise ValueError(f"mean_activations: bins is {bins}; take at least 1")
     _check_widths(model, site)
-    summing = _Summing(site, bins)
+    hooks, summing = checked(hooks), _Summing(site, bins)
     run = denoise(model, prompts, hooks=[*hooks, summing], **settings)
     counted = steps_with_work(run)
     if not counted.all():

@@ -29,6 +29,7 @@ from dlm_lens.bridging.step_hooks import (
 )
 from dlm_lens.placement import is_quantised
 from dlm_lens.sampling import DenoisingRun, RunObserver, denoise
+from dlm_lens.sampling.settings import listed_observers
 
 
 class DiffusionBridge(TransformerBridge):
@@ -126,7 +127,7 @@ class DiffusionBridge(TransformerBridge):
         *,
         fwd_hooks: Sequence[FwdHook] = (),
         hooks: Sequence[HookLike] = (),
-        observers: RunObserver | Sequence[RunObserver] = (),
+        observers: RunObserver | Sequence[RunObserver] | None = None,
         **settings: Any,
     ) -> DenoisingRun:
         """Denoise with the family's own sampler under hooks; without any, the run is that of `dlm_lens.denoise`.
@@ -164,7 +165,7 @@ class DiffusionBridge(TransformerBridge):
         max_bytes: int | None = None,
         fwd_hooks: Sequence[FwdHook] = (),
         hooks: Sequence[HookLike] = (),
-        observers: RunObserver | Sequence[RunObserver] = (),
+        observers: RunObserver | Sequence[RunObserver] | None = None,
         **settings: Any,
     ) -> tuple[DenoisingRun, StepCache]:
         """Denoise, and keep activations: `cache[name, step]`, `cache[name]` as [step, ...], `cache.at(step)`.
@@ -274,13 +275,18 @@ class DiffusionBridge(TransformerBridge):
         self,
         run: BridgeRun,
         hooks: Sequence[HookLike],
-        observers: RunObserver | Sequence[RunObserver],
+        observers: RunObserver | Sequence[RunObserver] | None,
         prompt: Any,
         attention_mask: Any,
         settings: dict[str, Any],
     ) -> DenoisingRun:
-        others = observers if isinstance(observers, Sequence) else (observers,)
         with in_use(self.original_model), run:
             # Last, so that hooks see the canvas that other observers leave.
-            done = denoise(self.original_model, prompt, attention_mask, observers=(*others, run), **settings)
+            done = denoise(
+                self.original_model,
+                prompt,
+                attention_mask,
+                observers=(*listed_observers(observers), run),
+                **settings,
+            )
         return replace(done, settings={**done.settings, **run.record(hooks)})

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dlm_lens.adapters.model_names import name_of
-from dlm_lens.arguments import DIRECTORY, is_whole
-from dlm_lens.attention import HookLike, checked
+from dlm_lens.arguments import DIRECTORY, SEED, checked_arguments, is_whole, real
+from dlm_lens.attention import HookLike, checked, exclusive
 from dlm_lens.attention.hook_identity import identity_of
 from dlm_lens.files.atomic_writes import remove_stale, write_file
 from dlm_lens.files.json_objects import read_object
@@ -22,7 +22,7 @@ from dlm_lens.files.paths import user_path
 from dlm_lens.files.sealed_json import Document, fitted, parsed, sealed, unsealed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
 from dlm_lens.printable import shown
-from dlm_lens.recording.activation_stream import ActivationBatch, prepared_stream, run_batches
+from dlm_lens.recording.activation_stream import BATCH_SIZE, ActivationBatch, prepared_stream, run_batches
 from dlm_lens.recording.model_identity import check_named, in_both, request_of_model, weights_digest
 from dlm_lens.recording.reducers.features import POSITION_CLASSES
 
@@ -97,17 +97,19 @@ class ActivationShards:
         made = torch.Generator().manual_seed(seed)
         for _ in range(epochs):
             files = self.files
-            order = torch.randperm(len(files), generator=made).tolist()
+            order = torch.randperm(len(files), generator=made, device="cpu").tolist()
             rest = torch.empty(0)
             for start in range(0, len(order), 2):
                 read = [read_with_metadata(files[i], REMEDY)[0]["activations"] for i in order[start : start + 2]]
                 pool = torch.cat([*([rest] if len(rest) else []), *(one.float() for one in read)])
-                pool = pool[torch.randperm(len(pool), generator=made)]
+                pool = pool[torch.randperm(len(pool), generator=made, device="cpu")]
                 whole = len(pool) // size * size
                 yield from pool[:whole].split(size)
                 rest = pool[whole:]
 
 
+@exclusive
+@checked_arguments(share=real(), batch_size=BATCH_SIZE, seed=SEED, to=DIRECTORY)
 def write_activations(
     model: Any,
     prompts: Any,
@@ -116,7 +118,7 @@ def write_activations(
     *,
     classes: Sequence[str] = POSITION_CLASSES,
     share: float = 1.0,
-    batch_size: int = 8,
+    batch_size: int | None = 8,
     shard_size: int = 65_536,
     dtype: str = "float32",
     hooks: Sequence[HookLike] = (),
@@ -137,7 +139,7 @@ def write_activations(
         to: the directory.
         classes: which positions: some of "open", "decided", "prompt".
         share: of these positions, drawn at random for each prompt and step.
-        batch_size: prompts in one run.
+        batch_size: prompts in one run; None for all.
         shard_size: vectors in one file; the last has fewer.
         dtype: of the vectors: "float32", "bfloat16" or "float16".
         hooks: interventions under which to run; they act before activations are read.
@@ -150,14 +152,13 @@ def write_activations(
         FileExistsError: the directory holds other files.
         OSError: the disk is full; shards written so far stay.
     """
-    DIRECTORY.check("to", to)
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {shown(dtype)}; it must be one of {', '.join(DTYPES)}")
     if not is_whole(shard_size) or shard_size < 1:
         raise ValueError(f"shard_size is {shown(shard_size)}; it must be at least 1")
     check_named(model, settings, "write_activations")
     request, batches, collect, recorder = prepared_stream(
-        model, prompts, layer, classes, share, batch_size, DTYPES[dtype], seed, settings
+        model, prompts, layer, classes, share, batch_size, DTYPES[dtype], hooks, seed, settings
     )
     values, path = checked(hooks), user_path(to)
     about = {

@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import chosen_indices
-from dlm_lens.attention import HookLike, attention_blocks, checked, padding_before
+from dlm_lens.arguments import SEED, checked_arguments, chosen_indices, instance, or_none, real, whole
+from dlm_lens.attention import HookLike, attention_blocks, checked, exclusive, padding_before
+from dlm_lens.placement import plain_defaults
 from dlm_lens.recording.arrays import as_stored
 from dlm_lens.recording.record_runs import Batches
 from dlm_lens.recording.recorder import Recorder
@@ -19,6 +20,9 @@ from dlm_lens.recording.reducers.features import POSITION_CLASSES, position_clas
 from dlm_lens.sampling import DenoisingRun, denoise
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.shapes import check_shapes
+
+BATCH_SIZE = or_none(whole(), "for all")
+DTYPE = instance(torch.dtype, "a dtype of torch, such as torch.float32")
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +158,8 @@ class _Collect(Reducer):
         return drawn
 
 
+@exclusive
+@checked_arguments(share=real(), batch_size=BATCH_SIZE, seed=SEED, dtype=DTYPE)
 def activations(
     model: Any,
     prompts: Any,
@@ -161,7 +167,7 @@ def activations(
     *,
     classes: Sequence[str] = POSITION_CLASSES,
     share: float = 1.0,
-    batch_size: int = 8,
+    batch_size: int | None = 8,
     dtype: torch.dtype = torch.float32,
     hooks: Sequence[HookLike] = (),
     seed: int = 0,
@@ -182,9 +188,10 @@ def activations(
         layer: whose output is read, negative from the end.
         classes: which positions: some of "open", "decided", "prompt".
         share: of these positions, drawn at random for each prompt and step.
-        batch_size: prompts in one run.
+        batch_size: prompts in one run; None for all.
         dtype: of the vectors.
-        hooks: interventions under which to run; they act before activations are read.
+        hooks: interventions under which to run; they act before activations are read. As under `record`, a batch
+            ends where the length of the prompts changes if one of them names canvas positions.
         seed: of the runs and of the share.
         progress: show a progress bar.
         **settings: of `dlm_lens.denoise`: steps, gen_length, ...
@@ -194,7 +201,7 @@ def activations(
             range; before the first pass. An activation that is too large for float16.
     """
     _, batches, collect, recorder = prepared_stream(
-        model, prompts, layer, classes, share, batch_size, dtype, seed, settings
+        model, prompts, layer, classes, share, batch_size, dtype, hooks, seed, settings
     )
     run = run_batches(model, batches, collect, recorder, checked(hooks), progress, settings)
     return (part for _, parts in run for part in parts)
@@ -206,8 +213,9 @@ def prepared_stream(
     layer: int,
     classes: Sequence[str],
     share: float,
-    batch_size: int,
+    batch_size: int | None,
     dtype: torch.dtype,
+    hooks: Sequence[HookLike],
     seed: int,
     settings: dict[str, Any],
 ) -> tuple[StreamRequest, Batches, _Collect, Recorder]:
@@ -220,7 +228,7 @@ def prepared_stream(
         if name in settings:
             raise ValueError(f"a stream of activations takes no {name}")
     collect = _Collect(request, dtype)
-    batches = Batches.of(model, prompts, batch_size, seed)
+    batches = Batches.of(model, prompts, batch_size, seed).under(hooks)
     return request, batches, collect, Recorder(model, [collect], layers=[place])
 
 
@@ -241,5 +249,7 @@ def run_batches(
         collect.prompts[:], collect.kept[:] = list(rows), []
         seeds = None if batches.seeds is None else [batches.seeds[row] for row in rows]
         ids = [batches.ids[row] for row in rows]
-        run = denoise(model, ids, hooks=hooks, observers=recorder, seed=seeds, **settings)
-        yield number, collect.of_rows_that_run(run)
+        with plain_defaults():
+            run = denoise(model, ids, hooks=hooks, observers=recorder, seed=seeds, **settings)
+            found = collect.of_rows_that_run(run)
+        yield number, found

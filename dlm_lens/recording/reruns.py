@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from dlm_lens.arguments import chosen_indices
+from dlm_lens.arguments import checked_arguments, chosen_indices
 from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.recording.concatenation import fitted, joined
 from dlm_lens.recording.recorder import Recorder, Storage
@@ -18,6 +18,7 @@ from dlm_lens.sampling.run_parts import on_own_canvas
 from dlm_lens.sampling.run_rows import has_one_plan
 
 
+@checked_arguments(steps=None)
 @torch.no_grad()
 @exclusive
 def rerun(
@@ -71,7 +72,7 @@ def rerun(
     places = chosen_indices("row", rows, len(run.tokens))
     # A hook may have a value for every row (`mask_sinks(source=)`).
     seen = tuple(range(len(run.tokens))) if stored.hooks and rows_per_pass is None else places
-    size = len(seen) if rows_per_pass is None else max(1, rows_per_pass)
+    size = len(seen) if rows_per_pass is None else rows_per_pass
     parts = [seen[start : start + size] for start in range(0, len(seen), size)]
     if len(parts) > 1:
         refuse_row_lists(stored.hooks, f"rows_per_pass makes {len(parts)} passes; leave it out")

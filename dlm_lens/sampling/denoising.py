@@ -21,6 +21,7 @@ from dlm_lens.sampling.settings import (
     OBSERVERS,
     RESUME,
     check_model,
+    listed_observers,
     only_known,
     row_seeds,
 )
@@ -137,7 +138,7 @@ def denoise(
     prompts = read_prompts(model, prompt, attention_mask)
     seeds = row_seeds(seed, len(prompts.ids))
     algorithm = algorithm_of(model.config)
-    observers = tuple(observers) if isinstance(observers, Sequence) else () if observers is None else (observers,)
+    observers = listed_observers(observers)
     _check_use(algorithm, reference_quirks, on_canvas)
     if algorithm.sampler.autoregressive:
         logits = "needed"

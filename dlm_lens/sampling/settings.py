@@ -199,6 +199,11 @@ def _observes(value: Any) -> bool:
     return all(isinstance(observer, RunObserver) for observer in observers)
 
 
+def listed_observers(observers: Any) -> tuple[Any, ...]:
+    """The observers of a call, which may be several, one, or None for none."""
+    return () if observers is None else tuple(observers) if isinstance(observers, Sequence) else (observers,)
+
+
 OBSERVERS = Rule("a RunObserver, such as dlm_lens.Recorder(model, ...), or a list of them", _observes)
 
 

@@ -34,6 +34,7 @@ from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
 from dlm_lens.sampling.network import network_inputs
 from dlm_lens.sampling.observers import check_hooks
 from dlm_lens.sampling.prompts import Prompts, read_prompts
+from dlm_lens.sampling.settings import listed_observers
 from dlm_lens.tracing.controllers import TracedModule, add_projection_point
 from dlm_lens.tracing.envoys import AttentionEnvoy, LayersEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
@@ -130,7 +131,7 @@ class DiffusionLM(HuggingFaceModel):
         attention_mask: Any = None,
         *,
         grad: bool = False,
-        observers: RunObserver | Sequence[RunObserver] = (),
+        observers: RunObserver | Sequence[RunObserver] | None = None,
         **settings: Any,
     ) -> DenoisingRun:
         """Denoise with the family's own sampler; traced (`with lm.generate(...) as tracer:`) or not.
@@ -151,8 +152,7 @@ class DiffusionLM(HuggingFaceModel):
         run = TracedRun(self._module, self.interleaver, canvas, grad=grad, on_start=self._use_sampler)
         # Not on this object: the copies that `edit` makes share layers, whose hooks ask for the run, with it.
         self.interleaver.run = run
-        others = observers if isinstance(observers, Sequence) else (observers,)
-        observers = (run, *others, LastOfTrace(run))
+        observers = (run, *listed_observers(observers), LastOfTrace(run))
         return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=observers, **settings))
 
     def trace(self, *inputs: Any, **options: Any) -> Any:

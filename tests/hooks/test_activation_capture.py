@@ -314,6 +314,21 @@ def test_bad_settings_are_refused(make: Any, message: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("call", [capture, mean_activations])
+def test_hooks_are_read_as_those_of_denoise(call: Any, model: Any) -> None:
+    found = call(model, IDS, "resid", hooks=None, **RUN)
+    assert str(found) == str(call(model, IDS, "resid", **RUN))
+    with pytest.raises(ValueError, match=r"hooks is steer.*; give a list of hooks"):
+        call(model, IDS, "resid", hooks=steer(torch.ones(32)), **RUN)
+
+
+def test_what_a_measurement_does_not_take_is_told(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"capture takes no observers: give them to dlm_lens\.denoise"):
+        capture(model, IDS, observers=None, **RUN)
+    with pytest.raises(ValueError, match=r"bins is 2\.5; it must be a whole number of at least 1"):
+        mean_activations(model, IDS, "resid", bins=2.5, **RUN)  # type: ignore[arg-type]
+
+
 def test_a_patch_of_another_shape_or_step_is_refused(model: Any) -> None:
     found = capture(model, IDS, cache_steps=[0], **RUN)
     with pytest.raises(ValueError, match=r"step 3 was not captured; there are \[0\]"):

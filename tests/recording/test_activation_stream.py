@@ -5,7 +5,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.files.tensor_files import read_with_metadata
-from dlm_lens.hooks import capture
+from dlm_lens.hooks import ablate, by_row, capture
 from dlm_lens.recording import POSITION_CLASSES, ActivationShards, activations, write_activations
 from dlm_lens.recording.activation_stream import ActivationBatch
 from dlm_lens.testing import tiny
@@ -51,6 +51,34 @@ def test_positions_count_from_the_first_token_where_masks_after_a_window_are_not
             range(len(prompt))
         )
         assert int(found.position[found.prompt == row].max()) < len(prompt) + 8
+
+
+def test_canvas_positions_of_hooks_are_the_same_token_of_every_prompt(tmp_path):
+    arguments = (tiny("llada"), PROMPTS, 1)
+    given = {"batch_size": 3, "hooks": [ablate("resid", 2)], **RUN}
+    for found in (
+        _all(activations(*arguments, **given)),
+        _all(write_activations(*arguments, tmp_path, **given)),
+    ):
+        zero = found.activations.eq(0).all(-1)
+        assert zero.equal(found.position == 2)
+        assert set(found.prompt[zero].tolist()) == {0, 1, 2}
+
+
+def test_streams_do_not_follow_defaults_of_torch(tmp_path):
+    model = tiny("sdar")  # whose rows wait, so that vectors are taken out after a run
+    wanted = _all(activations(model, PROMPTS, 1, gen_length=8))
+    with torch.inference_mode():
+        found = _all(list(activations(model, PROMPTS, 1, gen_length=8)))
+        assert found.activations.equal(wanted.activations)
+        parts = list(activations(model, PROMPTS, 1, gen_length=8))
+    assert not any(part.activations.is_inference() for part in parts)
+    with torch.device("meta"):
+        parts = list(activations(model, PROMPTS, 1, gen_length=8))
+        stored = write_activations(model, PROMPTS, 1, tmp_path, gen_length=8, shard_size=100)
+        drawn = torch.cat(list(stored.batches(8, seed=1)), 0)
+    assert torch.cat([part.activations for part in parts]).equal(wanted.activations)
+    assert drawn.equal(torch.cat(list(stored.batches(8, seed=1)), 0))
 
 
 def test_classes_and_a_share_of_the_positions():
@@ -205,6 +233,13 @@ def test_activations_that_float16_cannot_hold_are_refused(tmp_path):
         ({"share": 0.0}, "share is 0.0; it is the share of vectors to keep"),
         ({"layer": 2}, "layer"),
         ({"observers": None}, "a stream of activations takes no observers"),
+        ({"seed": None}, "seed is None; it must be a whole number"),
+        ({"share": "half"}, "share is 'half'; it must be a finite number"),
+        ({"dtype": "float16"}, "dtype is 'float16'; it must be a dtype of torch, such as torch.float32"),
+        (
+            {"hooks": [ablate("resid", by_row([0], [1]))], "batch_size": 2},
+            "positions for 2 rows, and the prompts run in 2 batches",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_before_the_first_pass(given, why):

@@ -124,6 +124,8 @@ def test_what_cannot_be_rerun_is_refused():
         ({"steps": [6]}, "step 6 of 6"),
         ({"rows": [7]}, "row 7 of"),
         ({"layers": [2]}, "layer 2"),
+        ({"rows_per_pass": 1.5}, "rows_per_pass is 1.5; it must be a whole number of at least 1"),
+        ({"rows_per_pass": 0}, "rows_per_pass is 0; it must be a whole number of at least 1"),
     ):
         with pytest.raises(ValueError, match=sentence):
             rerun(model, run, REDUCERS, **wrong)

@@ -144,6 +144,13 @@ def test_other_objects_are_no_observers(observers: Any) -> None:
         dl.denoise(tiny("llada"), [5], observers=observers)
 
 
+def test_no_observers_are_none_in_every_host() -> None:
+    model = tiny("llada")
+    wanted = dl.denoise(model, [1, 2, 3], observers=None, gen_length=4).tokens
+    for call in (dl.DiffusionLM(model, check=False).generate, dl.bridge(model).denoise):
+        assert call([1, 2, 3], observers=None, gen_length=4).tokens.equal(wanted)
+
+
 def test_the_present_step_of_an_ar_run_is_the_prefix() -> None:
     class Prefixes(StepObserver):
         lengths: tuple[int, ...] = ()
