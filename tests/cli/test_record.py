@@ -69,6 +69,18 @@ def test_a_file_of_prompts(files):
     assert {p for p in before if before[p] != after[p]} == {p for p in before if p.parent == gone}
 
 
+def test_masks_of_prompts_are_filled_in_alone(files):
+    lines = [{"prompt": "w1 [MASK] w3 [MASK]"}, {"input_ids": [1, 63, 2]}]
+    (files / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    given = ["record", str(files / "model"), "--prompts", str(files / "prompts.jsonl"), "--out", str(files / "out")]
+    result = CliRunner().invoke(cli.app, [*given, "--gen-length", "0"])
+    assert result.exit_code == 0, result.output
+    wanted = record(tiny("llada"), [[1, 63, 3, 63], [1, 63, 2]], gen_length=0)
+    found = Recording.load(files / "out")
+    assert found.run.canvases.equal(wanted.run.canvases)
+    assert found.run.row_steps.equal(wanted.run.row_steps)
+
+
 def test_every_setting_of_a_sampler_can_be_given(files):
     """Dream's alg_temp and top_p, and LLaDA's guidance, have no options of their own."""
     tiny("dream").save_pretrained(files / "dream")

@@ -417,6 +417,12 @@ def test_a_long_canvas_is_warned_of(model: PreTrainedModel) -> None:
         assert {warning.filename for warning in warned} == {__file__}  # whoever called, not the library
 
 
+@pytest.mark.parametrize("family", ["duo", "udlm", "sumi", "uniform_qwen"])
+def test_the_length_that_was_given_is_refused_and_not_the_steps_that_follow_from_it(family: str) -> None:
+    with pytest.raises(ValueError, match=r"^gen_length is 0; it must be at least 1"):
+        dlm_lens.denoise(tiny(family), [1, 2], gen_length=0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

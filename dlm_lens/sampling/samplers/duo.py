@@ -50,7 +50,7 @@ class DuoSettings:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "gen_length")
+        at_least_one(self, "gen_length", "steps")
         not_negative(self, "temperature", zero="greedy")
         nucleus(self, "top_p")
         inner_eps(self.eps)

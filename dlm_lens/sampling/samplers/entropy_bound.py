@@ -45,7 +45,7 @@ class EntropyBoundSettings:
     confidence_threshold: float | None = 0.005
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "gen_length")
+        at_least_one(self, "gen_length", "steps")
         not_negative(self, "entropy_bound", zero="accept the position with the lowest entropy alone")
         not_negative(self, "stability_threshold", zero="confidence alone ends a row")
         not_negative(self, "confidence_threshold", zero="never early")

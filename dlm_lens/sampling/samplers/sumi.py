@@ -63,7 +63,7 @@ class SumiSettings:
     tokens_per_step: int = 1
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "gen_length", "tokens_per_step")
+        at_least_one(self, "gen_length", "steps", "tokens_per_step")
         not_negative(self, "temperature", zero="greedy")
         known_remasking(self.remasking, REMASKING, REMASKING, "Sumi")
         if self.schedule not in SCHEDULES:
