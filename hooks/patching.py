@@ -75,6 +75,14 @@ class PatchFrom(Hook):
         """
         super().check_run(run)
         self._check_rows(run)
+        source = self.source
+        theirs = source[self.site, self.layers[0], source.steps[0]].shape[1] - source.sinks.count
+        # Elsewhere the number depends on the step, at which it is compared.
+        if theirs != run.tokens.shape[1] and run.whole is None and not (source.run.computed or self.stack):
+            raise ValueError(
+                f"{self}: the other run had {theirs} positions and this one has {run.tokens.shape[1]}; patching "
+                "needs prompts and answers of one length"
+            )
         if self.step is None:
             return
         if not -run.total <= self.step < run.total:

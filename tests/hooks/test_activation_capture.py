@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import dlm_lens as dl
-from dlm_lens.attention import SITES
+from dlm_lens.attention import SITES, PointContext, SinkLayout
 from dlm_lens.files.tensor_files import write_tensors
 from dlm_lens.hooks import (
     MeanActivations,
@@ -351,8 +351,16 @@ def test_a_patch_of_another_shape_or_step_is_refused(model: Any) -> None:
         step7(torch.zeros(1, 13, 32))
     with pytest.raises(ValueError, match="'z' was not captured"):
         patch_from(found, 0, "z")
+    passes: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    with pytest.raises(
+        ValueError, match=r"had 12 positions and this one has 13; patching needs prompts and answers"
+    ):
+        dl.denoise(model, [*IDS, 1], **RUN, hooks=[patch_from(found, 2, from_step=0)])
+    handle.remove()
+    assert not passes
     with pytest.raises(ValueError, match=r"had shape \[1, 13, 32\] there and this one has \[1, 14, 32\]"):
-        dl.denoise(model, [*IDS, 1], **RUN, hooks=[patch_from(found, 0)])
+        patch_from(found, 0)(torch.zeros(1, 14, 32), PointContext("", 0, SinkLayout.of(model)))
     with pytest.raises(ValueError, match="step 4 is not there: the run has 4 steps"):
         capture(model, IDS, cache_steps=4, **RUN)
     with pytest.raises(ValueError, match=r"steps: settings go with a prompt"):

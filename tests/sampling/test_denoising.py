@@ -423,6 +423,14 @@ def test_the_length_that_was_given_is_refused_and_not_the_steps_that_follow_from
         dlm_lens.denoise(tiny(family), [1, 2], gen_length=0)
 
 
+@pytest.mark.parametrize("family", ["bd3lm", "sdar"])
+def test_masks_in_the_prompt_are_no_remedy_where_blocks_need_an_answer(family: str) -> None:
+    model = tiny(family)
+    for prompt in ([1, 2], [1, model.config.mask_token_id]):
+        with pytest.raises(ValueError, match=r"^gen_length is 0; it must be at least 1$"):
+            dlm_lens.denoise(model, prompt, gen_length=0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

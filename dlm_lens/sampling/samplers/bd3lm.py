@@ -27,7 +27,7 @@ from dlm_lens.sampling.samplers.mdlm import (
     within_nucleus,
 )
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus, of_run
+from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus, of_run
 from dlm_lens.sampling.special_ids import SpecialIds
 
 
@@ -248,11 +248,9 @@ class BD3LMSampler(NoiseConditionedSampler, BlockSampler):
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """Settings of `answer_settings`; without `steps` those of each block are the default's."""
-    values = answer_settings(defaults, given, masks)
-    if "steps" not in given:
-        values["steps"] = defaults.get("steps")
-    elif "steps_per_block" not in given:
+    """The settings; without `steps` those of each block are the default's."""
+    values = {**defaults, **given, "steps": given.get("steps", defaults.get("steps"))}
+    if "steps" in given and "steps_per_block" not in given:
         values["steps_per_block"] = None
     return values
 

@@ -19,7 +19,6 @@ from dlm_lens.sampling.samplers.dream import FilteredPropose, filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import (
-    answer_settings,
     at_least_one,
     known_remasking,
     not_negative,
@@ -316,11 +315,8 @@ class SdarSampler(BlockSampler):
 
 
 def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """Settings of `answer_settings`; without `steps` one token per step; lists of ids become tuples."""
-    values = answer_settings(defaults, given, masks)
-    if "steps" not in given:
-        values["steps"] = defaults.get("steps")
-    return with_token_ids(values, "stop_tokens")
+    """The settings, where lists of ids become tuples; without `steps` one token per step."""
+    return with_token_ids({**defaults, **given, "steps": given.get("steps", defaults.get("steps"))}, "stop_tokens")
 
 
 ALGORITHM = Algorithm("sdar", SdarSettings, SdarSampler, resolve, corruption=CountCorruption())
