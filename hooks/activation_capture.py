@@ -25,6 +25,7 @@ from dlm_lens.attention import (
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, NonFiniteLogitsError, StepObserver, StepPlan, denoise
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.stored_run import StoredRun
 
 MAX_BYTES = 4 * 2**30
@@ -258,6 +259,7 @@ def capture(
 
     Raises:
         MemoryError: they would take more; raised before the first forward pass.
+        TypeError: a recording in place of its run.
         ValueError: an invalid site, layer, step, prompt or setting; settings together with a `DenoisingRun`.
     """
     wanted: tuple[Any, ...] = (sites,) if isinstance(sites, str) else tuple(sites)
@@ -268,6 +270,8 @@ def capture(
     chosen = chosen_indices("layer", layers, len(attention_blocks(model, stack)))
     keeper = _Keeper(model, wanted, chosen, cache_steps, device, max_bytes, stack)
     hooks = checked(hooks)
+    if hasattr(prompt, "run"):  # a recording
+        check_run(prompt)
     if isinstance(prompt, DenoisingRun):
         if settings:
             raise ValueError(f"{', '.join(settings)}: settings go with a prompt; this run is finished")

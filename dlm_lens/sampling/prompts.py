@@ -373,4 +373,6 @@ def _check(ids: Tensor, mask: Tensor, rows: int, may_be_empty: bool) -> None:
         if not (bool(keep.any()) or may_be_empty):
             raise ValueError(f"prompt {row} is empty: its attention_mask has no 1")
         if bool((keep[:-1] & ~keep[1:]).any()):
-            raise ValueError(f"row {row} is padded on the right; the answer follows the prompt, so pad on the left")
+            raise ValueError(
+                f"row {row} is padded after its first token; the answer follows the prompt, so pad on the left"
+            )

@@ -325,6 +325,10 @@ def test_hooks_are_read_as_those_of_denoise(call: Any, model: Any) -> None:
 def test_what_a_measurement_does_not_take_is_told(model: Any) -> None:
     with pytest.raises(ValueError, match=r"capture takes no observers: give them to dlm_lens\.denoise"):
         capture(model, IDS, observers=None, **RUN)
+    recording = dl.record(model, IDS, **RUN)
+    with pytest.raises(TypeError, match=r"the run is a Recording; give the DenoisingRun .* \(its \.run\)"):
+        capture(model, recording)
+    assert capture(model, recording.run).steps == (0, 1, 2, 3)
     with pytest.raises(ValueError, match=r"bins is 2\.5; it must be a whole number of at least 1"):
         mean_activations(model, IDS, "resid", bins=2.5, **RUN)  # type: ignore[arg-type]
 

@@ -143,8 +143,9 @@ def test_a_run_is_no_prompt(tiny_llada: PreTrainedModel) -> None:
 
 def test_attention_masks_that_cannot_work(tiny_llada: PreTrainedModel) -> None:
     ids = torch.tensor([[1, 2, 3]])
-    with pytest.raises(ValueError, match=r"row 0 is padded on the right; .* pad on the left"):
-        first(tiny_llada, ids, torch.tensor([[1, 1, 0]]))
+    for mask in ([[1, 1, 0]], [[1, 0, 1]]):
+        with pytest.raises(ValueError, match=r"row 0 is padded after its first token; .* pad on the left"):
+            first(tiny_llada, ids, torch.tensor(mask))
     with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 2\], the prompt ids \[1, 3\]"):
         first(tiny_llada, ids, torch.tensor([[1, 1]]))
     with pytest.raises(ValueError, match="prompt 0 is empty: its attention_mask has no 1"):
