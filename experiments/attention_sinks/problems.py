@@ -1,21 +1,22 @@
 """The prompts of the experiments: shipped problems, or a JSONL file of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import dlm_lens.evaluation
+from dlm_lens.evaluation.tasks import english, toy
 from dlm_lens.experiments.results import Settings
 from dlm_lens.files.json_objects import read_json_lines
 from dlm_lens.printable import shown
 
-SHIPPED = {
-    "toy_arithmetic": ("problems.jsonl", "A"), "toy_lists": ("problems.jsonl", "L"),
-    "toy_facts": ("problems.jsonl", "F"), "english_arithmetic": ("english_arithmetic.jsonl", None),
-    "english_prompts": ("english_prompts.jsonl", None),
+SHIPPED: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "toy_arithmetic": partial(toy.documents, "A"), "toy_lists": partial(toy.documents, "L"),
+    "toy_facts": partial(toy.documents, "F"), "english_arithmetic": english.word_problems,
+    "english_prompts": english.prompts,
 }  # fmt: skip
-"""Tasks that come with the package: file, and the task's name in it. The embedded models know the toy language
-only; `english_prompts` has no correct answers."""
+"""Documents of the tasks that come with the package. The embedded models know the toy language only;
+`english_prompts` has no correct answers."""
 
 
 def holds_problems(task: str) -> bool:
@@ -51,17 +52,12 @@ def problems(task: str) -> list[Problem]:
         ValueError: a line that is no problem.
     """
     if task in SHIPPED:
-        name, wanted = SHIPPED[task]
-        file = Path(dlm_lens.evaluation.__path__[0]) / "tasks" / name
-    elif Path(task).is_file():
-        file, wanted = Path(task), None
-    else:
+        return [_problem(line, "", task) for line in SHIPPED[task]()]
+    if not Path(task).is_file():
         raise FileNotFoundError(
             f"{task!r} is neither a file of prompts (lines {FORM}) nor one of {', '.join(SHIPPED)}"
         )
-    lines = read_json_lines(file, "a problem", FORM)
-    found = [(line, _problem(line, text, where)) for where, text, line in lines]
-    return [problem for line, problem in found if wanted is None or line["task"] == wanted]
+    return [_problem(line, text, where) for where, text, line in read_json_lines(Path(task), "a problem", FORM)]
 
 
 def solved_problems(task: str, experiment: str) -> list[Problem]:
@@ -96,16 +92,13 @@ def is_right(task: str, answer: str, problem: Problem) -> bool:
     Of a file's problem: the last "answer ... ." where the model wrote one; else the first whole number where the
     target is a number, and the whole text where it is none.
     """
-    from dlm_lens.evaluation.tasks.english import first_number
-    from dlm_lens.evaluation.tasks.toy import final_answer
-
     if task.startswith("toy_"):
-        return final_answer(answer) == problem.target
+        return toy.final_answer(answer) == problem.target
     if task in SHIPPED:
-        return first_number(answer) == problem.target
-    written = final_answer(answer)
+        return english.first_number(answer) == problem.target
+    written = toy.final_answer(answer)
     if written is None:
-        written = first_number(answer) if problem.target.isdecimal() else answer.strip()
+        written = english.first_number(answer) if problem.target.isdecimal() else answer.strip()
     return written == problem.target
 
 

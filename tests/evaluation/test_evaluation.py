@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from lm_eval.tasks import TaskManager
 
 import dlm_lens as dl
 from dlm_lens.evaluation import HarnessLM, evaluate, evaluation, shipped_tasks
-from dlm_lens.evaluation.evaluation import TASKS, bootstrap_error, find_tasks, load_tasks, ratio_error, read_scores
+from dlm_lens.evaluation.evaluation import bootstrap_error, find_tasks, load_tasks, ratio_error, read_scores
+from dlm_lens.evaluation.tasks import english
 from dlm_lens.evaluation.tasks import toy as shipped
 from experiments.toy.language import extract_answer, is_correct, stream
 from tests.evaluation.conftest import ask, changed_task
@@ -28,14 +30,10 @@ def toy() -> Any:
     return dl.load("toy")
 
 
-def lines(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (TASKS / name).read_text().splitlines()]
-
-
 @pytest.mark.long
 def test_problems_are_scored_as_the_corpus_scores_them(toy: Any) -> None:
     result = evaluate(toy, "toy_arithmetic", limit=12, generation={"block_length": 32, "steps": 4})
-    documents = lines("problems.jsonl")[:12]
+    documents = shipped.documents()[:12]
     answers = dl.denoise(toy, [one["prompt"] for one in documents], block_length=32, steps=4, gen_length=32).answers
     right = [is_correct(text, one["target"]) for text, one in zip(answers, documents, strict=True)]
     assert 0 < sum(right) < 12  # four steps are too few: the number is no foregone conclusion
@@ -50,7 +48,7 @@ def test_choices_take_the_likeliest(toy: Any) -> None:
     settings = {"method": "chain_rule"}
     result = evaluate(toy, ["toy_choice"], limit=6, likelihood=settings, hooks="mask_positions(0)")
     right = []
-    for one in lines("choices.jsonl")[:6]:
+    for one in shipped.choice_documents()[:6]:
         with dl.hooks.attach_hooks(toy, dl.hooks.mask_positions(0)):
             values = dl.log_likelihood(toy, one["prompt"], one["choices"], "chain_rule").value
         right.append(int(values.argmax()) == one["gold"])
@@ -162,7 +160,7 @@ def test_worked_examples_and_chats_reach_the_prompt(toy: Any, monkeypatch: pytes
     seen: list[str] = []
     monkeypatch.setattr(lm, "generate_until", lambda requests: [seen.append(one.args[0]) or "" for one in requests])
     evaluate(lm, "toy_lists", limit=1, chat=True)
-    assert seen == [lines("problems.jsonl")[100]["prompt"] + " ."]
+    assert seen == [shipped.documents()[100]["prompt"] + " ."]
 
 
 def test_the_ratio_error_is_the_bootstrap_of_the_documents() -> None:
@@ -245,7 +243,7 @@ def test_exact_match_of_choices_reads_what_greedy_decoding_writes(toy: Any, tmp_
     task = changed_task(tmp_path, "toy_choice", ("metric: acc", "metric: exact_match"))
     (score,) = evaluate(toy, task, limit=5, likelihood={"method": "chain_rule"}).scores
     right = []
-    for one in lines("choices.jsonl")[:5]:
+    for one in shipped.choice_documents()[:5]:
         greedy = dl.log_likelihood(toy, one["prompt"], one["choices"][one["gold"]], "greedy_completion")
         right.append(bool(greedy.is_greedy))
     assert (score.metric, score.value) == ("exact_match", np.mean(right))
@@ -402,8 +400,15 @@ class TestShippedData:
         for text in cases:
             assert shipped.final_answer(text) == extract_answer(text), text
 
+    def test_they_are_those_of_the_published_results(self) -> None:
+        """In every version of Python, whose `random` makes the English ones."""
+        found = (shipped.documents(), shipped.choice_documents(), english.word_problems(), english.prompts())
+        assert [sha256(json.dumps(documents).encode()).hexdigest()[:16] for documents in found] == [
+            "93f98721edb592d6", "2dc8da983d7b86e8", "54b1d92eaabda5f0", "ff930b4ac51a494c",
+        ]  # fmt: skip
+
     def test_the_problems_are_the_corpus_own(self) -> None:
-        kept = lines("problems.jsonl")
+        kept = shipped.documents()
         assert [one["task"] for one in kept] == ["A"] * 100 + ["L"] * 100 + ["F"] * 100
         for task in "ALF":
             drawn = [one.text for one in islice(stream("test", 7, [task]), 400)]
@@ -413,7 +418,7 @@ class TestShippedData:
         assert all(is_correct(one["answer"], one["target"]) for one in kept)
 
     def test_exactly_one_choice_is_right(self) -> None:
-        for one in lines("choices.jsonl"):
+        for one in shipped.choice_documents():
             assert len({*one["choices"]}) == 4
             facts = one["prompt"].rpartition(" what colour ")[0] or one["prompt"].rpartition(" where ")[0]
             right = [choice for choice in one["choices"] if choice.partition(" answer ")[0] in facts]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import dlm_lens as dl
 from dlm_lens.adapters.smollm2 import PACKAGE, smollm2_directory
 from dlm_lens.evaluation import evaluate
+from dlm_lens.evaluation.tasks import english
 from dlm_lens.experiments import find_experiment, run_experiment
 from dlm_lens.experiments.attention_sinks.problems import Problem, chat, is_right, problems
 from dlm_lens.experiments.experiment import Cost, Experiment, Rendering
@@ -22,7 +23,6 @@ from dlm_lens.experiments.pages.merging import merge_results
 from dlm_lens.experiments.results import Results
 from dlm_lens.experiments.runner import list_items
 from dlm_lens.option_values import read_setting
-from tests.evaluation import make_english
 
 SETTINGS: dict[str, Any] = {"models": ["a"], "task": "plain", "prompts": 2, "factor": 1}
 
@@ -169,11 +169,6 @@ def test_weights_of_a_replaced_model_are_not_noted(tmp_path: Path) -> None:
 
 
 class TestEnglishData:
-    def test_the_files_are_the_generator_s(self) -> None:
-        for name, lines in (("arithmetic", make_english.problems()), ("prompts", make_english.prompts())):
-            file = make_english.DIRECTORY / f"english_{name}.jsonl"
-            assert file.read_text(encoding="utf-8") == make_english.text(lines)
-
     def test_no_prompt_stands_twice_and_every_target_is_the_sum_that_is_begun(self) -> None:
         found = problems("english_arithmetic")
         assert len({problem.prompt for problem in found}) == len(found) >= 200
@@ -247,7 +242,7 @@ def test_the_first_numbers_are_those_of_transformers_own_greedy_decoding(tmp_pat
     record = next(record for record in results.records if record.item["columns"] == 0)  # nothing is masked
     plain = AutoModelForCausalLM.from_pretrained(smollm2_directory(), attn_implementation="eager")
     expected = []
-    for problem in make_english.problems()[:count]:
+    for problem in english.word_problems()[:count]:
         ids = model.tokenizer(f"{problem['prompt']} {problem['begun']}", return_tensors="pt").input_ids
         written = plain.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
         text = model.tokenizer.decode(written)

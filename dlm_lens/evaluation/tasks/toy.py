@@ -7,32 +7,50 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 
 def arithmetic(**_metadata: Any) -> dict[str, Any]:
     """Word problems of one to four steps."""
-    return _split("problems.jsonl", "A")
+    return _split(documents("A"))
 
 
 def lists(**_metadata: Any) -> dict[str, Any]:
     """Lists to sort, reverse or copy."""
-    return _split("problems.jsonl", "L")
+    return _split(documents("L"))
 
 
 def facts(**_metadata: Any) -> dict[str, Any]:
     """Look-ups of a colour or a place."""
-    return _split("problems.jsonl", "F")
+    return _split(documents("F"))
 
 
 def problems(**_metadata: Any) -> dict[str, Any]:
     """All of them."""
-    return _split("problems.jsonl")
+    return _split(documents())
 
 
 def choices(**_metadata: Any) -> dict[str, Any]:
     """Look-ups with four answers to choose from."""
-    return _split("choices.jsonl")
+    return _split(choice_documents())
+
+
+def documents(task: str | None = None) -> list[dict[str, Any]]:
+    """The problems of a task of the language, "A", "L" or "F", or of all three."""
+    return [
+        {name: line[name] for name in ("task", "prompt", "answer")} | {"target": final_answer(line["answer"])}
+        for line in _lines()
+        if task in (None, line["task"])
+    ]
+
+
+def choice_documents() -> list[dict[str, Any]]:
+    """The look-ups with their answers, each with every one of its `choices` in place of the target."""
+    found = []
+    for line in _lines():
+        if choices := line.get("choices"):
+            answer, target = line["answer"], final_answer(line["answer"])
+            written = [answer.replace(target, word) for word in choices]
+            found.append({"prompt": line["prompt"], "choices": written, "gold": choices.index(target)})
+    return found
 
 
 def exact_match(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
@@ -62,7 +80,12 @@ def whole(doc: dict[str, Any]) -> str:
     return f"{doc['prompt']} {doc['answer']}"
 
 
-def _split(name: str, task: str | None = None) -> dict[str, Any]:
-    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines()]
-    return {"test": datasets.Dataset.from_list([line for line in lines if task in (None, line.get("task"))])}
+def _lines() -> list[dict[str, Any]]:
+    text = (Path(__file__).parent / "problems.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _split(found: list[dict[str, Any]]) -> dict[str, Any]:
+    import datasets
+
+    return {"test": datasets.Dataset.from_list(found)}
