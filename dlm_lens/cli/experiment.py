@@ -15,8 +15,7 @@ from dlm_lens.cli.options import (
     loading_options,
     quiet_transformers,
 )
-from dlm_lens.cli.output import show_json
-from dlm_lens.cli.stopped_training import one_sentence_of_a_stop
+from dlm_lens.cli.output import one_sentence_of_a_stop, show_json
 from dlm_lens.files.paths import check_directory
 from dlm_lens.option_values import settings_of, words
 from dlm_lens.printable import echo

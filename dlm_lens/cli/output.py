@@ -1,4 +1,4 @@
-"""How commands print: tables as text or CSV, and everything as JSON."""
+"""How commands print: tables as text or CSV, everything as JSON, and one sentence where a training stops."""
 
 import json
 import sys
@@ -9,6 +9,10 @@ from dlm_lens.printable import echo, printable
 
 if TYPE_CHECKING:
     import pandas as pd
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
 
 
 def show_json(values: Any) -> None:
@@ -43,3 +47,21 @@ def _measured(table: "pd.DataFrame") -> "pd.DataFrame":
     """Without columns that hold no value, and without scale and level, which the lines above the tables name."""
     repeated = [name for name in ("scale", "level") if name in table]
     return table.dropna(axis=1, how="all").drop(columns=repeated, errors="ignore")
+
+
+@contextmanager
+def one_sentence_of_a_stop(remedy: str = "") -> Iterator[None]:
+    """Print why a training inside stopped (SIGTERM, a loss that is no number, a full disk), and exit with status 1.
+
+    Args:
+        remedy: what follows the sentence where the training can be continued as it was, such as "; the same command
+            continues". One that stopped for its numbers or its data would stop again at the same step.
+    """
+    from dlm_lens.training.checkpoints import NonFiniteLossError, TrainingDataError, TrainingStoppedError
+
+    try:
+        yield
+    except TrainingStoppedError as error:
+        again = isinstance(error, NonFiniteLossError | TrainingDataError)
+        echo(f"dlm-lens: {error}{'' if again else remedy}", fg=typer.colors.RED, err=True)
+        sys.exit(1)

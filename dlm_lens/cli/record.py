@@ -23,7 +23,6 @@ from dlm_lens.cli.options import (
     loading_options,
     sampler_settings,
 )
-from dlm_lens.cli.prompts import prompt_places, read_prompts
 from dlm_lens.files.paths import check_directory
 from dlm_lens.option_values import process_of_run, whole_numbers
 from dlm_lens.printable import echo
@@ -32,7 +31,9 @@ from dlm_lens.recording.reducer_registry import REDUCERS_HELP, parse_reducers
 if TYPE_CHECKING:
     from dlm_lens.recording import Reducer
     from dlm_lens.recording.record_runs import Batches
-
+from dlm_lens.arguments import is_whole
+from dlm_lens.files.json_objects import read_json_lines
+from dlm_lens.printable import shown
 
 PROMPTS = typer.Option(
     help='JSON lines, each {"prompt": "..."}, {"messages": [{"role": ..., "content": ...}]} or '
@@ -158,3 +159,38 @@ def _ids(model: Any, lines: list[Any], path: Path) -> tuple[tuple[int, ...], ...
             sentence = re.sub(r"^prompt 0\b", "the prompt", str(error))
             raise ValueError(f"{prompt_places(path)[number]}: {sentence}") from None
     return tuple(found)
+
+
+FORM = '{"prompt": "..."}, {"messages": [...]} or {"input_ids": [...]}'
+"""Of a line."""
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """The prompts of a file: texts, chats and token ids.
+
+    Raises:
+        FileNotFoundError: the file does not exist, or is a directory.
+        ValueError: a file that is not UTF-8, a line that is no prompt, or no line at all.
+    """
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}; --prompts takes a file of JSON lines")
+    found = [_prompt(line, text, where) for where, text, line in read_json_lines(path, "a prompt", FORM)]
+    if not found:
+        raise ValueError(f"{path} holds no prompts")
+    return found
+
+
+def prompt_places(path: Path) -> list[str]:
+    """Where each prompt of a file is: FILE line N."""
+    return [where for where, _, _ in read_json_lines(path, "a prompt", FORM)]
+
+
+def _prompt(line: Any, text: str, where: str) -> Any:
+    if isinstance(line, dict) and isinstance(line.get("prompt"), str):
+        return line["prompt"]
+    if isinstance(line, dict) and isinstance(line.get("messages"), list) and line["messages"]:
+        return line["messages"]
+    if isinstance(line, dict) and isinstance(ids := line.get("input_ids"), list) and all(map(is_whole, ids)):
+        return ids
+    raise ValueError(f"{where} is {shown(text)}; a line is {FORM}")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlm_lens.cli.stopped_training import one_sentence_of_a_stop
+from dlm_lens.cli.output import one_sentence_of_a_stop
 from dlm_lens.option_values import one_of
 from dlm_lens.printable import echo
 

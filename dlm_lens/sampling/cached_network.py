@@ -1,5 +1,9 @@
-"""Logits under an approximate cache: a step computes a span and sees keys and values of an earlier step around."""
+"""Logits under an approximate cache: a step computes a span and sees keys and values of an earlier step around.
 
+Also caches of transformers' class, and whether a model's keys and values may be kept in one (`keeps_keys`).
+"""
+
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,9 +11,13 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from dlm_lens.attention import decoder_of, position_ids
-from dlm_lens.attention.cache_argument import cache_argument
+from dlm_lens.attention.cache_argument import NEW, OLD, cache_argument
+from dlm_lens.attention.model_access import has_listeners
+from dlm_lens.attention.sink_layout import SinkLayout
 from dlm_lens.placement import on_input_device
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
@@ -207,3 +215,29 @@ class CachedLogits(CanvasLogits):
             inputs |= {"position_ids": self.positions[:, where], "query_start": span[0]}
         given = on_input_device(self.model, {"input_ids": ids, **inputs})
         return network(**given, **cache_argument(network, kept.enter(canvas.shape[1], span)))
+
+
+def keeps_keys(model: Any) -> bool:
+    """Whether the keys and values of a text may be computed apart from what sees them.
+
+    Not while something listens, which has to see whole texts; not with sink tokens, which the embedding puts before
+    every sequence; not where a cache keeps anything but all keys and values (sliding windows, recurrent states), or
+    where the rotation depends on the length of the text (dynamic NTK, LongRoPE).
+    """
+    decoder = decoder_of(model)
+    if has_listeners(model) or SinkLayout.of(model).count or getattr(model, "_is_stateful", False):
+        return False
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return False
+    rotation = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if {"dynamic", "longrope"}.intersection(map(str, rotation.values())):
+        return False
+    if not {OLD, NEW}.intersection(inspect.signature(decoder.forward).parameters):
+        return False
+    layers = empty_cache(model).layers
+    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def empty_cache(model: Any) -> DynamicCache:
+    """A cache of the model's layers, without keys."""
+    return DynamicCache(config=model.config)

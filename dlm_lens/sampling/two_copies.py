@@ -23,7 +23,7 @@ from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.placement import on_input_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of
-from dlm_lens.sampling.kept_keys import keeps_keys
+from dlm_lens.sampling.cached_network import keeps_keys
 from dlm_lens.sampling.network import CanvasLogits
 
 

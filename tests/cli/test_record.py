@@ -14,7 +14,7 @@ import dlm_lens
 from dlm_lens.cli import app as cli
 from dlm_lens.cli.errors import as_command_line
 from dlm_lens.cli.options import LOADING_NAMES
-from dlm_lens.cli.prompts import read_prompts
+from dlm_lens.cli.record import read_prompts
 from dlm_lens.recording import ReceivedAttention, Recording, RecordingSet, ValueNorm, record
 from dlm_lens.testing import tiny
 from tests.preloaded import python

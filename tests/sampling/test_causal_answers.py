@@ -11,7 +11,7 @@ from dlm_lens.evaluation.likelihood_requests import Item, Likelihoods
 from dlm_lens.evaluation.settings import LikelihoodSettings
 from dlm_lens.hooks import attach_hooks, mask_top_sinks
 from dlm_lens.sampling import NonFiniteLogitsError
-from dlm_lens.sampling.kept_keys import keeps_keys
+from dlm_lens.sampling.cached_network import keeps_keys
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.causal_answers import score_answers
 from dlm_lens.sampling.likelihood.scoring import Scorer

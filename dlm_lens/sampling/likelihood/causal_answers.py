@@ -15,7 +15,7 @@ from dlm_lens.adapters.head import head_logits
 from dlm_lens.attention import decoder_of
 from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.placement import on_input_device
-from dlm_lens.sampling.kept_keys import empty_cache, keeps_keys
+from dlm_lens.sampling.cached_network import empty_cache, keeps_keys
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.likelihood.scoring import Query, Scorer, assemble, check_items, logits_in_pieces
 from dlm_lens.sampling.network import NonFiniteLogitsError, most_likely, network_inputs
