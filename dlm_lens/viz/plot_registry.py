@@ -27,7 +27,7 @@ FORMATS = (".png", ".pdf", ".svg")
 """What a matplotlib figure is written as."""
 
 SHARP = 300
-"""Dots per inch of what is an image in a PDF or SVG file (`figures.cells`)."""
+"""Dots per inch of what is an image in a PDF or SVG file (`draw_cells`)."""
 
 Draw = TypeVar("Draw", bound="Callable[[PlotOptions], Any]")
 

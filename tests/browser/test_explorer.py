@@ -10,7 +10,7 @@ from dlm_lens.hooks import ablate, at_heads, at_layers, mask_positions
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Received, find_sinks, received_of
 from dlm_lens.testing import tiny
-from dlm_lens.viz.exploring.messages import split
+from dlm_lens.viz.exploring.page_requests import split
 from dlm_lens.viz.exploring.sides import Side
 from tests.browser.kernel_page import Notebook
 from tests.viz.test_hostile_tokens import HOSTILE, Decodes

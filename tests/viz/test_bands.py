@@ -6,8 +6,7 @@ import numpy as np
 
 import dlm_lens as dl
 from dlm_lens.testing import tiny
-from dlm_lens.viz.figures.bands import draw_band
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_band
 
 
 def bars(axes) -> list[tuple[float, float, float]]:

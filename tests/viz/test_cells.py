@@ -6,7 +6,7 @@ import pytest
 
 import dlm_lens as dl
 from dlm_lens.testing import tiny
-from dlm_lens.viz.figures.cells import MOST_VECTORS
+from dlm_lens.viz.figures.notebook_figure import MOST_VECTORS
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import write_plot
 

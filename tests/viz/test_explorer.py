@@ -15,7 +15,7 @@ from dlm_lens.sinks import LowKeyNorm, find_sinks, received_of
 from dlm_lens.testing import tiny
 from dlm_lens.viz.exploring.changes import CanvasEdit, HiddenHead, HiddenKey
 from dlm_lens.viz.exploring.exploration import Selection
-from dlm_lens.viz.exploring.messages import split
+from dlm_lens.viz.exploring.page_requests import split
 
 PROMPT = [[5, 6, 7]]
 FAMILIES = [

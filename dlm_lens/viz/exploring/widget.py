@@ -18,8 +18,7 @@ from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import Received
 from dlm_lens.viz.exploring.changes import Change, HiddenHead, HiddenKey, coded, decoded
 from dlm_lens.viz.exploring.exploration import Exploration, Selection
-from dlm_lens.viz.exploring.messages import module, split
-from dlm_lens.viz.exploring.page_requests import ANSWERS, Request, StaleError, problem_of
+from dlm_lens.viz.exploring.page_requests import ANSWERS, Request, StaleError, module, problem_of, split
 from dlm_lens.viz.exploring.script import script_of
 
 try:

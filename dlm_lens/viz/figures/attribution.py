@@ -6,9 +6,8 @@ from matplotlib.figure import Figure
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.probes.attribution.node_effects import NodeEffects
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
 from dlm_lens.viz.selection import index_of, row_number
 
 MOST_TOKENS = 2

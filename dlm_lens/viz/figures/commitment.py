@@ -11,9 +11,8 @@ from matplotlib.patches import Patch
 
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.probes.commitments import Commitment, commitment, proposed_commitment, why_drawn
-from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of, row_number

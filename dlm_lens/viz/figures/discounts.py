@@ -8,9 +8,8 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
-from dlm_lens.viz.figures.cells import draw_cells, many
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, many, own_colours
 from dlm_lens.viz.selection import index_of, row_number
 
 

@@ -11,9 +11,8 @@ from dlm_lens.printable import counted
 from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
 from dlm_lens.recording.recording import as_recording
-from dlm_lens.viz.figures.bands import draw_band
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_band, own_colours
 
 NAMES = {
     "sae": "autoencoder",

@@ -17,7 +17,6 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sinks import Received
-from dlm_lens.viz.figures.cells import draw_cells, many
 from dlm_lens.viz.figures.labels import (
     PLAIN,
     SCALE_LABELS,
@@ -28,7 +27,7 @@ from dlm_lens.viz.figures.labels import (
     open_label,
     token_labels,
 )
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, many, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import Selection, as_received, choose, step_places

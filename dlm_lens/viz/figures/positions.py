@@ -17,7 +17,6 @@ from dlm_lens.arguments import Rule, checked_arguments, instance, is_whole
 from dlm_lens.printable import counted, shown
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
-from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.labels import (
     PLAIN,
     caption,
@@ -28,7 +27,7 @@ from dlm_lens.viz.figures.labels import (
     token_labels,
     whole_ticks,
 )
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, most_moving

@@ -18,9 +18,8 @@ from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
-from dlm_lens.viz.figures.bands import draw_band
 from dlm_lens.viz.figures.labels import PLAIN, caption, note, numbered, region_words, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_band, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import index_of, level_of

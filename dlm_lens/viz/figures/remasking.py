@@ -9,11 +9,9 @@ from matplotlib.patches import Patch
 
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.probes import RemaskSensitivity
-from dlm_lens.viz.figures.bands import draw_band
-from dlm_lens.viz.figures.cells import draw_cells
 from dlm_lens.viz.figures.commitment import MOST_LABELS
 from dlm_lens.viz.figures.labels import PLAIN, caption, step_ticks, token_labels, whole_ticks
-from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
+from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_band, draw_cells, own_colours
 from dlm_lens.viz.selection import index_of, row_number
 
 STATES = {
