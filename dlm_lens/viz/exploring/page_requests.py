@@ -16,7 +16,7 @@ from dlm_lens.viz.reporting.page import SCRIPTS as REPORT_SCRIPTS
 from dlm_lens.viz.reporting.page import part_of_page
 from dlm_lens.viz.reporting.rules import rule_of
 
-SCRIPTS = ("kernel", "live", "lens", "pattern", "explorer")
+SCRIPTS = ("live", "readings", "explorer")
 """The scripts of the widget, after those of the report."""
 
 
