@@ -101,22 +101,3 @@ def p_value(found: Interval, bound: float) -> float | None:
         return 0.0 if distance else 1.0
     normal = NormalDist()
     return 2 * normal.cdf(-distance / half * normal.inv_cdf(1 - RATE / 2))
-
-
-def adjusted(ps: Sequence[float]) -> list[float]:
-    """Benjamini and Hochberg's (1995) adjusted p-values: min over k >= rank of p_(k) m / k.
-
-    Verdicts with an adjusted p-value of at most q have a false discovery rate of at most q, if the comparisons are
-    independent or positively dependent.
-    """
-    order = sorted(range(len(ps)), key=ps.__getitem__, reverse=True)
-    found, least = [1.0] * len(ps), 1.0
-    for place, index in enumerate(order):
-        least = min(least, ps[index] * len(ps) / (len(ps) - place))
-        found[index] = least
-    return found
-
-
-def expected_by_chance(decided: int) -> float:
-    """How many of so many comparisons would be decided for one given side if every true value were at its bound."""
-    return decided * RATE / 2

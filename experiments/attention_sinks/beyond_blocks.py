@@ -274,20 +274,6 @@ def moved_along(results: Results, model: str, reading: str) -> Interval:
     )  # fmt: skip
 
 
-def in_words(results: Results) -> str:
-    """The main numbers of the first block-diffusion model, as a line of the page's summary."""
-    where = (results, models_with(results, CAUSAL)[0], "block")
-    alone, chance = (part(*where, *pair).value for pair in (("mask alone", "maps"), ("chance", "sinks")))
-    return (
-        f"- **A block-diffusion model has sinks too, and the largest move with the block** ({where[1]}). Under the "
-        f"queries of the block {share(*where)} of the maps have a sink ({alone:.2f} under uniform attention); "
-        f"{part(*where, 'prefix', 'sinks')} of the sinks are in the cached prefix, where keys drawn without a "
-        f"preference would be in {chance:.2f}. Of the largest sinks of a block "
-        f"{_ratio_of(*where, 'largest', 2, 0)} are in the next block one step after it is finished "
-        f"({_ratio_of(*where, 'largest', 3, 0).value:.2f} by chance)."
-    )
-
-
 def _findings(results: Results) -> Iterator[Finding]:
     for model in models_with(results, CAUSAL):
         for reading in READINGS:

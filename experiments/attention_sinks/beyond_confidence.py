@@ -202,21 +202,6 @@ def _by_network(results: Results, model: str, kind: str) -> dict[int, list[Count
     return found
 
 
-def in_words(results: Results, model: str) -> str:
-    """One paragraph on a DLM: flips with a sink hidden, beside flips at equal confidence and under the control."""
-    everywhere = flips(results, model, "sinks", "flipped", "open")
-    first, before = (
-        flips(results, model, "sinks", top, "first") for top in ("first_flipped", "plain_first_flipped")
-    )
-    less, control = (spared(results, model, kind) for kind in (KINDS[0], KINDS[2]))
-    return (
-        f"With a sink hidden, {everywhere} of {model}'s predictions in the block flip, {first} of the surest ones, "
-        "which are written next. Sure predictions flip less under any mask: against open positions that were as "
-        f"sure without it the difference is {signed(less)}, with random columns of the same mass hidden "
-        f"{signed(control)}. Where the model would have written without the mask, {before} flip."
-    )
-
-
 def findings(results: Results) -> Iterator[Finding]:
     """Both halves of the hypothesis, at equal confidence, and whether sinks matter more than other columns."""
     for model in results.models:

@@ -1,7 +1,6 @@
 """Findings of Table 1: exact match, differences paired by network and prompt, and verdicts against the paper."""
 
 from collections.abc import Iterator, Mapping
-from statistics import mean
 from typing import Any
 
 from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, CONTROLS, JUDGED, READINGS, VARIANTS
@@ -51,12 +50,6 @@ def change(
     """Exact match of a condition minus that of another (the unmasked model's), paired by prompt."""
     other = {"columns": 0} if against is None else dict(against)
     return mean_change(_answers(results, model, columns, **changed), _answers(results, model, **other))
-
-
-def change_by_network(results: Results, model: str, columns: int, **changed: Any) -> list[float]:
-    """The mean of `change` against the unmasked model in each network."""
-    found = changes(_answers(results, model, columns, **changed), _answers(results, model, 0))
-    return [mean(by_prompt.values()) for _, by_prompt in sorted(found.items())]
 
 
 def _answers(results: Results, model: str, columns: int, **changed: Any) -> Answers:

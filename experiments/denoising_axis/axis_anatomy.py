@@ -87,11 +87,6 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
     return [Cost(steps * (4 + 2 * (1 + settings["controls"])), rows, 32 + answer, item["model"])]
 
 
-def prompts_of(results: Results, model: str, name: str) -> list[Any]:
-    """A value of every prompt of a model, over its items."""
-    return [one for record in results.records if record.item["model"] == model for one in record.value[name]]
-
-
 def _ratio(
     counts: Sequence[Any],
     top: Callable[[Any], float],
@@ -110,14 +105,14 @@ def cause_share(counts: Sequence[Any], cause: str) -> Interval:
 def survival(results: Results, model: str, pattern: str) -> Interval:
     """The share of sinks that survive in a pattern."""
     return _ratio(
-        prompts_of(results, model, "sinks"), lambda one: one["survive"][pattern], lambda one: one["sinks"]
+        networks.prompts_of(results, model, "sinks"), lambda one: one["survive"][pattern], lambda one: one["sinks"]
     )
 
 
 def beyond_chance(results: Results, model: str, pattern: str) -> Interval:
     """That share minus the share of random keys that are sinks in the pattern."""
     return _ratio(
-        prompts_of(results, model, "sinks"),
+        networks.prompts_of(results, model, "sinks"),
         lambda one: one["survive"][pattern] - one["chance"][pattern],
         lambda one: one["sinks"],
         bounds=(-1.0, 1.0),
@@ -126,7 +121,7 @@ def beyond_chance(results: Results, model: str, pattern: str) -> Interval:
 
 def best_head(results: Results, model: str) -> tuple[int, int, Interval, Interval]:
     """The head with the highest score on every other prompt; its score and excess over chance on the rest."""
-    found = prompts_of(results, model, "heads")
+    found = networks.prompts_of(results, model, "heads")
     chosen, tested = found[::2], found[1::2]
     places = [(layer, head) for layer in range(len(found[0])) for head in range(len(found[0][0]))]
 
@@ -142,7 +137,7 @@ def best_head(results: Results, model: str) -> tuple[int, int, Interval, Interva
 def removed(results: Results, model: str, measure: int, kind: int) -> Interval:
     """A measure with the largest channel removed (kind 0) or random ones (1): KL, changed, sinks gone."""
     return _ratio(
-        prompts_of(results, model, "removal"),
+        networks.prompts_of(results, model, "removal"),
         lambda one: one[kind][measure][0],
         lambda one: one[kind][measure][1],
         bounds=(0.0, math.inf if measure == 0 else 1.0),
@@ -152,7 +147,7 @@ def removed(results: Results, model: str, measure: int, kind: int) -> Interval:
 def more_than_random(results: Results, model: str, measure: int) -> Interval:
     """The difference of the two, prompt by prompt."""
     values = []
-    for kinds in prompts_of(results, model, "removal"):
+    for kinds in networks.prompts_of(results, model, "removal"):
         (a, n), (b, m) = (kinds[kind][measure] for kind in (0, 1))
         values.append(a / n - b / m if n and m else None)
     return mean_over_prompts(values, bounds=(-1.0, 1.0))
@@ -163,7 +158,7 @@ def render(results: Results) -> Rendering:
     rows, shares, heads, channels = [], [], [], []
     points: dict[str, Interval] = {}
     for model in results.models:
-        counts = prompts_of(results, model, "sinks")
+        counts = networks.prompts_of(results, model, "sinks")
         total = sum(one["sinks"] for one in counts)
         causes = [cause_share(counts, name) for name in ("norms", "angles", "either", "together")]
         needs = _ratio(
@@ -172,7 +167,7 @@ def render(results: Results) -> Rendering:
         rows.append([model, str(total), *map(str, causes), str(needs), str(len(counts))])
         for pattern in PATTERNS:
             points[f"{model}: {pattern}"] = beyond_chance(results, model, pattern)
-        columns = list(zip(*prompts_of(results, model, "variance"), strict=True))
+        columns = list(zip(*networks.prompts_of(results, model, "variance"), strict=True))
         shares.append([model, *(str(mean_over_prompts(one, bounds=None)) for one in columns)])
         layer, head, score, excess = best_head(results, model)
         heads.append([model, f"layer {layer}, head {head}", str(score), str(excess)])

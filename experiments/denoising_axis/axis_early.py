@@ -49,15 +49,11 @@ def cost(item: Item, settings: Settings) -> list[Cost]:
     return [Cost(int(settings["sampler"].get("steps", answer)), rows, 32 + answer, item["model"])]
 
 
-def prompts_of(results: Results, model: str, name: str) -> list[Any]:
-    """A value of every prompt of a model, over its items."""
-    return [one for record in results.records if record.item["model"] == model for one in record.value[name]]
-
-
 def mean(results: Results, model: str, predictor: str, measure: str) -> Interval:
     """A measure over blocks, steps and heads."""
     cells = [
-        one[PREDICTORS.index(predictor)][MEASURES.index(measure)] for one in prompts_of(results, model, "sums")
+        one[PREDICTORS.index(predictor)][MEASURES.index(measure)]
+        for one in networks.prompts_of(results, model, "sums")
     ]
     bounds = (-1.0 if measure == "correlation" else 0.0, 1.0)
     return ratio_over_prompts([top for top, _ in cells], [count for _, count in cells], bounds=bounds)
@@ -66,7 +62,7 @@ def mean(results: Results, model: str, predictor: str, measure: str) -> Interval
 def excess(results: Results, model: str, null: str, measure: str) -> Interval:
     """The first steps' measure minus that of another predictor, prompt by prompt."""
     place, values = MEASURES.index(measure), []
-    for one in prompts_of(results, model, "sums"):
+    for one in networks.prompts_of(results, model, "sums"):
         (a, n), (b, m) = one[0][place], one[PREDICTORS.index(null)][place]
         values.append(a / n - b / m if n and m else None)
     return mean_over_prompts(values, bounds=None)
@@ -76,7 +72,7 @@ def recall_by_lag(results: Results, model: str, predictor: str) -> list[tuple[fl
     """Recall at every number of steps since the block began that has one."""
     place = PREDICTORS.index(predictor), MEASURES.index("recall")
     found: list[tuple[float, Interval]] = []
-    lags = [one[place[0]][place[1]] for one in prompts_of(results, model, "lags")]
+    lags = [one[place[0]][place[1]] for one in networks.prompts_of(results, model, "lags")]
     for lag, cells in enumerate(zip(*lags, strict=True)):
         if any(count for _, count in cells):
             tops, counts = zip(*cells, strict=True)
@@ -88,7 +84,7 @@ def render(results: Results) -> Rendering:
     """Means of every predictor, and recall over the steps of a block."""
     rows, panels = [], {}
     for model in results.models:
-        chances = prompts_of(results, model, "chance")
+        chances = networks.prompts_of(results, model, "chance")
         chance = ratio_over_prompts([top for top, _ in chances], [count for _, count in chances], bounds=(0, 1))
         for name in PREDICTORS:
             cells = [str(mean(results, model, name, one)) for one in MEASURES]

@@ -5,7 +5,7 @@ from typing import Any
 
 from dlm_lens.experiments.attention_sinks.problems import starts
 from dlm_lens.experiments.model_settings import settings_of
-from dlm_lens.experiments.results import Item, Settings
+from dlm_lens.experiments.results import Item, Results, Settings
 
 CONVERTED = "-converted"
 """After the name of an AR model: its plain conversion (`beyond-conversion`) after `conversion_steps` steps."""
@@ -19,6 +19,11 @@ def items(settings: Settings) -> Iterator[Item]:
     for model in settings["models"]:
         for start in starts(settings_of(settings, model)):
             yield {"model": model, "start": start}
+
+
+def prompts_of(results: Results, model: str, name: str) -> list[Any]:
+    """A value of every prompt of a model, over its items."""
+    return [one for record in results.records if record.item["model"] == model for one in record.value[name]]
 
 
 def model_named(name: str, settings: Settings, bench: Any) -> Any:

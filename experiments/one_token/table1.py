@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
+from dlm_lens.experiments.experiment import Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.one_token.miniature import SCRATCH
 from dlm_lens.experiments.results import Results
@@ -76,19 +76,13 @@ def given(results: Results) -> Sequence[str]:
     )
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = tables.experiment(
     name="one-token-table1",
     shows="2601.19657, Table 1",
     title="DLMs converted from an AR model: plain, with a sink token, with gated attention",
-    metric=tables.METRIC,
     small=tables.small(VARIANTS, start="toy-ar"),
     full=tables.full(VARIANTS, CONFIGS, paper_scale.cells("table1", paper.BENCHMARKS)),
-    items=tables.items,
-    run=tables.run,
     render=render,
-    cost=tables.cost,
-    grows=tables.GROWS,
-    trains=True,
     paper=[
         paper.printed("Table 1, 0.5B, 30B tokens", paper.TABLE1_SMALL),
         paper.printed("Table 1, 1.5B, 100B tokens", paper.TABLE1_LARGE),

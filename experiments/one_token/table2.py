@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
+from dlm_lens.experiments.experiment import Finding, Rendering, run_script
 from dlm_lens.experiments.intervals import Interval, over_networks, over_seeds, paired_over_seeds, plus_minus
 from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.one_token.table1 import VARIANTS, sink_against_gate
@@ -75,19 +75,13 @@ def render(results: Results) -> Rendering:
     return Rendering(made.tables, made.figures, made.findings, [*made.notes, said])
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = tables.experiment(
     name="one-token-table2",
     shows="2601.19657, Table 2",
     title="DLMs from scratch: plain, with a sink token, with gated attention",
-    metric=tables.METRIC,
     small=tables.small(VARIANTS),
     full=tables.full(VARIANTS, CONFIGS, paper_scale.cells("table2", paper.BENCHMARKS)),
-    items=tables.items,
-    run=tables.run,
     render=render,
-    cost=tables.cost,
-    grows=tables.GROWS,
-    trains=True,
     paper=[paper.printed("Table 2, 0.5B from scratch, 100B tokens", paper.TABLE2)],
 )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
+from dlm_lens.experiments.experiment import Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.results import Results
 
@@ -37,19 +37,13 @@ def render(results: Results) -> Rendering:
     return replace(made, notes=[*tables.ablated(results), *made.notes])
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = tables.experiment(
     name="one-token-table3",
     shows="2601.19657, Table 3",
     title="the sink token in front or at the end",
-    metric=tables.METRIC,
     small=tables.small(VARIANTS, start="toy-ar"),
     full=tables.full(VARIANTS, ("qwen2.5-0.5b-sink", "qwen2.5-0.5b-end"), paper_scale.cells("table1", paper.FEWER)),
-    items=tables.items,
-    run=tables.run,
     render=render,
-    cost=tables.cost,
-    grows=tables.GROWS,
-    trains=True,
     paper=[paper.printed("Table 3", paper.TABLE3, paper.FEWER)],
 )
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dlm_lens.experiments.experiment import Experiment, Finding, Rendering, run_script
+from dlm_lens.experiments.experiment import Finding, Rendering, run_script
 from dlm_lens.experiments.one_token import paper, paper_scale, tables
 from dlm_lens.experiments.results import Results
 
@@ -40,23 +40,17 @@ def render(results: Results) -> Rendering:
     return replace(made, notes=[*tables.ablated(results), *made.notes])
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = tables.experiment(
     name="one-token-table4",
     shows="2601.19657, Table 4",
     title="0, 1, 2 or 4 sink tokens",
-    metric=tables.METRIC,
     small=tables.small(VARIANTS, start="toy-ar"),
     full=tables.full(
         VARIANTS,
         ("qwen2.5-0.5b", "qwen2.5-0.5b-sink", "qwen2.5-0.5b-sinks2", "qwen2.5-0.5b-sinks4"),
         paper_scale.cells("table1", paper.FEWER),
     ),
-    items=tables.items,
-    run=tables.run,
     render=render,
-    cost=tables.cost,
-    grows=tables.GROWS,
-    trains=True,
     paper=[paper.printed("Table 4", paper.TABLE4, paper.FEWER)],
 )
 

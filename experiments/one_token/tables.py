@@ -5,7 +5,7 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, exact_match
-from dlm_lens.experiments.experiment import Cost, Finding, Rendering, Table
+from dlm_lens.experiments.experiment import Cost, Experiment, Finding, Rendering, Table
 from dlm_lens.experiments.intervals import Interval, over_networks, over_seeds, paired_over_seeds, plus_minus
 from dlm_lens.experiments.one_token import paper_scale
 from dlm_lens.experiments.one_token.miniature import LONGER, SCRATCH, VARIANTS, Miniature
@@ -315,6 +315,11 @@ def forest(results: Results, baseline: str) -> "Figure":
             points[label] = [loss - base[seed] for seed, loss in losses(results, name).items() if seed in base]
     axis = f"validation loss minus that of {VARIANTS[baseline].label}, nats (left: better)"
     return forest_plot(rows, points, x=axis, shaded=(-MARGIN, MARGIN))
+
+
+def experiment(**own: Any) -> Experiment:
+    """An experiment whose items are trainings; what the tables do not share is given."""
+    return Experiment(metric=METRIC, items=items, run=run, cost=cost, grows=GROWS, trains=True, **own)
 
 
 def rendering(

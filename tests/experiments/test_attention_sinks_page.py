@@ -86,7 +86,7 @@ def test_what_the_page_says_first_has_these_directions() -> None:
     assert theirs_weighed.high < -0.8
     assert theirs.low < -0.9
     # In every network of toy-sink too, but its three networks differ too much to exclude a loss below 0.05.
-    for network, lost in enumerate(masking_findings.change_by_network(masking, "toy-sink", 1)):
+    for network, lost in enumerate(page.change_by_network(masking, "toy-sink", 1)):
         kept, all_right = (masked("toy-sink", columns, network=network)["right"] for columns in (1, 0))
         assert lost == pytest.approx(sum(kept) / 96 - sum(all_right) / 96)
         assert lost < -0.4

@@ -7,11 +7,10 @@ import pytest
 from scipy import stats
 
 from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.pages.appendix import adjusted, expected_by_chance
 from dlm_lens.experiments.verdicts import (
     Judged,
-    adjusted,
     all_of,
-    expected_by_chance,
     is_above,
     is_below,
     is_within,

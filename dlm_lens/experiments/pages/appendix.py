@@ -9,7 +9,7 @@ from typing import get_args
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering
 from dlm_lens.experiments.rendering import findings_table, load_results, markdown, number_tables, scale_of
 from dlm_lens.experiments.results import PATTERN, Results
-from dlm_lens.experiments.verdicts import RATE, Verdict, adjusted, expected_by_chance
+from dlm_lens.experiments.verdicts import RATE, Verdict
 from dlm_lens.files.atomic_writes import write_figure, write_file
 
 DECIDED = ("agrees", "disagrees")
@@ -165,3 +165,22 @@ def write_page(path: Path, page: str, found: Iterable[Entry]) -> None:
             (path.parent / place).parent.mkdir(parents=True, exist_ok=True)
             write_figure(path.parent / place, one.rendering.figures[name], dpi=110)
     write_file(path, page)
+
+
+def adjusted(ps: Sequence[float]) -> list[float]:
+    """Benjamini and Hochberg's (1995) adjusted p-values: min over k >= rank of p_(k) m / k.
+
+    Verdicts with an adjusted p-value of at most q have a false discovery rate of at most q, if the comparisons are
+    independent or positively dependent.
+    """
+    order = sorted(range(len(ps)), key=ps.__getitem__, reverse=True)
+    found, least = [1.0] * len(ps), 1.0
+    for place, index in enumerate(order):
+        least = min(least, ps[index] * len(ps) / (len(ps) - place))
+        found[index] = least
+    return found
+
+
+def expected_by_chance(decided: int) -> float:
+    """How many of so many comparisons would be decided for one given side if every true value were at its bound."""
+    return decided * RATE / 2

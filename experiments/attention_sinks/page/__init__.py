@@ -6,10 +6,10 @@ Tables, intervals and verdicts are computed from the stored results; no model ru
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from dlm_lens.experiments.attention_sinks import (
-    beyond_blocks,
-    beyond_confidence,
     beyond_future,
     fig4_moving,
     hook_conditions,
@@ -17,9 +17,15 @@ from dlm_lens.experiments.attention_sinks import (
     masking_findings,
     table1,
 )
+from dlm_lens.experiments.attention_sinks.beyond_blocks import CAUSAL
+from dlm_lens.experiments.attention_sinks.beyond_confidence import KINDS, flips, spared
+from dlm_lens.experiments.attention_sinks.map_shares import models_with, part, share
 from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, READINGS
 from dlm_lens.experiments.attention_sinks.page.abstract import abstract
+from dlm_lens.experiments.attention_sinks.prompt_scores import answers, changes
+from dlm_lens.experiments.attention_sinks.recorded_runs import per_prompt
 from dlm_lens.experiments.experiment import Experiment, list_experiments
+from dlm_lens.experiments.intervals import signed
 from dlm_lens.experiments.pages.appendix import (
     Entry,
     corrected,
@@ -124,9 +130,16 @@ def summary(held: Mapping[str, Results]) -> Iterator[str]:
             _mechanism(held),
             _elsewhere(held),
             _tuned(held["beyond-instruct"]),
-            *([beyond_blocks.in_words(held[BLOCKS])] if BLOCKS in held else []),
+            *([_blocks(held[BLOCKS])] if BLOCKS in held else []),
         )
         yield "\n".join(parts)
+
+
+def change_by_network(results: Results, model: str, columns: int, **changed: Any) -> list[float]:
+    """The mean of `change` against the unmasked model in each network."""
+    given = {"model": model, **BASE, **changed}
+    found = changes(answers(results, columns=columns, **given), answers(results, columns=0, model=model, **BASE))
+    return [mean(by_prompt.values()) for _, by_prompt in sorted(found.items())]
 
 
 def _masked(found: Results) -> str:
@@ -142,7 +155,7 @@ def _masked(found: Results) -> str:
     more_content = change(found, "toy", 1, classes="content", against={"columns": 1, "classes": "function"})
     by_content = is_below(more_content, 0.0).verdict == "agrees"
     theirs_function, robust = change(found, "toy-sink", 1, classes="function"), change(found, "toy-sink", 1)
-    each = ", ".join(f"{lost:.2f}" for lost in masking_findings.change_by_network(found, "toy-sink", 1))
+    each = ", ".join(f"{lost:.2f}" for lost in change_by_network(found, "toy-sink", 1))
     return (
         f"- **The cost of one sink depends on its definition.** Hidden per head, toy loses {-one.value:.2f} of "
         f"its exact match and toy-ar {-theirs.value:.2f}; one per layer {-layer.value:.2f} and "
@@ -165,7 +178,40 @@ def _masked(found: Results) -> str:
 
 
 def _mechanism(held: Mapping[str, Results]) -> str:
-    return f"- **Section 5.2, at equal confidence.** {beyond_confidence.in_words(held['beyond-confidence'], 'toy')}"
+    return f"- **Section 5.2, at equal confidence.** {_confidence(held['beyond-confidence'], 'toy')}"
+
+
+def _confidence(results: Results, model: str) -> str:
+    """One paragraph on a DLM: flips with a sink hidden, beside flips at equal confidence and under the control."""
+    everywhere = flips(results, model, "sinks", "flipped", "open")
+    first, before = (
+        flips(results, model, "sinks", top, "first") for top in ("first_flipped", "plain_first_flipped")
+    )
+    less, control = (spared(results, model, kind) for kind in (KINDS[0], KINDS[2]))
+    return (
+        f"With a sink hidden, {everywhere} of {model}'s predictions in the block flip, {first} of the surest ones, "
+        "which are written next. Sure predictions flip less under any mask: against open positions that were as "
+        f"sure without it the difference is {signed(less)}, with random columns of the same mass hidden "
+        f"{signed(control)}. Where the model would have written without the mask, {before} flip."
+    )
+
+
+def _blocks(results: Results) -> str:
+    """The main numbers of the first block-diffusion model, as a line of the page's summary."""
+    where = (results, models_with(results, CAUSAL)[0], "block")
+    alone, chance = (part(*where, *pair).value for pair in (("mask alone", "maps"), ("chance", "sinks")))
+    moved, by_chance = (
+        per_prompt(*where[:2], ["block"], lambda one, to=to: (one["largest"][to], one["largest"][0]), bounds=(0, 1))
+        for to in (2, 3)
+    )
+    return (
+        f"- **A block-diffusion model has sinks too, and the largest move with the block** ({where[1]}). Under the "
+        f"queries of the block {share(*where)} of the maps have a sink ({alone:.2f} under uniform attention); "
+        f"{part(*where, 'prefix', 'sinks')} of the sinks are in the cached prefix, where keys drawn without a "
+        f"preference would be in {chance:.2f}. Of the largest sinks of a block "
+        f"{moved} are in the next block one step after it is finished "
+        f"({by_chance.value:.2f} by chance)."
+    )
 
 
 def _elsewhere(held: Mapping[str, Results]) -> str:
