@@ -307,7 +307,6 @@ def _go_over(model: Any, run: DenoisingRun, keeper: _Keeper, hooks: Sequence[Hoo
 
 
 def _bytes(model: Any, block: nn.Module, site: Site, rows: int, positions: int) -> int:
-    """Bytes of one activation at a site of a layer."""
     attention, heads = attention_of(block), model.config.num_attention_heads
     # Layers may differ in it (DiffusionGemma), in which case it is the attention's own.
     groups = getattr(attention, "num_key_value_groups", None)

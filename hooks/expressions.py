@@ -253,7 +253,6 @@ def _check_call(node: ast.Call) -> None:
 
 
 def _value(node: ast.expr) -> Any:
-    """The value of a checked node; errors name its character."""
     try:
         return _evaluated(node)
     except ValueError as error:

@@ -223,7 +223,6 @@ class EncoderLimit(Limit):
 
 
 def _in_layers(indices: tuple[int, ...], hook: PointContext, who: Hook) -> bool:
-    """Whether a hook point is in one of some layers."""
     if hook.index is None:
         raise ValueError(f"{who} needs to know the layer: put it at a hook point by name, or use attach_hooks")
     count = hook.depth if hook.depth is not None else None if hook.run is None else _layers_of(hook.run)

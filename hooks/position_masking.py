@@ -92,7 +92,6 @@ class MaskPositions(ColumnHook):
 
     @property
     def _most(self) -> int:
-        """The largest number of positions of a row."""
         return sum(max(map(len, each.rows)) if isinstance(each, RowPositions) else 1 for each in self.positions)
 
 

@@ -249,7 +249,6 @@ def _content(keys: int, columns: Callable[[], ColumnStats], hook: PointContext) 
 
 
 def _heads(columns: Callable[[], ColumnStats], hook: PointContext) -> int:
-    """Number of heads, each with a choice of its own."""
     config = None if hook.run is None else hook.run.config
     known: int | None = getattr(config, "num_attention_heads", None)
     return known or columns().sums.shape[1]

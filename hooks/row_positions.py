@@ -76,7 +76,6 @@ class RowPositions:
         self._placed(starts, [canvas] * len(starts), canvas, canvas, who)
 
     def _check_rows(self, run: RunStep, who: Any) -> None:
-        """Raise unless there is a list for every row of the run, or one for all."""
         rows, count = len(run.tokens) // run.halves, len(self.rows)
         if count not in (1, rows):
             raise ValueError(f"{who}: positions for {count} rows, and the run has {rows}; give a list for each row")

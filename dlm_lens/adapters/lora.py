@@ -278,7 +278,6 @@ def _parameters_of(
 
 
 def _files(source: str) -> tuple[dict[str, Any], str]:
-    """The config and the file of weights."""
     if not Path(source).is_dir():  # on the hub, or the reason why it cannot be had
         found: dict[str, str | None] = {name: needed_file(source, name, {}) for name in (CONFIG, WEIGHTS)}
     else:
@@ -323,7 +322,6 @@ def _split(value: Tensor, converter: WeightConverter | None, names: list[str], m
 
 
 def _add(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> None:
-    """Add products to parameters."""
     for name, part in parts.items():
         _check(weights, name, source)
         wide = torch.promote_types(weights[name].dtype, torch.float32)
@@ -331,7 +329,6 @@ def _add(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], sourc
 
 
 def _replace(weights: Mapping[str, nn.Parameter], parts: Mapping[str, Tensor], source: str) -> None:
-    """Put tensors in place of parameters."""
     for name, part in parts.items():
         _check(weights, name, source)
         weights[name].copy_(part)

@@ -162,7 +162,6 @@ def weight_files(source: str, options: Mapping[str, Any]) -> list[Path] | int:
 
 
 def _listed(index: Path) -> tuple[dict[str, Any], list[str]]:
-    """The contents of an index, and the files that it names."""
     refusal = f"{index} is no index of weights (a JSON object with a weight_map and metadata); fetch it again"
     try:
         listed = read_object(index, str(index))

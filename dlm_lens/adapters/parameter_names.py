@@ -50,7 +50,6 @@ def depth_field(config: Any) -> str:
 
 
 def _with_layers(config: Any, count: int) -> Any:
-    """A config of the same network with `count` layers."""
     small = copy.deepcopy(config)
     setattr(small, depth_field(config), count)
     if "layer_types" in vars(small) and small.layer_types is not None:  # a property of it follows by itself
@@ -93,7 +92,6 @@ def expected_parameters(
 
 
 def _check_rotary(rotary: Any) -> None:
-    """Refuse rotary frequencies that are not finite and positive."""
     tables = [value for name, value in rotary.named_buffers() if name.endswith("inv_freq")]
     # One for each kind of layer in models with several (Gemma 3).
     scales = [float(value) for name, value in vars(rotary).items() if name.endswith("attention_scaling")]

@@ -169,6 +169,5 @@ def _longest_replacement(charsmap: Any) -> int:
 
 
 def _copies(template: Any) -> int:
-    """How often a template has the tokens of a text."""
     pieces = template if isinstance(template, list) else []
     return sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces)

@@ -191,7 +191,6 @@ def _possible_ends(ends: int | list[int] | None, config: Any, what: str) -> dict
 
 
 def _may_offload(device_map: Any) -> bool:
-    """Whether weights may go to the disk."""
     places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
     return bool(places & {"disk", "auto", "balanced", "balanced_low_0", "sequential"})
 

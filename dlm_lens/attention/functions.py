@@ -340,7 +340,6 @@ class _Call:
         return None if getattr(self.module.config, "softmax", None) == "off_by_one" else self.spare
 
     def _materialises(self) -> bool:
-        """Whether scores and pattern have to be formed."""
         scores, pattern = self.module.hook_scores, self.module.hook_pattern
         name = self.module.config.wrapped._attn_implementation
         if name in (HOOKED, "eager") or scores.listened_to() or pattern.listened_to():

@@ -264,7 +264,6 @@ def _function_values(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code and that of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -174,7 +174,6 @@ def in_use(model: Any, *, training: bool = False) -> Iterator[None]:
 
 
 def _is_training(model: nn.Module) -> bool:
-    """Whether a model or a part of it is in training mode."""
     parts: list[nn.Module | None] = [model]
     for part in parts:
         if part is not None:

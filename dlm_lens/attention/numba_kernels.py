@@ -64,7 +64,6 @@ def _powers(
 
 @numba.njit(inline="always", fastmath=FAST)
 def _sum(values: Float[np.ndarray, "width"], start: int, end: int) -> float32:
-    """The sum of some values."""
     total = ZERO
     for j in range(start, end):
         total += values[j]

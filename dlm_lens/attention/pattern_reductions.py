@@ -125,7 +125,6 @@ def _in_kernels(
     wanted: Collection[QueryStat],
     canvas: int | None,
 ) -> PatternStats:
-    """In Triton kernels."""
     from dlm_lens.attention.triton_kernels import triton_pattern_stats
 
     q, k = inputs.q, inputs.k

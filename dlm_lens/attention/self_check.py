@@ -138,7 +138,6 @@ def _has_token_embedding(model: Any) -> bool:
 
 
 def _takes(model: nn.Module, name: str) -> bool:
-    """Whether the model's forward has a parameter of this name."""
     return name in inspect.signature(model.forward).parameters
 
 

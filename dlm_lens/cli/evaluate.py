@@ -227,7 +227,6 @@ def _parts(text: str) -> list[str]:
 
 
 def _recorded(names: str, to: Path | None, layers: str | None, storage: str) -> dict[str, Any]:
-    """What to record, as `HarnessLM` takes it."""
     if to is None:
         raise ValueError("--record and --record-layers need --record-to, the directory of the recordings")
     reducers = parse_reducers(names, option="--record")

@@ -111,14 +111,12 @@ def _chosen(models: str | None, settings: list[str] | None) -> dict[str, Any]:
 
 
 def _refuse_unread(options: dict[str, Any], why: str) -> None:
-    """Refuse options that --render or --plan does not read."""
     given = " and ".join(option for option, value in options.items() if value)
     if given:
         raise ValueError(f"{why}; leave out {given}")
 
 
 def _list_experiments(as_json: bool) -> None:
-    """Print name, source and title of every experiment."""
     from rich.console import Console
     from rich.table import Table
 

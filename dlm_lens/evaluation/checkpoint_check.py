@@ -164,7 +164,6 @@ class _Checks:
         return Finding("special ids", ", ".join(written) or "none")
 
     def _texts(self) -> Finding:
-        """Whether the tokenizer returns each text."""
         for text in self.texts:
             back = _returned(self.model.tokenizer, text)
             if not _alike(back, text):
@@ -232,7 +231,6 @@ class _Checks:
         recordings: list[Recording] = []
 
         def compare() -> Finding:
-            """Both runs, timed."""
             start = time.perf_counter()
             recording = record(self.model, prompt, [ReceivedAttention()], **settings)
             middle = time.perf_counter()
@@ -267,7 +265,6 @@ def default_texts(model: Any) -> tuple[str, ...]:
 
 
 def _returned(tokenizer: Any, text: str) -> str:
-    """A text after encoding and decoding."""
     return str(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 

@@ -153,7 +153,6 @@ class Generator:
         return max(1, min(most // (halves * width), LOGITS // (halves * evaluated * head.weight.shape[0])))
 
     def _resolved(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings of a run, as `denoise` resolves them."""
         given = {name: value for name, value in settings.items() if value is not None}
         return self.algorithm.resolve(self.model.sampler_defaults, given, 0)
 
@@ -372,6 +371,5 @@ def sampler_settings(model: Any) -> frozenset[str]:
 
 @cache
 def _warn_ignored(ignored: tuple[str, ...]) -> None:
-    """Warn once for each set of names."""
     if ignored:
         logger.warning("a task requests %s, which this sampler does not have; ignored", ", ".join(ignored))

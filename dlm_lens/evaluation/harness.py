@@ -288,7 +288,6 @@ class HarnessLM(SharedLM):
         batch = RequestBatch(requests, [request_key("loglikelihood", one) for one in arguments])
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
-            """Answers of the requests in `left`, as they finish."""
             items = [self._item(index, requests[index], greedy[index]) for index in left]
             for answers in self._likelihoods(batch).run(items):
                 yield {answer.place: [answer.value, answer.is_greedy] for answer in answers}
@@ -311,7 +310,6 @@ class HarnessLM(SharedLM):
         batch = RequestBatch(requests, [request_key("loglikelihood_rolling", request.args) for request in requests])
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
-            """Answers of the requests in `left`, as they finish."""
             windows = [item for index in left for item in self.items.windows(index, requests[index].args[0])]
             items = [item._replace(place=number) for number, item in enumerate(windows)]
             owners = [item.place for item in windows]
@@ -338,7 +336,6 @@ class HarnessLM(SharedLM):
         )
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
-            """Answers of the requests in `left`, as they finish."""
             jobs = [self.jobs.job(index, requests[index].args, copies[index]) for index in left]
             for texts in self._staged(self._generator(batch), jobs):
                 yield {text.place: text.text for text in texts}
@@ -404,7 +401,6 @@ class HarnessLM(SharedLM):
         return [answers[key] for key in batch.keys]
 
     def _kept(self, kind: str, batch: RequestBatch, new: Mapping[int, Any]) -> dict[str, Any]:
-        """Store new answers; return them by their keys."""
         named = {batch.keys[index]: answer for index, answer in new.items()}
         if self.recordings is not None:
             for index, answer in new.items():

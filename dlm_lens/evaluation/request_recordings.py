@@ -171,7 +171,6 @@ class RequestRecordings:
                 self._holders -= 1
 
     def _read(self) -> None:
-        """Read the recordings that the index lists."""
         where = self._index.path
         for key, line in self._index.items():
             entry = fitted(IndexLine, line if isinstance(line, dict) else {}, where, "choose another directory")

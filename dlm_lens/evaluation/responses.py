@@ -164,7 +164,6 @@ class Responses:
 
     @property
     def _head(self) -> dict[str, Any]:
-        """The first line."""
         return {"answers_of": self.identity}
 
     @staticmethod
@@ -212,7 +211,6 @@ def _finite(answer: Any) -> Any:
 
 
 def _with_infinities(answer: Any) -> Any:
-    """The inverse of `_finite`."""
     if isinstance(answer, dict) and answer.keys() == {"float"}:
         return float(answer["float"])
     if isinstance(answer, dict):

@@ -142,12 +142,10 @@ def read_saved(directory: Path) -> _Scored:
 
 
 def _number(value: Any) -> float:
-    """A number as `json_of` writes it."""
     return math.nan if value is None else float(value)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number as `json_of` writes it."""
     return value is None or isinstance(value, int | float) or value in ("inf", "-inf")
 
 

@@ -104,7 +104,6 @@ def save_sae(sae: SparseAutoencoder, path: str | Path) -> Path:
 
 
 def _weights(path: Path) -> Path:
-    """The file of weights in a directory."""
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no directory; give the one that holds cfg.json and the weights")
     for name in (saelens.WEIGHTS, sparsify.WEIGHTS):

@@ -174,7 +174,6 @@ def _object(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _flag(settings: Mapping[str, Any], name: str, *, usual: bool) -> bool:
-    """A setting that is true or false."""
     value = settings.get(name)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"cfg.json: {name} is {shown(value)}; it must be true or false")

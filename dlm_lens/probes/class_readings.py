@@ -157,7 +157,6 @@ class ClassReadability(ShowsItself):
 
     @property
     def _classes(self) -> Int[Tensor, "step batch position"]:
-        """The class of the final token of what each step has at a position."""
         return on_canvases(self.settled.run, self.wanted, -1)
 
     def _right(self, layer: int, of: str) -> Bool[Tensor, "step batch position"]:
@@ -166,7 +165,6 @@ class ClassReadability(ShowsItself):
         return self._read(layer, of) == self._classes
 
     def _read(self, layer: int, of: str) -> Int[Tensor, "step batch position"]:
-        """The classes that a probe, or a null, reads."""
         index = place_of_layer(layer, self.layers)
         if of == "place":
             return self.place.expand_as(self.read[0])

@@ -126,7 +126,6 @@ def stacked_layers(
 
 
 def _first_rows(inputs: AttentionInputs, rows: int) -> AttentionInputs:
-    """The conditional rows of a pass."""
     if len(inputs.q) == rows:
         return inputs
 

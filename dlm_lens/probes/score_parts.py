@@ -246,7 +246,6 @@ def _permutation(layer: LayerStep, groups: int, seed: int, step: int) -> Int[Ten
 
 
 def _tiles(inputs: AttentionInputs, entries: int) -> Iterator[tuple[slice, Bool[Tensor, "batch #head tile key"]]]:
-    """Slices of queries with the keys that they see."""
     queries, keys = inputs.q.shape[2], inputs.k.shape[2]
     size = max(1, TILE_ENTRIES // entries)
     for start in range(0, queries, size):

@@ -330,14 +330,12 @@ def selected(recording: Recording, wanted: Mapping[str, Index | None]) -> Record
 
 
 def _windows(recording: Recording, places: Sequence[int] | None) -> tuple[int | None, ...]:
-    """The sliding windows of some layers."""
     if places is None or not recording.windows:
         return recording.windows
     return tuple(recording.windows[place] for place in places)
 
 
 def _heads(recording: Recording) -> tuple[int, ...]:
-    """Every head."""
     for name, spec in recording.specs.items():
         if "head" in spec.dims:
             return tuple(range(recording.arrays[name].shape[spec.dims.index("head")]))

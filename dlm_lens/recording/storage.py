@@ -408,7 +408,6 @@ def write_end(
 
 
 def _decoding(recording: RecordingFields) -> dict[str, Any] | None:
-    """The settings that decode the token texts."""
     if not recording.words or recording.run.tokenizer is None:
         return None
     return StoredTokenizer.of(recording.run.tokenizer, recording.words).facts()

@@ -104,7 +104,6 @@ def run_sampler(
 
 
 def _evaluated(sampler: Sampler, masked: Tensor, plan: StepPlan, needed: Tensor, logits: LogitPositions) -> Tensor:
-    """Where the head is evaluated at a step."""
     return needed if logits == "needed" else needed | (masked & sampler.reach(masked, plan))
 
 
@@ -131,7 +130,6 @@ def _proposed(
 
 
 def _finished(history: History, sampler: Sampler, canvas: Tensor) -> DenoisingRun:
-    """The run of all steps, whose result is this canvas."""
     done = len(history.plans)
     history.start(canvas, sampler.open_positions(canvas, done))
     history.cut(sampler.final_length(canvas.shape[1], done))
@@ -181,7 +179,6 @@ class Upcoming:
 
 
 def _after(plans: list[StepPlan], done: Sequence[StepPlan], *, adaptive: bool) -> list[StepPlan]:
-    """The plans after the finished steps."""
     if not adaptive or not done:
         return plans[len(done) :]
     last = done[-1].block, done[-1].remaining

@@ -260,7 +260,6 @@ class TwoCopyLogits(CanvasLogits):
         return attention_in_copies(self.model.config, noisy, causal=self.causal)
 
     def _repeated(self) -> tuple[Int[Tensor, "row position"], Bool[Tensor, "row position"]]:
-        """Blocks and content for every half."""
         halves = 2 if self.cfg_scale else 1
         return self.blocks.repeat(halves, 1), self.content.repeat(halves, 1)
 

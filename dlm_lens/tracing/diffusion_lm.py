@@ -316,7 +316,6 @@ def _prompt(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _forward_inputs(prompts: Prompts) -> dict[str, Any]:
-    """Arguments of a forward pass over the prompts."""
     return {"input_ids": prompts.ids, **network_inputs(prompts.attention_mask)}
 
 

@@ -196,7 +196,6 @@ class AttentionEnvoy(Envoy):
 
     @property
     def _stack(self) -> str:
-        """The stack of layers that this attention belongs to."""
         root = self.root._module
         names = attention_stacks(root)
         if len(names) == 1:

@@ -51,7 +51,6 @@ def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingS
 
 
 def _parted(override: str) -> tuple[str, Any]:
-    """The name of the setting and its value."""
     key, sign, value = override.partition("=")
     if not sign or not key:
         raise ValueError(f"the override {override!r} is not key=value, such as optimisation.rate=2e-4")

@@ -186,7 +186,6 @@ def _fine_tuning(dataset: Any, settings: DataSettings, tokenizer: Any, bos: bool
 def _fine_tuning_row(
     settings: DataSettings, tokenizer: Any, begin: list[int], end: int, row: Mapping[str, Any]
 ) -> Example:
-    """The sequence of a row."""
     prompt = begin + _ids(tokenizer, _value(row, str(settings.prompt_column)))
     answer = _ids(tokenizer, _value(row, str(settings.answer_column)))
     if len(prompt) >= settings.length:
@@ -278,7 +277,6 @@ def _encoder(settings: DataSettings, tokenizer: Any, bos: bool) -> Callable[[Any
 
 
 def _encoded(tokenizer: Any, begin: list[int], end: list[int], text: str) -> list[int]:
-    """The ids of a document, between those that begin and end it."""
     return begin + _ids(tokenizer, text) + end
 
 

@@ -272,7 +272,6 @@ def _summed(
         return total
 
     def piece(states: Tensor, part: slice) -> Tensor:
-        """The loss of a few rows."""
         return loss.value(head(states).float(), part)
 
     parts = [slice(first, first + rows) for first in range(0, len(states), rows)]

@@ -161,7 +161,6 @@ def trajectories_of(given: Source, detector: Detector | str | None, queries: Que
 
 
 def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Track:
-    """The track of one layer, head and row of `Sinks`."""
     if "step" not in sinks.dims:
         raise TypeError(f"{sinks!r} has no steps to follow; give a Received or Sinks with a step axis")
     _check_level("Sinks", sinks.level, layer, head)

@@ -81,7 +81,6 @@ def decoded_steps(run: Any, row: int) -> NDArray[np.int64]:
 
 
 def _counts(prompt_run: PromptRun, received: Any, scale: str, settings: Settings) -> dict[str, Any]:
-    """What one reading counts in one prompt; see `counted`."""
     import dlm_lens as dl
 
     run, row, rule = prompt_run.run, prompt_run.row, sink_rule(settings)

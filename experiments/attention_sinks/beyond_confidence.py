@@ -195,7 +195,6 @@ def more_than_control(results: Results, model: str) -> Interval:
 
 
 def _by_network(results: Results, model: str, kind: str) -> dict[int, list[Counts]]:
-    """The counts of all prompts of every network."""
     found: dict[int, list[Counts]] = {}
     for record in results.where(model=model, hidden=kind):
         found.setdefault(record.item.get("network", 0), []).extend(record.value["flips"])

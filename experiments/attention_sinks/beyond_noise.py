@@ -59,7 +59,6 @@ def active_steps(run: Any, row: int) -> NDArray[np.int64]:
 
 
 def _counts(prompt_run: PromptRun, scale: str, settings: Settings) -> dict[str, Any]:
-    """What one scale counts in one prompt; see `counted`."""
     import dlm_lens as dl
 
     run, row, rule, received = prompt_run.run, prompt_run.row, sink_rule(settings), prompt_run.received["all"]

@@ -217,7 +217,6 @@ def path_panels(
 
 
 def _draw(axes: Any, name: str, points: Sequence[tuple[float, Any]], colour: int, line: int) -> Any:
-    """One curve, with error bars where there are intervals."""
     positions = [float(position) for position, _ in points]
     centre = np.asarray([_centre(value) for _, value in points])
     bars = np.asarray([_ends(value) for _, value in points]).T

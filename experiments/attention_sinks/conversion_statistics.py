@@ -92,7 +92,6 @@ def prompt_statistics(recording: Any, row: int, eps: float) -> dict[str, list[fl
 
 
 def _total(values: Any, maps: Any) -> float:
-    """Sum over the maps that have a score."""
     return float(values.double()[maps].sum())
 
 

@@ -35,7 +35,6 @@ def render(results: Results) -> Rendering:
 
 
 def _caption(results: Results, model: str) -> str:
-    """What to see in the figure of a start."""
     names = variants(results, model)
     begin = (
         "Every point is a checkpoint with its 95% interval over prompts, 0 the untrained conversion; grey lines "
@@ -108,7 +107,6 @@ def _contributions(top: Sequence[float], bottom: Sequence[float]) -> "np.ndarray
 def _values(
     results: Results, model: str, variant: str, step: int, name: str
 ) -> dict[int, tuple[list[float], list[float]]]:
-    """Numerators and denominators by seed."""
     found = results.where(model=model, variant=variant, steps=step)
     return {record.item["seed"]: pairs(record.value, name) for record in found if name in record.value}
 
@@ -269,7 +267,6 @@ def _direction(found: Interval) -> str:
 
 
 def _notes(results: Results) -> list[str]:
-    """What was trained, and how far."""
     found = []
     for model in results.models:
         own = settings_of(results.settings, model)

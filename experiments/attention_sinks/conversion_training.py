@@ -114,7 +114,6 @@ def _language(prompts: int, corpus: int) -> Material:
 
 
 def _in_order(corpus: Any) -> list[Any]:
-    """The rows of a corpus, whole."""
     from dlm_lens.training.sources import Example
 
     lengths = zip(corpus.tokens, corpus.prompt_length, strict=True)
@@ -330,8 +329,6 @@ def _converted(start: str, variant: str, seed: int) -> Any:
 
 
 def _save_untrained(model: Any, directory: Path) -> None:
-    """Keep the weights of step 0."""
-
     def write(folder: Path) -> None:
         model.save_pretrained(folder)
         model.tokenizer.save_pretrained(folder)

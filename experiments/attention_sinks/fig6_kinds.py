@@ -136,7 +136,6 @@ def _lives(received: Any, settings: Settings) -> tuple[int, int]:
 
 
 def _shuffled(received: Any) -> Any:
-    """The same steps in a random order."""
     import torch
 
     from dlm_lens.shapes import taken
@@ -184,14 +183,12 @@ def render(results: Results) -> Rendering:
 
 
 def _layers(results: Results, model: str) -> list[int]:
-    """The measured layers."""
     first = results.where(model=model)[0].value
     left_out = first.get("left_out", ())  # not in results stored before models with sliding windows were measured
     return [layer for layer in range(len(first["both"][0]) + len(left_out)) if layer not in left_out]
 
 
 def _notes(results: Results) -> list[str]:
-    """What is not measured."""
     windows = {model: results.where(model=model)[0].value.get("left_out", ()) for model in results.models}
     return [
         f"{model} is measured without the layers {', '.join(map(str, left_out))}: they have a sliding window, in "

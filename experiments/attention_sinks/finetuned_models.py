@@ -110,7 +110,6 @@ def training_settings(ending: str, settings: Settings, directory: Path) -> Any:
 
 
 def _name(base: str, ending: str, settings: Mapping[str, Any]) -> str:
-    """Name of the directory, with a digest of the settings."""
     values = {name: settings[name] for name in ("sft_steps", "sft_rate", "sft_batch", "sft_seed")}
     digest = hashlib.sha256(json.dumps({**values, "rows": ROWS}, sort_keys=True).encode()).hexdigest()[:8]
     return f"{base}{ending}-{settings['sft_steps']}steps-{digest}"

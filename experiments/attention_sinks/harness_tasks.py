@@ -94,7 +94,6 @@ def _answered(
 
 @cache
 def _documents(task: str) -> int:
-    """The number of documents of a task of the harness."""
     from dlm_lens.evaluation.evaluation import find_tasks
 
     (found,) = find_tasks([task]).load(task)["tasks"].values()

@@ -171,7 +171,6 @@ def _name(pair: Pair) -> str:
 
 
 def _cell(found: Interval) -> str:
-    """An interval with three digits."""
     if found.value != found.value:
         return "-"
     if found.low != found.low:

@@ -183,7 +183,6 @@ def _beyond_controls(
 
 
 def _controls(results: Results, model: str, columns: int, reading: Mapping[str, Any]) -> str:
-    """The changes under the controls."""
     return "; ".join(
         f"{CONTROLS[choose]}: {change(results, model, columns, **{**reading, 'choose': choose})}"
         for choose in controls_of(results, model, columns, reading)

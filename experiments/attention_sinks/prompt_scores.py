@@ -125,6 +125,5 @@ def _as_many(one: Answers, other: Answers) -> tuple[Answers, Answers]:
 
 
 def _shared(found: Answers) -> list[Prompt]:
-    """The prompts that all networks have."""
     first, *rest = found.values()
     return [prompt for prompt in first if all(prompt in one for one in rest)]

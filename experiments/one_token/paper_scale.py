@@ -134,5 +134,4 @@ def _cell(value: Mapping[str, Any] | None) -> str:
 
 
 def _table(settings: Settings) -> str:
-    """The family of presets of these settings."""
     return str(settings["tasks"][0]).rsplit("/", 1)[0]

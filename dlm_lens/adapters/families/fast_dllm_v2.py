@@ -87,7 +87,6 @@ class FastDllmV2Decoder(Qwen2Model):
         )
 
     def _blocks(self, given: Tensor, mask: Tensor | None, cache: Any) -> Float[Tensor, "batch 1 query key"]:
-        """The additive mask of block causal attention."""
         cached = 0 if cache is None else cache.get_seq_length()
         content = torch.ones(len(given), cached + given.shape[1], dtype=torch.bool, device=given.device)
         content = content if mask is None else mask.bool()

@@ -190,7 +190,6 @@ def edge_attribution(
 
 
 def _warn_of_experts(model: Any) -> None:
-    """Warn of a model that routes its tokens to some of its experts."""
     blocks = attention_blocks(model)
     if any(name.rpartition(".")[-1] == "experts" for block in blocks for name, _ in block.named_modules()):
         logger.warning(

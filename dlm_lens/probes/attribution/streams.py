@@ -114,7 +114,6 @@ def _gated(attention: Any) -> bool:
 
 
 def _heads(attention: Any) -> tuple[int, int]:
-    """How many heads of queries and of keys an attention module has."""
     heads = output_weight(attention).shape[0] // head_width(attention)
     return heads, heads // int(getattr(attention, "num_key_value_groups", 1))
 

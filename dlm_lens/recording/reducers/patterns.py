@@ -146,7 +146,6 @@ class RegionMass(Reducer):
 
     @property
     def _quantity(self) -> str:
-        """What the detector reads."""
         return str(getattr(self.sinks, "quantity", "received"))
 
     def _scores(self, layer: LayerStep) -> Float[Tensor, "batch head key"]:

@@ -217,7 +217,6 @@ class FilteredPropose(nn.Module):
         return self.noise.tokens(choice, evaluated, eligible)
 
     def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
-        """The most likely tokens and their confidence."""
         likely, choice = self._probabilities(logits)
         chosen = most_likely(choice)
         return chosen, self._confidence(likely, chosen)

@@ -229,7 +229,6 @@ class DreamOnSampler(Sampler):
         return canvas
 
     def _set_room(self, positions: int) -> None:
-        """Note which positions are room, for the network and for observers."""
         where = torch.arange(positions, device=self._first.device)
         stretch = (where >= self._first[:, None]) & (where < self._stop[:, None])
         room = stretch & (where >= (self._first + self._length)[:, None])

@@ -130,7 +130,6 @@ class FastDllmV2Propose(nn.Module):
         return Proposal(canvas.masked_scatter(evaluated, chosen), confidence.masked_fill(~eligible, -torch.inf))
 
     def _most_likely(self, logits: Float[Tensor, "n d_vocab"]) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
-        """The most likely tokens and their probabilities."""
         chosen = most_likely(without(logits, self.never))
         return chosen, logits.softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)
 

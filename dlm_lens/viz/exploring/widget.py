@@ -282,7 +282,6 @@ class Explorer(anywidget.AnyWidget):
                 setattr(self, name, value)
 
     def _described(self, change: Change) -> dict[str, Any]:
-        """A change as the page lists it."""
         run = self.run
         text = TokenTexts(run.tokenizer)
         if isinstance(change, HiddenHead):

@@ -79,7 +79,6 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
 
 
 def _step_label(run: DenoisingRun, step: int, row: int) -> str:
-    """The number of a step and the tokens that it decides."""
     # A sampler may open or rewrite the position later: what the step wrote is not always the final token.
     decided = run.proposals[step, row, run.unmasked[step, row]].tolist()
     more = " …" if len(decided) > MOST_TOKENS else ""

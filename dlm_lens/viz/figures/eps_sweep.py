@@ -131,7 +131,6 @@ def _draw_lengths(keys: Axes, patterns: Axes, table: pd.DataFrame, lengths: Sequ
 
 
 def _add_bar(figure: Figure, panels: Sequence[Axes], lengths: Sequence[int]) -> None:
-    """Add the colour bar of the lengths."""
     scale = ScalarMappable(Normalize(lengths[0], lengths[-1]), COLOURS)
     bar = figure.colorbar(scale, ax=list(panels), pad=0.01, fraction=0.04)
     bar.set_label(f"sequence length S ({len(lengths)} lengths)", fontsize=8)

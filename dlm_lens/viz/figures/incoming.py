@@ -159,7 +159,6 @@ def _name_axes(axes: Axes, shown: Selection, positions: list[int], steps: list[i
 
 
 def _explain(figure: Figure, viewers: int, *, masked: str | None, undefined: bool) -> None:
-    """Draw a legend of the marks that occur."""
     handles: list[Artist] = []
     if masked:
         dot = Line2D([], [], linestyle="", marker="o", markersize=4, mfc="white", mec="black", mew=0.4)

@@ -63,7 +63,6 @@ def _in_font(text: str) -> str:
 
 @cache
 def _drawable(character: str, font: str) -> bool:
-    """Whether the font in the file `font` has a character."""
     return font_manager.get_font(font).get_char_index(ord(character)) != 0
 
 

@@ -262,7 +262,6 @@ def _shade_masked(axes: Axes, track: Track) -> None:
 
 
 def _draw_blocks(axes: Axes, blocks: Sequence[tuple[int, int] | None]) -> None:
-    """Outline every block over the steps at which it is decoded."""
     first = 0
     for step in range(1, len(blocks) + 1):
         if step == len(blocks) or blocks[step] != blocks[first]:

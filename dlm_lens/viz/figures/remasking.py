@@ -83,7 +83,6 @@ def _draw_row(axes: Axes, states: torch.Tensor, found: RemaskSensitivity) -> Non
 
 
 def _numbers(found: RemaskSensitivity) -> list[int]:
-    """The numbers of the steps in the run."""
     return [found.run.step_numbers[step] for step in found.steps]
 
 

@@ -92,7 +92,6 @@ def _draw(options: PlotOptions) -> Figure:
 
 
 def _write_numbers(axes: Axes, scores: np.ndarray) -> None:
-    """Write the scores into their cells, for small models."""
     if scores.size > 64:
         return
     top = np.nanmax(scores) if np.isfinite(scores).any() else 1.0

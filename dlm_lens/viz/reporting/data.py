@@ -215,7 +215,6 @@ def _prompt_text(subject: Subject) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value of a setting as text."""
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
