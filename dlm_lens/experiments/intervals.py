@@ -63,6 +63,9 @@ def bounded_share(found: Interval, cases: float) -> Interval:
     return found
 
 
+UNKNOWN = Interval(math.nan, math.nan, math.nan, 0)
+
+
 def mean_over_prompts(values: Sequence[float | None], seed: int = 0, *, bounds: Bounds | None) -> Interval:
     """As `ratio_over_prompts`, the mean of one number per prompt; None and NaN are left out."""
     known = np.asarray([value for value in values if value is not None and not math.isnan(value)], float)
@@ -230,7 +233,7 @@ def over_networks(
     networks = int(known.sum())
     if networks < 2:
         only = (top[known].sum(0), bottom[known].sum(0))
-        return ratio_over_prompts(*only, seed, bounds=bounds) if networks else _unknown(0)
+        return ratio_over_prompts(*only, seed, bounds=bounds) if networks else UNKNOWN
     top, bottom = top[known], bottom[known]
     cases = (bottom > 0).any(0)
     n = int(cases.sum())
@@ -246,10 +249,6 @@ def over_networks(
         return _bounded(Interval(value, value, value, n), bounds)
     half = student_quantile((between + inside) ** 2 / spread) * math.sqrt(between + inside)
     return _bounded(Interval(value, value - half, value + half, n), bounds)
-
-
-def _unknown(n: int) -> Interval:
-    return Interval(math.nan, math.nan, math.nan, n)
 
 
 def over_seeds(values: Sequence[float]) -> Interval:
@@ -272,7 +271,7 @@ def over_seeds(values: Sequence[float]) -> Interval:
 def paired_over_seeds(one: Mapping[int, float], other: Mapping[int, float]) -> Interval:
     """Mean of one - other over the seeds that both have, with Student's t; NaN where they share none."""
     seeds = sorted(one.keys() & other.keys())
-    return over_seeds([one[seed] - other[seed] for seed in seeds]) if seeds else _unknown(0)
+    return over_seeds([one[seed] - other[seed] for seed in seeds]) if seeds else UNKNOWN
 
 
 def plus_minus(interval: Interval, digits: int = 3, sign: bool = False) -> str:

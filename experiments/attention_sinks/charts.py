@@ -67,11 +67,10 @@ def line_panels(
 
 
 def heat_maps(
-    panels: Mapping[str, Any], *, x: str, y: str, bar: str, columns: int = 2, marks: Mapping[str, Any] | None = None
+    panels: Mapping[str, Any], *, x: str, y: str, bar: str, marks: Mapping[str, Any] | None = None
 ) -> Figure:
     """Matrices side by side, each with its own colour scale; `marks` are (x, y) points of a panel."""
-    rows = -(-len(panels) // columns)
-    width = min(columns, len(panels))
+    rows, width = -(-len(panels) // 2), min(2, len(panels))
     figure = Figure(figsize=(3.6 * width + 0.6, 3.1 * rows + 0.3), layout="constrained")
     for number, (name, values) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(rows, width, number)
@@ -98,7 +97,6 @@ def scatter_plots(
     *,
     x: str,
     y: str,
-    columns: int = 2,
     diagonal: bool = False,
 ) -> Figure:
     """Points of several kinds, one panel per name; the kinds share the axes of a panel.
@@ -107,11 +105,9 @@ def scatter_plots(
         panels: points (x, y) by kind, by the name of the panel.
         x: label of the horizontal axes.
         y: label of the vertical axes.
-        columns: panels side by side.
         diagonal: draw the line on which both numbers are equal.
     """
-    rows = -(-len(panels) // columns)
-    width = min(columns, len(panels))
+    rows, width = -(-len(panels) // 2), min(2, len(panels))
     # The kinds of the first panel are explained below all panels; others have their own legend.
     shown = next(iter(panels.values()), {}).keys()
     figure = Figure(figsize=(3.4 * width + 0.4, 2.8 * rows + 0.3), layout="constrained")
@@ -179,25 +175,19 @@ def forest_plot(
 def path_panels(
     panels: Mapping[str, Mapping[str, Sequence[float | None]]],
     *,
-    x: str,
-    y: str,
-    bands: Mapping[str, Sequence[tuple[int, int]]] | None = None,
-    columns: int = 3,
+    bands: Mapping[str, Sequence[tuple[int, int]]],
 ) -> Figure:
-    """Paths over steps, several in every panel; None interrupts a path.
+    """Positions of the largest sink over steps, several paths in every panel; None interrupts a path.
 
     Args:
         panels: by the panel's title, the paths by their names.
-        x: label of the horizontal axes.
-        y: label of the vertical axes.
         bands: per panel, the positions (start, stop) that are shaded at every step.
-        columns: panels in a row.
     """
-    rows, width = -(-len(panels) // columns), min(columns, len(panels))
+    rows, width = -(-len(panels) // 3), min(3, len(panels))
     figure = Figure(figsize=(3.4 * width + 0.3, 2.9 * rows + 0.2), layout="constrained")
     for number, (name, paths) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(rows, width, number)
-        for step, (start, stop) in enumerate((bands or {}).get(name, ())):
+        for step, (start, stop) in enumerate(bands.get(name, ())):
             axes.fill_between((step - 0.5, step + 0.5), start - 0.5, stop - 0.5, color="#e8e8e8", linewidth=0)
         for index, (label, path) in enumerate(paths.items()):
             points = [float("nan") if place is None else place for place in path]
@@ -208,8 +198,8 @@ def path_panels(
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(name, loc="left", fontsize=8, parse_math=False)
-        axes.set_xlabel(x, fontsize=7)
-        axes.set_ylabel(y, fontsize=7)
+        axes.set_xlabel("step", fontsize=7)
+        axes.set_ylabel("position of the largest sink (prompt starts at 0)", fontsize=7)
         axes.tick_params(labelsize=6)
         if paths:
             axes.legend(fontsize=6, frameon=False)

@@ -1,6 +1,7 @@
 """Tables, figure and findings of `beyond-conversion`, from stored sums alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -177,7 +178,7 @@ def over_training(results: Results, model: str) -> "Figure":
         _parent(axes, results, model, statistic)
         axes.set_xscale("symlog", linthresh=least)
         axes.set_xlim(-0.1 * least, 1.3 * max(seen, default=1))
-        axes.set_title(_wrapped(statistic.label), loc="left", fontsize=8, parse_math=False)
+        axes.set_title(fill(statistic.label, 44), loc="left", fontsize=8, parse_math=False)
         axes.set_xlabel("training tokens", fontsize=7)
         axes.tick_params(labelsize=6)
     handles: dict[str, Any] = {}
@@ -202,12 +203,6 @@ def _parent(axes: Any, results: Results, model: str, statistic: Statistic) -> No
         axes.axhline(found.value, color="#7f7f7f", linestyle=style, linewidth=1.2, label=label)
         if not np.isnan(found.low):
             axes.axhspan(found.low, found.high, color="#7f7f7f", alpha=0.15, linewidth=0)
-
-
-def _wrapped(text: str, width: int = 44) -> str:
-    from textwrap import fill
-
-    return fill(text, width)
 
 
 def _findings(results: Results) -> Iterator[Finding]:

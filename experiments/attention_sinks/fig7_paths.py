@@ -145,9 +145,7 @@ def render(results: Results) -> Rendering:
     ]  # fmt: skip
     figures = {}
     if panels:
-        figures["paths"] = path_panels(
-            panels, x="step", y="position of the largest sink (prompt starts at 0)", bands=bands
-        )
+        figures["paths"] = path_panels(panels, bands=bands)
     return Rendering(tables, figures, list(_findings(results)), [
         "What to see: per model the heads of the first prompt whose largest sink varies most, of those with a sink "
         f"in at least {LEAST_STEPS:.0%} of the steps. A static sink is a horizontal line. Shaded: the block that "
