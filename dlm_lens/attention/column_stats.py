@@ -96,8 +96,10 @@ def received_attention(
     return received.masked_fill(viewers(visible, queries) < min_viewers, torch.nan)
 
 
-def top_columns(received: Float[Tensor, "*batch key"], k: int) -> Bool[Tensor, "*batch key"]:
-    """Mask of the k keys that receive most, among the defined (not NaN) ones.
+def top_columns(
+    received: Float[Tensor, "*batch key"], k: int, valid: Bool[Tensor, "*batch key"] | None = None
+) -> Bool[Tensor, "*batch key"]:
+    """Mask of the k keys that receive most, among the valid and defined (not NaN) ones.
 
     Where fewer than k are defined, all of them. Of equal scores the earlier position wins.
 
@@ -106,7 +108,7 @@ def top_columns(received: Float[Tensor, "*batch key"], k: int) -> Bool[Tensor, "
     """
     if k < 1:
         raise ValueError(f"top_columns needs k of at least 1, got {k}")
-    defined = ~received.isnan()
+    defined = ~received.isnan() if valid is None else ~received.isnan() & valid
     _, order = largest(received.masked_fill(~defined, -torch.inf), k)
     chosen = torch.zeros_like(defined).scatter(-1, order, True)
     return chosen & defined

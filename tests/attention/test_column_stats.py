@@ -102,6 +102,8 @@ def test_top_columns_takes_the_largest_defined_ones_and_the_earlier_of_equals() 
     assert top_columns(received, 1).nonzero().tolist() == [[0, 1], [1, 4]]
     assert top_columns(received, 3).nonzero().tolist() == [[0, 0], [0, 1], [0, 3], [1, 2], [1, 3], [1, 4]]
     assert top_columns(received, 9).sum(-1).tolist() == [4, 3]
+    valid = torch.tensor([True, False, True, True, True])
+    assert top_columns(received, 1, valid=valid).nonzero().tolist() == [[0, 3], [1, 4]]
     with pytest.raises(ValueError, match="at least 1, got 0"):
         top_columns(received, 0)
 
