@@ -82,6 +82,25 @@ def log_snr_bounds(settings: Any) -> None:
         raise ValueError(f"min_log_snr is {least} and max_log_snr {most}; the first must be the less")
 
 
+def check_blocks(settings: Any) -> None:
+    """Check that the answer of settings is whole blocks, with as many steps each; without `block_length` one block.
+
+    Raises:
+        ValueError: it is not.
+    """
+    length, block, blocks = settings.gen_length, settings.block_length, settings.blocks
+    if length % (block or 1):
+        raise ValueError(
+            f"gen_length {length} does not divide into blocks of block_length {block}; choose a block_length that "
+            "divides it"
+        )
+    if settings.steps % blocks:
+        raise ValueError(
+            f"{settings.steps} steps do not divide into {blocks} blocks (gen_length {length} / block_length "
+            f"{block}); choose steps as a multiple of {blocks}"
+        )
+
+
 def known_elsewhere(names: Collection[str]) -> dict[str, str]:
     """Names that others give to these settings -> the names here."""
     return {old: new for old, several in ELSEWHERE.items() for new in several if new in names}

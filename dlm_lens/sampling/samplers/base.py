@@ -365,8 +365,8 @@ class Sampler(nn.Module):
         """
 
     def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Positions that may be unmasked at this step."""
-        raise NotImplementedError
+        """Positions that may be unmasked at this step: by default every masked one."""
+        return masked
 
     def planned(
         self, plan: StepPlan, masked: Bool[Tensor, "batch position"], edited: Bool[Tensor, "batch position"]

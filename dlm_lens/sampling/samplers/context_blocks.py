@@ -160,12 +160,13 @@ class ContextBlockSampler(BlockSampler):
         self._left_block, self._planned = int(state["left_block"]), state.get("planned")
 
 
-def answer_to_write(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings of block diffusion, which writes an answer; lists of ids become tuples.
+def answer_to_write(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """The caller's settings of block diffusion, then the checkpoint's; lists of ids become tuples.
 
     Raises:
-        ValueError: there is none to write.
+        ValueError: there is no answer to write.
     """
+    values = {**defaults, **given}
     if values["gen_length"] < 1:
         raise ValueError(
             f"gen_length is {values['gen_length']}; block diffusion writes an answer after the prompt: give "

@@ -270,13 +270,4 @@ class DllmVarSampler(RowEndingSampler):
         self._end = int(state["end"]) if "end" in state else None
 
 
-def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """The caller's settings, then the checkpoint's.
-
-    Raises:
-        ValueError: there is no answer to write.
-    """
-    return answer_to_write({**defaults, **given})
-
-
-ALGORITHM = Algorithm("dllm_var", DllmVarSettings, DllmVarSampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm("dllm_var", DllmVarSettings, DllmVarSampler, answer_to_write, corruption=CountCorruption())

@@ -20,6 +20,7 @@ from dlm_lens.sampling.samplers.timesteps import TimestepSampler
 from dlm_lens.sampling.settings import (
     answer_settings,
     at_least_one,
+    check_blocks,
     inner_eps,
     known_remasking,
     not_negative,
@@ -62,16 +63,7 @@ class DreamSettings:
 
     def __post_init__(self) -> None:
         at_least_one(self, "steps", "block_length")
-        if self.gen_length % (self.block_length or 1):
-            raise ValueError(
-                f"gen_length {self.gen_length} does not divide into blocks of block_length {self.block_length}; "
-                "choose a block_length that divides it"
-            )
-        if self.steps % self.blocks:
-            raise ValueError(
-                f"{self.steps} steps do not divide into {self.blocks} blocks (gen_length {self.gen_length} / "
-                f"block_length {self.block_length}); choose steps as a multiple of {self.blocks}"
-            )
+        check_blocks(self)
         not_negative(self, "temperature", "alg_temp", zero="greedy")
         known_remasking(self.remasking, REMASKING, REMASKING, "Dream")
         nucleus(self, "top_p")

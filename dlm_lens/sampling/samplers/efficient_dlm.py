@@ -1,8 +1,7 @@
 """Efficient-DLM's sampler: blocks after a prompt that is seen whole, by a threshold or in planned numbers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -128,15 +127,6 @@ class EfficientDLMSampler(ContextBlockSampler):
         return int(inside.sum(-1).amax())
 
 
-def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """The caller's settings, then the checkpoint's.
-
-    Raises:
-        ValueError: there is no answer to write.
-    """
-    return answer_to_write({**defaults, **given})
-
-
 ALGORITHM = Algorithm(
-    "efficient_dlm", EfficientDLMSettings, EfficientDLMSampler, resolve, corruption=CountCorruption()
+    "efficient_dlm", EfficientDLMSettings, EfficientDLMSampler, answer_to_write, corruption=CountCorruption()
 )

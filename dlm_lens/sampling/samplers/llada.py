@@ -15,7 +15,7 @@ from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise, add_gumbel
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import at_least_one, block_settings, known_remasking, not_negative
+from dlm_lens.sampling.settings import at_least_one, block_settings, check_blocks, known_remasking, not_negative
 from dlm_lens.sampling.special_ids import SpecialIds
 
 REMASKING = ("low_confidence", "random")
@@ -65,16 +65,7 @@ class LLaDASettings:
 
     def __post_init__(self) -> None:
         at_least_one(self, "steps", "block_length")
-        if self.gen_length % self.block_length:
-            raise ValueError(
-                f"gen_length {self.gen_length} does not divide into blocks of block_length {self.block_length}; "
-                "choose a block_length that divides it"
-            )
-        if self.steps % self.blocks:
-            raise ValueError(
-                f"{self.steps} steps do not divide into {self.blocks} blocks (gen_length {self.gen_length} / "
-                f"block_length {self.block_length}); choose steps as a multiple of {self.blocks}"
-            )
+        check_blocks(self)
         not_negative(self, "temperature", zero="greedy")
         not_negative(self, "cfg_scale", zero="no guidance")
         known_remasking(self.remasking, REMASKING, REMASKING, "LLaDA")

@@ -343,10 +343,6 @@ class MDLMSampler(NoiseConditionedSampler):
         """Take the step's noise level for the passes until the next step."""
         self.sigma = self.times(plan).sigma
 
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Every masked position."""
-        return masked
-
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:

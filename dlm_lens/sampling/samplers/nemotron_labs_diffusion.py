@@ -1,6 +1,5 @@
 """Nemotron-Labs-Diffusion's sampler: blocks after a causal context, whose first token the context predicts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -157,19 +156,10 @@ class NemotronLabsDiffusionSampler(ContextBlockSampler):
         self.propose.first = self.predicts_next(plan.span)
 
 
-def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
-    """The caller's settings, then the checkpoint's.
-
-    Raises:
-        ValueError: there is no answer to write.
-    """
-    return answer_to_write({**defaults, **given})
-
-
 ALGORITHM = Algorithm(
     "nemotron_labs_diffusion",
     NemotronLabsDiffusionSettings,
     NemotronLabsDiffusionSampler,
-    resolve,
+    answer_to_write,
     corruption=CountCorruption(),
 )

@@ -118,10 +118,6 @@ class P2Sampler(Sampler):
         """Every step; there are no blocks."""
         return one_block(self.settings.steps, prompt_length, positions, self.settings.gen_length)
 
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Every masked position."""
-        return masked
-
     def editable(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
         """The decided ones among those that were masked at first, in rows that are not finished."""
         return self.variable & ~masked & masked.any(-1, keepdim=True)

@@ -201,10 +201,6 @@ class RND1Sampler(Sampler):
         """Every step; there are no blocks."""
         return one_block(self.settings.steps, prompt_length, positions, self.settings.gen_length)
 
-    def eligible(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:
-        """Every masked position."""
-        return masked
-
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan
     ) -> Int[Tensor, "batch"]:

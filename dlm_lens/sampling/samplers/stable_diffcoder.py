@@ -10,7 +10,8 @@ from dlm_lens.attention import Context
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.samplers.efficient_dlm import EfficientDLMSampler, EfficientDLMSettings, resolve
+from dlm_lens.sampling.samplers.context_blocks import answer_to_write
+from dlm_lens.sampling.samplers.efficient_dlm import EfficientDLMSampler, EfficientDLMSettings
 
 
 @dataclass(frozen=True)
@@ -81,5 +82,9 @@ class StableDiffCoderSampler(EfficientDLMSampler):
 
 
 ALGORITHM = Algorithm(
-    "stable_diffcoder", StableDiffCoderSettings, StableDiffCoderSampler, resolve, corruption=CountCorruption()
+    "stable_diffcoder",
+    StableDiffCoderSettings,
+    StableDiffCoderSampler,
+    answer_to_write,
+    corruption=CountCorruption(),
 )
