@@ -285,6 +285,12 @@ class MaskedDiffusionMixin(nn.Module):
     def _rotates_in_float32(self) -> bool:
         return isinstance(getattr(decoder_of(self), "rotary_emb", None), Float32RotaryEmbedding)
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As of transformers' class, in whose file it looks for experts that may run as grouped products."""
+        host: Any = next(one for one in cls.__mro__ if one.__module__.startswith("transformers."))
+        return bool(host._can_set_experts_implementation())
+
     def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Never run a checkpoint's custom_generate/generate.py, even where the caller trusts remote code.
 

@@ -14,8 +14,7 @@ from typing import IO, Any
 from dlm_lens.files.atomic_writes import open_to_append
 from dlm_lens.files.locks import lock
 from dlm_lens.files.paths import user_path
-from dlm_lens.files.sealed_json import Document, fitted
-from dlm_lens.files.sealed_lines import append_lines, cut_incomplete_line, line_of, read_lines
+from dlm_lens.files.sealed_json import Document, append_lines, cut_incomplete_line, fitted, line_of, read_lines
 from dlm_lens.placement import float32_products, input_device
 from dlm_lens.printable import LONGEST_NAME, printable_name
 from dlm_lens.recording.model_identity import config_fields, weights_digest

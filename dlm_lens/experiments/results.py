@@ -14,8 +14,15 @@ from pydantic import Field
 
 from dlm_lens.files.atomic_writes import open_to_append, sync_directory
 from dlm_lens.files.locks import held, lock
-from dlm_lens.files.sealed_json import DamagedFileError, Document, file_bytes, fitted
-from dlm_lens.files.sealed_lines import append_lines, cut_incomplete_line, read_lines
+from dlm_lens.files.sealed_json import (
+    DamagedFileError,
+    Document,
+    append_lines,
+    cut_incomplete_line,
+    file_bytes,
+    fitted,
+    read_lines,
+)
 
 logger = logging.getLogger(__name__)
 

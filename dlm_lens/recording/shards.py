@@ -24,13 +24,15 @@ from dlm_lens.files.locks import other_files
 from dlm_lens.files.sealed_json import (
     CHECKSUM,
     DamagedFileError,
+    append_lines,
     file_bytes,
     fitted,
+    line_of,
     parsed,
+    read_lines,
     sealed,
     unsealed,
 )
-from dlm_lens.files.sealed_lines import append_lines, line_of, read_lines
 from dlm_lens.files.tensor_files import WrittenFile, check_digest, read_tensors, write_tensors
 from dlm_lens.recording.directories import HEADER
 from dlm_lens.recording.model_identity import in_both

@@ -100,7 +100,7 @@ def test_prompts_that_changed_are_not_mixed_with_the_stored_ones(tmp_path: Path)
     assert run() == 1
     assert "files" not in experiment.config(True)
 
-    from dlm_lens.files.sealed_lines import line_of
+    from dlm_lens.files.sealed_json import line_of
 
     path = tmp_path / "out" / "results-00000.jsonl"
     stored = [json.loads(line) for line in path.read_text().splitlines()]

@@ -79,11 +79,6 @@ class LLaDAMoEModelLM(MaskedDiffusionMixin, Qwen3MoeForCausalLM):
 
     config_class = LLaDAMoEConfig
 
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """Whether transformers may run the experts as grouped products; it looks for them in this file alone."""
-        return True
-
 
 FAMILY = Family(
     name="llada_moe",

@@ -32,11 +32,6 @@ class RND1Model(MaskedDiffusionMixin, Qwen3MoeForCausalLM):
 
     config_class = RND1Config
 
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """Whether transformers may run the experts as grouped products; it looks for them in this file alone."""
-        return True
-
 
 FAMILY = Family(
     name="rnd1",

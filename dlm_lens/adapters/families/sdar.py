@@ -72,11 +72,6 @@ class SDARMoeModel(MaskedDiffusionMixin, Qwen3MoeForCausalLM):
         super().__init__(config)
         use_weighted_norms(cast(nn.Module, self.model))
 
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """Whether transformers may run the experts as grouped products; it looks for them in this file alone."""
-        return True
-
 
 FAMILY = Family(
     name="sdar",

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from dlm_lens.files.atomic_writes import open_to_append
-from dlm_lens.files.sealed_json import DamagedFileError
-from dlm_lens.files.sealed_lines import append_lines, cut_incomplete_line, line_of, read_lines
+from dlm_lens.files.sealed_json import DamagedFileError, append_lines, cut_incomplete_line, line_of, read_lines
 
 ENTRIES = [{"head": "ü\n"}, {"n": 1}, {"n": [2.5, None, {"deep": True}]}]
 
