@@ -9,7 +9,7 @@ import torch
 
 from dlm_lens.experiments import find_experiment, run_experiment
 from dlm_lens.experiments.attention_sinks import fig3_distribution
-from dlm_lens.experiments.attention_sinks.score_nulls import EDGES, nulls
+from dlm_lens.experiments.attention_sinks.fig3_distribution import EDGES, nulls
 from dlm_lens.experiments.results import Record
 from dlm_lens.sinks import Received
 from tests.experiments.finished_runs import finished_run

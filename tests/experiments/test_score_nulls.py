@@ -5,7 +5,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from dlm_lens.experiments.attention_sinks.score_nulls import EDGES, MARGIN, concentration, nulls, top_count
+from dlm_lens.experiments.attention_sinks.fig3_distribution import EDGES, MARGIN, concentration, nulls, top_count
 
 
 def harmonic(n: int, start: int = 1) -> float:
