@@ -196,7 +196,19 @@ class MaskedDiffusionFields(OriginalFields):
         host.use_cache = False
 
 
-class MaskedDiffusionMixin(nn.Module):
+class NoCustomGenerate:
+    """Mixin before a class of transformers."""
+
+    def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Never run a checkpoint's custom_generate/generate.py, even where the caller trusts remote code.
+
+        Raises:
+            OSError: transformers treats it as a missing file.
+        """
+        raise OSError("dlm_lens never executes code that came with a checkpoint")
+
+
+class MaskedDiffusionMixin(NoCustomGenerate, nn.Module):
     """Mixin before a causal LM of transformers: the same layers, which see the whole canvas.
 
     The mask that transformers builds is bidirectional because the config says `is_causal = False`; the flag on
@@ -290,14 +302,6 @@ class MaskedDiffusionMixin(nn.Module):
         """As of transformers' class, in whose file it looks for experts that may run as grouped products."""
         host: Any = next(one for one in cls.__mro__ if one.__module__.startswith("transformers."))
         return bool(host._can_set_experts_implementation())
-
-    def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Never run a checkpoint's custom_generate/generate.py, even where the caller trusts remote code.
-
-        Raises:
-            OSError: transformers treats it as a missing file.
-        """
-        raise OSError("dlm_lens never executes code that came with a checkpoint")
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: a masked diffusion model does not generate left to right."""

@@ -1,7 +1,7 @@
 """DiffusionGemma: a causal encoder fills a cache, a bidirectional decoder denoises a canvas of random tokens."""
 
 from dataclasses import fields
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, DiffusionGemmaTextConfig
@@ -11,6 +11,7 @@ from transformers.utils import can_return_tuple
 from dlm_lens.adapters.config_fields import OF_LAYERS, check_fields_of_layers, without_foreign_fields
 from dlm_lens.adapters.encoder_decoder import CanvasModel
 from dlm_lens.adapters.head import head_logits
+from dlm_lens.adapters.masked_diffusion import NoCustomGenerate
 from dlm_lens.adapters.registry import Family
 from dlm_lens.attention import add_hook_points
 from dlm_lens.attention.cache_argument import CURRENT, returned_cache
@@ -122,7 +123,7 @@ def _check_text(values: Any) -> None:
     check_fields_of_layers(values, "text_config")
 
 
-class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
+class DiffusionGemmaLM(NoCustomGenerate, DiffusionGemmaForBlockDiffusion):
     """DiffusionGemma; parity with transformers' own class: tests/adapters/test_diffusion_gemma.py.
 
     `model(input_ids)` are the logits `[batch, canvas, d_vocab]` of the last `config.canvas_length` positions, the
@@ -180,14 +181,6 @@ class DiffusionGemmaLM(DiffusionGemmaForBlockDiffusion):
             **{CURRENT: returned_cache(output)},
             encoder_last_hidden_state=output.encoder_last_hidden_state,
         )
-
-    def load_custom_generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Never run a checkpoint's custom_generate/generate.py, even where the caller trusts remote code.
-
-        Raises:
-            OSError: transformers treats it as a missing file.
-        """
-        raise OSError("dlm_lens never executes code that came with a checkpoint")
 
 
 FAMILY = Family(
