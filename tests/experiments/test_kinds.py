@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.experiments.attention_sinks import fig6_kinds, kind_maps
+from dlm_lens.experiments.attention_sinks import fig6_kinds
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.sinks import AboveMean, Received
 from dlm_lens.testing import tiny
@@ -121,8 +121,8 @@ def test_the_clearest_separate_sinks_are_the_planted_ones() -> None:
     first[4, 0, 0, 1, 7], second[4, 0, 0, 1, 7] = 20, 20  # one sink of both
     fields = {"expected": torch.ones(5, 1, 1, 1, 24), "counted": torch.full((5, 1), 24), "layers": (0, 1)}
     masked, written = Received(values=first, queries="masked", **fields), Received(values=second, **fields)
-    assert kind_maps.clearest(masked, written, AboveMean(3.0)) == (2, 1, 0, 5, 9)
-    assert kind_maps.clearest(masked, masked, AboveMean(3.0)) is None
+    assert fig6_kinds.clearest(masked, written, AboveMean(3.0)) == (2, 1, 0, 5, 9)
+    assert fig6_kinds.clearest(masked, masked, AboveMean(3.0)) is None
 
 
 def test_shuffled_steps_leave_every_step_s_sinks() -> None:
@@ -187,4 +187,4 @@ def test_the_clearest_sinks_name_the_layer_of_the_model() -> None:
     first[1, 0, 1, 0, 5], second[1, 0, 1, 0, 9] = 9, 8
     fields = {"expected": torch.ones(2, 1, 1, 1, 24), "counted": torch.full((2, 1), 24), "layers": (0, 3)}
     masked, written = Received(values=first, queries="masked", **fields), Received(values=second, **fields)
-    assert kind_maps.clearest(masked, written, AboveMean(3.0)) == (1, 3, 0, 5, 9)
+    assert fig6_kinds.clearest(masked, written, AboveMean(3.0)) == (1, 3, 0, 5, 9)
