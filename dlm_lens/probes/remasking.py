@@ -138,16 +138,16 @@ def remask(
         **settings: of `dlm_lens.denoise`: gen_length, block_length, remasking, ...
 
     Raises:
-        ValueError: a run that depends on its seed, a model without a mask token or whose tokens move (DreamOn), a
-            step at which nothing is decided, or what `denoise` refuses.
+        ValueError: a run that depends on its seed, a model without a mask token or whose tokens move (DreamOn,
+            LLaDA2.2), a step at which nothing is decided, or what `denoise` refuses.
     """
     mask = getattr(model.config, "mask_token_id", None)
     if mask is None:
         raise ValueError(f"remask: {type(model).__name__} has no mask token, so that nothing can be masked again")
-    if algorithm_of(model.config).sampler.resizes:
+    if algorithm_of(model.config).sampler.moves_tokens:
         raise ValueError(
-            f"remask: the sampler of {type(model).__name__} inserts and deletes masks, so that two runs have "
-            "other parts of the text at one position; give a model that keeps every position"
+            f"remask: the sampler of {type(model).__name__} moves tokens, so that two runs have other parts of the "
+            "text at one position; give a model that keeps every position"
         )
     plain = denoise(model, prompts, steps=steps, seed=seed, **settings)
     # What is masked in a row that has ended stays masked: no step is left to fill it in.

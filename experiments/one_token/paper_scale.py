@@ -50,15 +50,21 @@ def training_settings(item: Item, settings: Settings, *, fine_tuned: bool = Fals
     """The settings of a training, with its own output below `trained`."""
     from dlm_lens.training.config_files import read_settings
 
-    output = f"{settings['trained']}/{item['config']}-seed{item['seed']}"
-    shared = [f"seed={item['seed']}", *settings["overrides"]]
-    own = CONFIGS / f"{item['config']}.yaml"
-    first = read_settings(own if own.is_file() else item["config"], [*shared, f"output={output}"])
+    config, given = _config(item, settings)
+    first = read_settings(config, given)
     if not fine_tuned:
         return first
-    checkpoint = f"{output}/checkpoint-{first.total_steps()}"
-    given = [f"output={output}-sft", f"model.start={checkpoint}", f"data.path={settings['sft']}"]
+    checkpoint = f"{first.output}/checkpoint-{first.total_steps()}"
+    given = [f"output={first.output}-sft", f"model.start={checkpoint}", f"data.path={settings['sft']}"]
     return read_settings(SFT, [f"seed={item['seed']}", *given])
+
+
+def _config(item: Item, settings: Settings) -> tuple[Path | str, list[str]]:
+    """The config of a training (a file, or the name of a shipped one), and the settings in which it differs."""
+    output = f"{settings['trained']}/{item['config']}-seed{item['seed']}"
+    own = CONFIGS / f"{item['config']}.yaml"
+    given = [f"seed={item['seed']}", *settings["overrides"], f"output={output}"]
+    return own if own.is_file() else item["config"], given
 
 
 def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
@@ -70,10 +76,11 @@ def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
     if found is not None and _finished(found, wanted):
         return found
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        config, given = _config(item, settings)
+        command = " --set ".join([f"accelerate launch ... -m dlm_lens.cli train {config}", *given])
         raise ValueError(
             f"{wanted.output} holds no finished training, and the processes of an experiment take an item each; "
-            f"train with `accelerate launch ... -m dlm_lens.cli train {item['config']} --set "
-            f"output={wanted.output}`, then start this command again"
+            f"train with `{command}`, then start this command again"
         )
     made = run_training(wanted)
     if made is None:

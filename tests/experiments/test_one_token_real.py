@@ -11,6 +11,7 @@ from dlm_lens.experiments.one_token.miniature import VARIANTS
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.training import trainer
 from dlm_lens.training.checkpoints import RUN_FILE
+from dlm_lens.training.config_files import read_settings
 
 TABLES = [find_experiment(f"one-token-table{number}") for number in range(1, 6)]
 
@@ -65,8 +66,13 @@ def test_the_plan_needs_no_weights() -> None:
 def test_a_training_is_not_begun_by_many_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     given = {**TABLES[0].full, "trained": str(tmp_path)}
-    with pytest.raises(ValueError, match="accelerate launch"):
-        paper_scale.run({"config": "qwen2.5-0.5b", "seed": 0, "task": "train"}, given)
+    item = {"config": "qwen2.5-0.5b-end", "seed": 1, "task": "train"}
+    with pytest.raises(ValueError, match="accelerate launch") as refused:
+        paper_scale.run(item, given)
+    # The command that the sentence names trains with the same settings.
+    config, *words = str(refused.value).partition(".cli train ")[2].partition("`")[0].split()
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    assert read_settings(config, words[1::2]) == paper_scale.training_settings(item, given)
 
 
 @pytest.mark.parametrize("said", [{"total_steps": 300}, {}])

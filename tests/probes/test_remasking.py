@@ -159,8 +159,10 @@ def test_what_cannot_be_asked_is_refused() -> None:
         remask(model, PROMPTS, steps=1, gen_length=4)
     with pytest.raises(ValueError, match="has no mask token"):
         remask(tiny("causal"), PROMPTS, gen_length=3)
-    with pytest.raises(ValueError, match="the sampler of DreamOnModel inserts and deletes masks"):
+    with pytest.raises(ValueError, match="the sampler of DreamOnModel moves tokens"):
         remask(tiny("dreamon"), PROMPTS, gen_length=6, temperature=0.0)
+    with pytest.raises(ValueError, match="the sampler of LLaDA2ForMaskedLM moves tokens"):
+        remask(tiny("llada2", sampler="llada2_levenshtein"), PROMPTS, gen_length=6)
     with pytest.raises(ValueError, match=r"share is 0; it must be a share, above 0 and at most 1"):
         remask(model, PROMPTS, share=0)
     found = remask(model, PROMPTS, steps=3, gen_length=6)

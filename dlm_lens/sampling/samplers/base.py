@@ -89,7 +89,8 @@ class Sampler(nn.Module):
         closes_rows: the later blocks of a row whose text has ended are closed, which is no decision of the row.
         decodes_in_order: the answer is decoded block after block, of `block_length` positions each, and what is
             decided stays.
-        resizes: steps insert and delete masks, so that decided tokens move (`room_of`).
+        resizes: steps insert and delete masks, for which the canvas has room (`room_of`).
+        moves_tokens: steps move decided tokens to other positions (`origins`).
         whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
         any_block_length: the authors decode with other blocks than those of the training too.
         has_quirks: whether `reference_quirks=True` means something: the authors' code differs from the sampler.
@@ -125,6 +126,7 @@ class Sampler(nn.Module):
     closes_rows: ClassVar[bool] = False
     decodes_in_order: ClassVar[bool] = False
     resizes: ClassVar[bool] = False
+    moves_tokens: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False
     any_block_length: ClassVar[bool] = False
     has_quirks: ClassVar[bool] = True

@@ -171,6 +171,7 @@ class DreamOnSampler(Sampler):
     propose: DreamOnPropose
     adaptive = True
     resizes: ClassVar[bool] = True
+    moves_tokens: ClassVar[bool] = True
     rerun = True
 
     def __init__(

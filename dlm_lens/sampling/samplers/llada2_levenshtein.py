@@ -118,7 +118,7 @@ class LLaDA2LevenshteinSampler(BlockwiseSampler):
     most likely token, up to `TRIES` times.
     """
 
-    has_quirks = False
+    has_quirks, moves_tokens = False, True
     mask: int | None = None
     delete = split = -1
     _state: BlockState | None = None
