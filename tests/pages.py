@@ -31,9 +31,11 @@ from tests.printed import differences
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
 CHAT = "{% for m in messages %}w1 {{ m['content'] }} w2 {% endfor %}w3"
-SAME = 0.1
+SAME = 0.1 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 3.0
 """The mean difference of grey levels, 0 to 255, of a picture drawn on another CPU: rounding moves lines by less
-than a pixel. Another interval in a caption gives 0.15."""
+than a pixel. Another interval in a caption gives 0.15. The pictures are stored as CPUs with AVX-512 draw them; on
+others, where sums have another order, some runs decide nearly equal positions otherwise: 0.6 to 2.3. Of two pages
+the pictures are 17 apart at least."""
 
 
 BLOCK = re.compile(r"^(```python\n.*?^```\n)(?:\n```text\n(.*?)^```\n)?", flags=re.MULTILINE | re.DOTALL)

@@ -55,7 +55,7 @@ def test_every_raise_with_a_sentence_is_read(sentences):
         (lambda: dl.denoise(tiny("llada"), [], gen_length=8), "sampling"),
         (lambda: dl.AboveMean(eps="three"), "sinks"),
         (lambda: dl.find_sinks("text", dl.TopK(1)), "sinks"),
-        (lambda: dl.record(tiny("llada"), [[1, 2]], [], gen_length=8), "recording"),
+        (lambda: dl.record(tiny("llada"), [[1, 2]], [dl.ValueNorm(), dl.ValueNorm()], gen_length=8), "recording"),
         (lambda: dl.hooks.mask_positions(), "hooks"),
         (lambda: dl.viz.lens_table("lens", step=0), "viz"),
     ],

@@ -18,7 +18,7 @@ from dlm_lens.sampling.run_parts import on_own_canvas
 from dlm_lens.sampling.run_rows import has_one_plan
 
 
-@checked_arguments(steps=None)
+@checked_arguments(steps=None, layers=None)  # arrays of numpy and torch are indices too
 @torch.no_grad()
 @exclusive
 def rerun(
@@ -63,7 +63,8 @@ def rerun(
             what `Recorder` and the hooks refuse.
     """
     check_run(run)
-    one_plan = has_one_plan(run, checked(hooks))
+    hooks = checked(hooks)
+    one_plan = has_one_plan(run, hooks)
     first = run if one_plan else part_of_run(run, None, _alike(run, range(len(run.tokens)), False)[0])
     stored = StoredCanvases(model, first, hooks=hooks)
     run = replace(run, tokenizer=stored.run.tokenizer)

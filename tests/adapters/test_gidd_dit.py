@@ -99,7 +99,8 @@ def test_the_original_format_is_loaded_and_saved(tmp_path: Path) -> None:
     assert {name: values.get(name) for name in given} == given
     again: Any = dl.load(tmp_path)
     ids = torch.tensor([[3, 39, 7, 39]])
-    assert again(input_ids=ids).logits.equal(model(input_ids=ids).logits)
+    # Not to the bit: where weights begin in memory, a CPU without AVX-512 adds in another order.
+    torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_fields_under_the_authors_names() -> None:
