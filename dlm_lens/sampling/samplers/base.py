@@ -87,8 +87,7 @@ class Sampler(nn.Module):
             rest shares its block with the first masks; otherwise from the first position of the answer.
         context: how positions before the block that is decoded attend; `BlockLayout.context`.
         closes_rows: the later blocks of a row whose text has ended are closed, which is no decision of the row.
-        decodes_in_order: the answer is decoded block after block, of `block_length` positions each, and what is
-            decided stays.
+        decodes_in_order: the answer is decoded in blocks of `block_length` positions, and what is decided stays.
         resizes: steps insert and delete masks, for which the canvas has room (`room_of`).
         moves_tokens: steps move decided tokens to other positions (`origins`).
         whole_blocks: the last block of the answer is decoded whole, also where `gen_length` ends inside it.
@@ -228,8 +227,7 @@ class Sampler(nn.Module):
         Args:
             model: from `dlm_lens.load`.
             prompts: padded on the left.
-            fillable: positions of prompts and answer where [MASK] is to be filled in; with `reference_quirks`
-                padding too.
+            fillable: positions where [MASK] is to be filled in; with `reference_quirks` padding too.
         """
         self.mask_id, self.fillable = getattr(model.config, "mask_token_id", None), fillable
         answer = prompts.new_full((len(prompts), fillable.shape[1] - prompts.shape[1]), self.mask_id or 0)
