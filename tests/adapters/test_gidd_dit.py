@@ -99,8 +99,9 @@ def test_the_original_format_is_loaded_and_saved(tmp_path: Path) -> None:
     assert {name: values.get(name) for name in given} == given
     again: Any = dl.load(tmp_path)
     ids = torch.tensor([[3, 39, 7, 39]])
-    # Not to the bit: where weights begin in memory, a CPU without AVX-512 adds in another order.
-    torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+    # In float64, rounded: where weights begin in memory changes the order of sums on some processors.
+    found, wanted = (one.double()(input_ids=ids).logits.float() for one in (again, model))
+    assert found.equal(wanted)
 
 
 def test_fields_under_the_authors_names() -> None:

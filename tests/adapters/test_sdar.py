@@ -148,12 +148,14 @@ def test_experts_in_bfloat16_are_near_the_original() -> None:
     stored = load_file(MOE / "forward.safetensors")
     visible = stored["visible"]
     mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
-    # One expert after the other, as the authors' code: the same operations, 0 where the golden was made and 0.0104
-    # on a processor without AVX-512. Grouped products add a token's three experts in another order, 0.0105.
-    for experts in ("eager", "grouped_mm"):
+    # One expert after the other, as the authors' code: the same operations, 0 here; on another processor sums may
+    # differ by an ulp, and without AVX-512 products in bfloat16 are another kernel's, 0.0104. Grouped products add
+    # a token's three experts in another order, 0.0105 here.
+    alike = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    for experts, most in (("eager", 0.002 if alike else 0.02), ("grouped_mm", 0.02)):
         model.set_experts_implementation(experts)
         logits = model(stored["input_ids"], attention_mask=mask).logits
-        assert (logits - stored["logits_bfloat16"]).float().abs().mean() < 0.02
+        assert (logits - stored["logits_bfloat16"]).float().abs().mean() < most
 
 
 def test_an_sdar_with_experts_decodes_is_saved_and_knows_its_blocks(tmp_path: Path) -> None:
