@@ -78,7 +78,6 @@ def test_a_stale_picture_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     stored = tmp_path / "stored"
     stored.mkdir()
     monkeypatch.setattr(pages, "IMAGES", stored)
-    monkeypatch.setattr(pages, "SAME", 0.1)
     narrow, wide = "[8.476, 10]", "[2.253, 16.22]"
     for folder, interval in ((stored, narrow), (tmp_path / "other", wide), (tmp_path / "same", narrow)):
         folder.mkdir(exist_ok=True)
