@@ -71,16 +71,6 @@ class DMaxSettings:
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value}; it is a probability, from 0 to 1")
 
-    @property
-    def of_blocks(self) -> BlockwiseSettings:
-        """The settings that LLaDA2's samplers have too."""
-        return BlockwiseSettings(
-            gen_length=self.gen_length,
-            block_length=self.block_length,
-            threshold=self.threshold,
-            use_cache=self.use_cache,
-        )
-
 
 class SoftBlockLogits(BlockLogits):
     """Logits of blocks whose step sees the confidence of its tokens.
@@ -132,7 +122,7 @@ class DMaxSampler(BlockwiseSampler):
     def __init__(
         self, settings: DMaxSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        super().__init__(settings.of_blocks, noise, ids, reference_quirks=reference_quirks)
+        super().__init__(BlockwiseSettings.of(settings), noise, ids, reference_quirks=reference_quirks)
         self.settings, self.revise = settings, Revise(-math.inf)
         self.conditioned = settings.self_conditioning == "confidence"
         self.select = SelectPrefix(settings.threshold, reached=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +56,12 @@ class BlockwiseSettings:
         not_negative(self, "top_k", zero="all")
         not_negative(self, "threshold", zero="write every token at once")
         nucleus(self, "top_p")
+
+    @classmethod
+    def of(cls, settings: Any) -> "BlockwiseSettings":
+        """Those that the settings of another sampler of blocks have too."""
+        shared = [each.name for each in fields(cls) if hasattr(settings, each.name)]
+        return cls(**{name: getattr(settings, name) for name in shared})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,16 +71,6 @@ class LLaDA2LevenshteinSettings:
         if self.repeats not in REPEATS:
             raise ValueError(f"repeats is {self.repeats!r}; it must be one of {', '.join(REPEATS)}")
 
-    @property
-    def of_blocks(self) -> BlockwiseSettings:
-        """The settings that LLaDA2's samplers have too."""
-        return BlockwiseSettings(
-            gen_length=self.gen_length,
-            block_length=self.block_length,
-            threshold=self.threshold,
-            use_cache=self.use_cache,
-        )
-
 
 @dataclass(frozen=True)
 class BlockState:
@@ -126,7 +116,7 @@ class LLaDA2LevenshteinSampler(BlockwiseSampler):
     def __init__(
         self, settings: LLaDA2LevenshteinSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        super().__init__(settings.of_blocks, noise, ids)
+        super().__init__(BlockwiseSettings.of(settings), noise, ids)
         self.settings, self.noise, self.revise = settings, noise, Revise(settings.editing_threshold)
 
     def begin(

@@ -60,18 +60,12 @@ class MultiBlockSettings:
 
     def __post_init__(self) -> None:
         at_least_one(self, "running_blocks")
-        _ = self.of_blocks  # which checks its own
+        BlockwiseSettings.of(self)  # which checks its own
         for name in ("add_block_threshold", "semi_complete_threshold"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; it is a share of a block, above 0 and at most 1"
                 )
-
-    @property
-    def of_blocks(self) -> BlockwiseSettings:
-        """The settings that LLaDA2's samplers have too."""
-        names = ("gen_length", "block_length", "temperature", "top_k", "top_p", "threshold", "use_cache")
-        return BlockwiseSettings(**{name: getattr(self, name) for name in names})
 
 
 class MultiBlockPropose(SdarPropose):
@@ -167,7 +161,7 @@ class MultiBlockSampler(BlockwiseSampler):
     def __init__(
         self, settings: MultiBlockSettings, noise: Noise, ids: SpecialIds, *, reference_quirks: bool = False
     ) -> None:
-        super().__init__(settings.of_blocks, noise, ids)
+        super().__init__(BlockwiseSettings.of(settings), noise, ids)
         self.settings, self.stores = settings, reference_quirks
         self.propose = self.proposal(settings, noise, [ids.mask])
         self.propose.last_of_equals = reference_quirks
