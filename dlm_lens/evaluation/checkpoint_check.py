@@ -231,6 +231,7 @@ class _Checks:
         recordings: list[Recording] = []
 
         def compare() -> Finding:
+            """The plain run beside the recorded one."""
             start = time.perf_counter()
             recording = record(self.model, prompt, [ReceivedAttention()], **settings)
             middle = time.perf_counter()

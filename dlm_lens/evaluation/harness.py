@@ -310,6 +310,7 @@ class HarnessLM(SharedLM):
         batch = RequestBatch(requests, [request_key("loglikelihood_rolling", request.args) for request in requests])
 
         def run(left: Sequence[int]) -> Iterator[dict[int, Any]]:
+            """Score the windows of these requests; yield the totals of those that are done."""
             windows = [item for index in left for item in self.items.windows(index, requests[index].args[0])]
             items = [item._replace(place=number) for number, item in enumerate(windows)]
             owners = [item.place for item in windows]
