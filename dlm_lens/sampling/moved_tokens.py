@@ -56,6 +56,50 @@ def at_places(
     return values.gather(-1, places.clamp(min=0)).masked_fill(places == NOWHERE, missing)
 
 
+def history_places(run: "DenoisingRun") -> Int[Tensor, "step_plus_one batch entry"]:
+    """Where everything that a row's canvases ever held was on each of them; -1 where it was on none.
+
+    The entries are in the order of the canvases, with what was deleted between its neighbours of then. What was
+    moved stays one entry; a mask that became several goes on as the first of them. Room (DreamOn) is none. A row
+    with fewer entries than another has further ones at its end, which were on no canvas.
+    """
+    if run.origins is None:
+        return places_of(run)
+    room = room_of_canvases(run)
+    room = torch.zeros_like(run.masked) if room is None else room
+    rows = [_row_history(run.origins[:, row], room[:, row]) for row in range(run.origins.shape[1])]
+    most = max(places.shape[-1] for places in rows)
+    padded = [torch.nn.functional.pad(each, (0, most - each.shape[-1]), value=NOWHERE) for each in rows]
+    return torch.stack(padded, 1)
+
+
+def _row_history(
+    origins: Int[Tensor, "step position"], room: Bool[Tensor, "step_plus_one position"]
+) -> Int[Tensor, "step_plus_one entry"]:
+    entries = [NOWHERE if empty else position for position, empty in enumerate(room[0].tolist())]
+    order, canvases = [entry for entry in entries if entry != NOWHERE], [entries]
+    for came, empty in zip(origins.tolist(), room[1:].tolist(), strict=True):
+        before, entries, end = entries, [], 0
+        here: set[int] = set()
+        for origin, is_room in zip(came, empty, strict=True):
+            entry = NOWHERE if is_room or origin == NOWHERE else before[origin]
+            if not is_room and (entry == NOWHERE or entry in here):
+                entry = len(came) + len(order)  # no other entry has this number: `order` only grows
+                order.insert(end, entry)
+            if not is_room:
+                end = order.index(entry, end) + 1  # a canvas keeps the order of what it held
+            here.add(entry)
+            entries.append(entry)
+        canvases.append(entries)
+    index = {entry: place for place, entry in enumerate(order)}
+    places = torch.full((len(canvases), len(order)), NOWHERE)
+    for step, canvas in enumerate(canvases):
+        for position, entry in enumerate(canvas):
+            if entry != NOWHERE:
+                places[step, index[entry]] = position
+    return places
+
+
 def widened(
     origins: Int[Tensor, "step batch position"], *, before: int = 0, after: int = 0, steps: int = 0
 ) -> Int[Tensor, "more_steps batch wider"]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -20,6 +20,7 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.detection import COLUMNS, Sinks, find_sinks, scores_of
 from dlm_lens.sinks.detectors.base import Detector, as_detector
+from dlm_lens.sinks.followed_tokens import of_tokens
 from dlm_lens.sinks.key_axes import KeyAxes, axis_sizes, with_all_axes
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.lifetimes import (
@@ -39,6 +40,9 @@ from dlm_lens.sinks.received import Level, Received, Scale, in_model
 
 By = Literal["pattern", "head", "layer", "all"]
 """One line of a summary: a pattern of one sequence, a (layer, head) or a layer over all sequences, or all."""
+
+Follow = Literal["position", "token"]
+"""What is followed: a position of the canvas, or what is there, also where the sampler moves it."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "pattern": ("batch", "layer", "head"),
@@ -71,6 +75,7 @@ class Trajectories(ShowsItself, KeyAxes):
         scale, level, queries, padding: as in `Sinks`.
         detector: the rule of the onset.
         hysteresis: factor of the rule's setting below which an active position ends.
+        follow: whether positions are those of the canvas, or count what the canvases of all steps held.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -99,6 +104,7 @@ class Trajectories(ShowsItself, KeyAxes):
     hysteresis: float
     queries: str = "all"
     padding: Int[Tensor, "batch"] | None = None
+    follow: Follow = "position"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,7 +131,8 @@ class Trajectories(ShowsItself, KeyAxes):
         """Rule, hysteresis, scale, level and counted queries as text, for captions."""
         has = self.hysteresis != 1 and self.detector.hysteresis_setting is not None  # `TopK` has no threshold
         off = f"off below {self.hysteresis:g} of its threshold" if has else "no hysteresis"
-        return f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
+        keys = "" if self.follow == "position" else "; tokens followed where they move"
+        return f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; queries: {self.queries}{keys}"
 
     @property
     def canvas(self) -> int:
@@ -305,13 +312,14 @@ ENTRIES_AT_ONCE = 2**20
 """Scores in work at a time: 4 MiB in float32, so that the allocator reuses the memory of the piece before."""
 
 
-@checked_arguments(level=LEVEL)
+@checked_arguments(level=LEVEL, follow=one_of(*get_args(Follow)))
 def trajectories(
     sinks: Received | Recording | Sinks,
     detector: Detector | str | None = None,
     *,
     level: Level = "head",
     hysteresis: float = HYSTERESIS,
+    follow: Follow = "position",
 ) -> Trajectories:
     """Follow sinks over steps: when each appears, moves and vanishes, in every pattern (2510.15731, section 4.2).
 
@@ -334,14 +342,18 @@ def trajectories(
         level: for a `Received`: follow the sinks of every "head", of the head-mean pattern of a "layer", or of the
             "model" mean. `Sinks` keep their level.
         hysteresis: factor of the rule's setting below which an active sink ends; 1 for none.
+        follow: "position", of the canvas. "token", of a `Recording` whose sampler inserts and deletes masks
+            (DreamOn, LLaDA2.2): a position is then that of a token or mask among all that the row's canvases ever
+            held, in their order, so that a sink whose token the sampler moves has not moved.
 
     Raises:
-        TypeError: another input, no detector, a second one, or one without hysteresis.
+        TypeError: another input, no detector, a second one, or one without hysteresis; follow="token" of something
+            else than a `Recording`, or of hidden states.
         ValueError: there is no step axis, hysteresis is not in (0, 1], or the level does not exist.
     """
     if not 0 < hysteresis <= 1:
         raise ValueError(f"hysteresis is {hysteresis}; it is a factor of the threshold, above 0 and at most 1")
-    given = _input_of(sinks, detector, level)
+    given = _input_of(sinks, detector, level, follow)
     if "step" not in given.dims:
         raise ValueError(f"the sinks have the axes {given.dims}; trajectories need a step axis")
     shape = given.scores.shape
@@ -361,6 +373,7 @@ def trajectories(
         scale=given.scale,
         detector=given.detector,
         hysteresis=hysteresis,
+        follow=follow,
         **given.context,
     )
 
@@ -415,14 +428,18 @@ class _Input:
         return scored[:, :, :1] if layers and bool((scored == scored[:, :, :1]).all()) else scored
 
 
-def _input_of(sinks: Any, detector: Detector | str | None, level: Level) -> _Input:
+def _input_of(sinks: Any, detector: Detector | str | None, level: Level, follow: Follow) -> _Input:
+    if follow == "token" and not isinstance(sinks, Recording):
+        raise TypeError(f'follow="token" reads where tokens went in a Recording, not in a {type(sinks).__name__}')
     if isinstance(sinks, Recording):
         detector = as_detector(detector)
         scores = scores_of(sinks, detector, level)
-        if isinstance(scores, KeyStatistic):  # of hidden states
-            sinks, detector = find_sinks(scores, detector, level=level), None
+        if not isinstance(scores, KeyStatistic):
+            sinks = scores if follow == "position" else of_tokens(scores, sinks.run)
+        elif follow == "token":
+            raise TypeError(f'follow="token" follows received attention, and {detector} reads hidden states')
         else:
-            sinks = scores
+            sinks, detector = find_sinks(scores, detector, level=level), None
     if isinstance(sinks, Received):
         detector = as_detector(detector)
         received = sinks.at_level(level)
