@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import torch
-import xarray
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -29,6 +28,9 @@ from dlm_lens.sampling import part_of_run
 from dlm_lens.sampling.emerging_text import preview
 from dlm_lens.sampling.prompts import is_id
 from dlm_lens.sampling.run_rows import own_canvas
+
+if TYPE_CHECKING:
+    import xarray
 
 Index = int | slice | Sequence[int]
 
@@ -369,8 +371,10 @@ def _place(axis: str, index: int, names: Sequence[int]) -> int:
     return index % len(names)
 
 
-def dataset_of(recording: Recording) -> xarray.Dataset:
+def dataset_of(recording: Recording) -> "xarray.Dataset":
     """The arrays with dims, units and formulas; coordinates of steps, keys and axes; settings as attributes."""
+    import xarray  # a tenth of a second, which most users of recordings do not need
+
     arrays: dict[str, Any] = {}
     coordinates: dict[str, Any] = {
         "step": list(recording.steps),
