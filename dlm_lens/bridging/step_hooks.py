@@ -37,7 +37,8 @@ from dlm_lens.attention import (
 )
 from dlm_lens.printable import shown
 from dlm_lens.sampling import StepPlan
-from dlm_lens.sampling.observers import StepObserver, check_hooks, hidden_in, warn_of_steps_not_reached
+from dlm_lens.sampling.hook_checks import check_hooks, hidden_in, warn_of_steps_not_reached
+from dlm_lens.sampling.observers import StepObserver
 from dlm_lens.shapes import same_shape
 
 logger = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ class BridgeRun(StepObserver):
     ) -> Callable[..., Any]:
         def hook_function(tensor: Any, hook: Any) -> Any:
             """The function with the step of the run, whose result has the shape of what it was given."""
-            if self.bridge.silent:
+            if self.bridge.silent or self.elsewhere:
                 return None
             rows = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.ndim else 0
             edited = function(tensor, hook=self.at(hook, rows, key))  # type: ignore[call-arg]
@@ -220,7 +221,7 @@ class BridgeRun(StepObserver):
 
     def _clean_pass(self, model: Any, inputs: Any, kwargs: Any) -> None:
         """Measure what every layer's keys receive without hooks, in one more pass over the same input."""
-        if self.bridge.silent or self.now is None or self.now.clean is not None:
+        if self.bridge.silent or self.elsewhere or self.now is None or self.now.clean is not None:
             return
         columns: dict[int, ColumnStats] = {}
 

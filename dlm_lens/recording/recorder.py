@@ -199,7 +199,7 @@ class Recorder(StepObserver):
         Raises:
             ValueError: it has computed in this forward pass before.
         """
-        if self.now is None:
+        if self.now is None or self.elsewhere:
             return
         if shown.inputs.layer in self._found:
             raise ValueError(

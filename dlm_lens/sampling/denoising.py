@@ -90,7 +90,8 @@ def denoise(
             "Our sampler and the reference" in docs/families.md, of LLaDA in docs/denoising.md.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
-            they act on every row of the prefix.
+            they act on every row of the prefix. A call on the model in a callback, such as another `denoise` in
+            `on_canvas`, is without them, and recorders leave it out.
         observers: one or more `RunObserver`s, whose methods are called at every step (`dlm_lens.Recorder` is one).
         resume: the finished steps of an unfinished run with the same prompts and settings; the run continues after
             them.

@@ -1,6 +1,5 @@
 """Observers of a run: `RunObserver`, the state that a run is resumed from, and the observer that runs hooks."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from dlm_lens.attention import (
     AttentionInputs,
     ColumnHook,
     ColumnStats,
-    Hook,
     HookLike,
     PointContext,
     RunStep,
@@ -23,22 +21,18 @@ from dlm_lens.attention import (
     attention_stack,
     checked,
     counted_queries,
-    hidden_mass,
-    hidden_per_map,
-    hook_keys,
     hooked_attentions,
     listening,
     refuse_row_lists,
     stream_columns,
-    warn_of_shifts,
 )
+from dlm_lens.attention.model_access import lock_of
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.history import History
+from dlm_lens.sampling.hook_checks import check_hooks, hidden_in, warn_of_steps_not_reached
 from dlm_lens.sampling.moved_tokens import share_of_text
 from dlm_lens.sampling.samplers.base import Sampler
 from dlm_lens.shapes import same_shape
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +202,7 @@ class StepObserver(RunObserver):
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self._lock, self._calls = lock_of(model), -1
         self.now: RunStep | None = None
         self.sampler: Sampler = Sampler()
         self._content = self.answer = torch.empty(0)
@@ -224,6 +219,14 @@ class StepObserver(RunObserver):
         self.answer = torch.empty(0) if answer is None else answer
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether the model is in a call that began since the run's last step did, as a `denoise` in `on_canvas`.
+
+        Its passes are not the run's: hooks and recorders of the run leave them out.
+        """
+        return self._lock is not None and self._lock.calls > self._calls
+
+    @property
     def remembers(self) -> bool:
         """Whether a hook has put something into the run's memory."""
         return bool(self._memory)
@@ -232,6 +235,7 @@ class StepObserver(RunObserver):
         self, plan: StepPlan, canvas: Int[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Int[Tensor, "batch position"]:
         """A step begins; the canvas stays as it is."""
+        self._calls = 0 if self._lock is None else self._lock.calls
         if not self.answer.numel():
             self.answer = self.sampler.attention.within_own_blocks(masked)
         now = RunStep(
@@ -387,7 +391,7 @@ class HookRunner(StepObserver):
         self._attached = ExitStack()
 
     def __enter__(self) -> "HookRunner":
-        now = attach_hooks(self.model, *self.hooks, run=lambda: self.now, off=lambda: self._off)
+        now = attach_hooks(self.model, *self.hooks, run=lambda: self.now, off=lambda: self._off or self.elsewhere)
         self._attached.enter_context(now)
         return self
 
@@ -424,54 +428,6 @@ class HookRunner(StepObserver):
             self.record.update(hidden_in(self._memory, self.hooks))
         warn_of_steps_not_reached(self.hooks, self.now)
         super().stop()
-
-
-def hidden_in(memory: Mapping[Any, Any], hooks: Sequence[HookLike]) -> dict[str, tuple[float | None, ...]]:
-    """The entries of a run's settings about the hooks that hide columns: how many they hid, and their attention."""
-    placed = list(zip(hooks, hook_keys(hooks), strict=True))
-    return {
-        "columns_hidden": tuple(hidden_per_map(memory, hook, place) for hook, place in placed),
-        "mass_hidden": tuple(hidden_mass(memory, hook, place) for hook, place in placed),
-    }
-
-
-def check_hooks(hooks: Sequence[Hook], run: RunStep) -> None:
-    """Call `Hook.check_run` of every hook, which refuses a run or a model that lacks what the hook needs.
-
-    Warns of a hook that names canvas positions where rows are padded, and so begin at different ones.
-
-    Raises:
-        ValueError: a step, a layer or a head that is not there.
-    """
-    for hook in {hook.key: hook for hook in hooks}.values():  # a bridge has one of every layer
-        hook.check_run(run)
-    warn_of_shifts(hooks, run.valid)
-
-
-def warn_of_steps_not_reached(hooks: Sequence[Hook], last: RunStep | None) -> None:
-    """Warn of hooks whose steps all lie after the end of the run, which may have ended early.
-
-    Args:
-        hooks: of the run.
-        last: its last step; None if there was none.
-    """
-    if last is None:
-        return
-    for hook in {hook.key: hook for hook in hooks}.values():
-        first = hook.first_step(last.total)
-        if first is not None and first >= last.total:
-            logger.warning(
-                "%s did not act: the run has steps 0 to %d, and none of the hook's", hook, last.total - 1
-            )
-        elif first is not None and last.step < first:
-            logger.warning(
-                "%s did not act: it begins at step %d, and the run ended after %d of at most %d steps; give steps "
-                "that it has (negative ones count from the end of the longest run)",
-                hook,
-                first,
-                last.step + 1,
-                last.total,
-            )
 
 
 @contextmanager

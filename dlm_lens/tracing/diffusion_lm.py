@@ -31,8 +31,8 @@ from dlm_lens.attention.hook_points import ProjectionPoint
 from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
+from dlm_lens.sampling.hook_checks import check_hooks
 from dlm_lens.sampling.network import network_inputs
-from dlm_lens.sampling.observers import check_hooks
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.sampling.settings import listed_observers
 from dlm_lens.tracing.controllers import TracedModule, add_projection_point
@@ -153,7 +153,11 @@ class DiffusionLM(HuggingFaceModel):
         # Not on this object: the copies that `edit` makes share layers, whose hooks ask for the run, with it.
         self.interleaver.run = run
         observers = (run, *listed_observers(observers), LastOfTrace(run))
-        return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=observers, **settings))
+        run.going = True
+        try:
+            return Run.of(run_or_scan(self._module, prompt, attention_mask, observers=observers, **settings))
+        finally:
+            run.going = False
 
     def trace(self, *inputs: Any, **options: Any) -> Any:
         """Open a trace of one forward pass of the model; see nnsight's `Envoy.trace`."""

@@ -137,7 +137,7 @@ class TracedRun(RunObserver):
         self._forward: Callable[[Tensor], Any] | None = None
         self._clean: Mapping[int, ColumnStats] | None = None
         self.state: dict[str, Tensor] = {}
-        self.editable = self.cached = False
+        self.editable = self.cached = self.going = False
 
     def start(
         self,

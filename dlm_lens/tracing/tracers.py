@@ -182,10 +182,11 @@ class RunInterleaver(Interleaver):
                 "another thread is tracing this model; one run at a time: give each thread a model of its "
                 "own, or a lock"
             )
-        if getattr(getcurrent(), "mediator", None) is not None:
+        during = self.interleaving and self.run is not None and self.run.going
+        if during or getattr(getcurrent(), "mediator", None) is not None:
             raise RuntimeError(
                 "a run cannot begin inside the body of another; run one after the other, in `with lm.session():` "
-                "if they share values"
+                "if they share values, or in a callback such as on_canvas call dlm_lens.denoise(lm, ...)"
             )
 
     def check_dangling_mediators(self) -> None:

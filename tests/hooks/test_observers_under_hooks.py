@@ -149,3 +149,40 @@ def test_a_weighted_value_of_a_class_is_a_sum_over_its_queries() -> None:
         prompt = (recorded.received_sums("prompt")[step] * ratio).permute(0, 3, 1, 2)[recorded.valid & ~written]
         expected = values[recorded.valid & ~written]
         torch.testing.assert_close(prompt, expected, rtol=1e-4, atol=1e-5)  # float32, two quotients
+
+
+@pytest.mark.parametrize("callback", ["on_canvas", "on_logits"])
+@pytest.mark.parametrize("host", ["denoise", "bridge"])
+def test_a_call_in_a_callback_is_without_the_hooks_and_the_recorder_of_the_run(host: str, callback: str) -> None:
+    model = tiny("llada")
+    bridged = dl.bridge(model)
+
+    def denoised(prompt: Any, **options: Any) -> dl.DenoisingRun:
+        return dl.denoise(model, prompt, **options) if host == "denoise" else bridged.denoise(prompt, **options)
+
+    def inside() -> dl.DenoisingRun:
+        return denoised([[9, 8, 7, 6, 5], [4, 3]], gen_length=4, steps=2, hooks=[ablate("attn_out", "open")])
+
+    def outside(call: Any) -> tuple[dl.DenoisingRun, torch.Tensor]:
+        recorder = recorder_of(host, model, bridged, [ReceivedAttention()])
+        # "masked" and the sinks of the step before need the run's step, and the clean pass is one more.
+        hooks = [CLEAN, ablate("z", "masked"), mask_sinks(dl.TopK(1), source="previous")]
+        run = denoised(PROMPTS, **RUN, hooks=hooks, observers=recorder, **{callback: call})
+        return run, recorder.recording(run).received
+
+    def other(*_: Any) -> None:
+        if not found:
+            dl.replay(model, expected, [mask_positions(1)], attention=False)
+        found.append(inside())
+
+    found: list[dl.DenoisingRun] = []
+    expected = inside()
+    (run, received), (again, received_again) = (outside(call) for call in (lambda *_: None, other))
+    assert len(found) == RUN["steps"] + (callback == "on_canvas")
+    for one in found:
+        assert one.canvases.equal(expected.canvases)
+        assert one.confidence.nan_to_num().equal(expected.confidence.nan_to_num())
+    assert again.canvases.equal(run.canvases)
+    assert again.confidence.nan_to_num().equal(run.confidence.nan_to_num())
+    assert received_again.nan_to_num().equal(received.nan_to_num())
+    assert again.settings["columns_hidden"] == run.settings["columns_hidden"]

@@ -14,6 +14,7 @@ import torch
 from nnsight.intervention.interleaver import OutOfOrderError
 
 import dlm_lens as dl
+from dlm_lens.hooks import ablate
 from dlm_lens.testing import tiny
 from tests.preloaded import python
 
@@ -405,6 +406,27 @@ def test_a_run_inside_a_run_is_refused(lm: Any) -> None:
     with pytest.raises(RuntimeError, match="inside the body of another"), lm.generate(IDS, **RUN) as tracer:
         for step in tracer.steps[2]:
             lm.generate(IDS, **RUN)
+
+
+def test_a_traced_run_in_a_callback_is_refused_and_a_plain_one_is_its_own(lm: Any, plain: dl.DenoisingRun) -> None:
+    def traced(on_canvas: Any) -> tuple[dl.DenoisingRun, list[torch.Tensor]]:
+        with lm.generate(IDS, **RUN, on_canvas=on_canvas) as tracer:
+            values = [].save()
+            for step in tracer.steps[2:5]:
+                lm.layers[0].attn.apply(ablate("z", "masked"), step)
+                values.append(lm.layers[1].attn.z)
+            run = tracer.result.save()
+        return run, values
+
+    inside: list[dl.DenoisingRun] = []
+    (run, values), (again, values_again) = (
+        traced(call) for call in (lambda *_: None, lambda *_: inside.append(dl.denoise(lm, IDS, **RUN)))
+    )
+    assert again.canvases.equal(run.canvases)
+    assert [one.equal(other) for one, other in zip(values, values_again, strict=True)] == [True] * 3
+    assert [one.canvases.equal(plain.canvases) for one in inside] == [True] * 9
+    with pytest.raises(RuntimeError, match=r"in a callback such as on_canvas call dlm_lens.denoise\(lm, ...\)"):
+        traced(lambda *_: lm.generate(IDS, **RUN))
 
 
 def test_a_second_thread_is_refused(lm: Any, plain: dl.DenoisingRun) -> None:
