@@ -297,10 +297,10 @@ def _without_last_hooks(run: DenoisingRun, count: int) -> DenoisingRun:
 
 
 def _go_over(model: Any, run: DenoisingRun, keeper: _Keeper, hooks: Sequence[HookLike]) -> None:
-    plain = StoredRun(model, run, hooks=hooks)
+    plain = StoredRun(model, run, hooks=hooks, steps=())
     keeper.check(run.steps, plain.halves * len(run.tokens), run.tokens.shape[1])
-    stored = StoredRun(model, run, hooks=[*hooks, *keeper.hooks()], warn=False)
     chosen = sorted(keeper.steps)
+    stored = StoredRun(model, run, hooks=[*hooks, *keeper.hooks()], steps=chosen, warn=False)
     keeper.steps = frozenset(run.step_numbers[step] for step in chosen)
     for step in chosen:
         stored.states(step)

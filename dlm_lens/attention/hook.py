@@ -135,7 +135,8 @@ class Hook:
     def check_steps(self, steps: Sequence[int], total: int) -> None:
         """Refuse a run of `total` steps, at all of these `steps` of which the hook will act; by default none.
 
-        Called after `check_run`, where the run's tokens cannot change how many steps it has.
+        Called before the first pass, where the run's tokens cannot change how many steps it has, and with the steps
+        of a finished run that are passed over again.
 
         Raises:
             ValueError: a step for which the hook lacks what it needs.

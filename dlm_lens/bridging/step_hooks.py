@@ -97,17 +97,17 @@ class BridgeRun(StepObserver):
                 )
         self.bridge, self.hooks, self.on_start = bridge, hooks, on_start
         # The others are plain functions, as TransformerLens takes them, which declare nothing.
-        self._values = [as_hook(hook) for _, hook in hooks if is_hook(hook)]
+        self.step_hooks = [as_hook(hook) for _, hook in hooks if is_hook(hook)]
         self._stack = ExitStack()
         self._begun = False
 
     def __enter__(self) -> "BridgeRun":
-        warn_of_folded_biases(self.bridge, self._values)
+        warn_of_folded_biases(self.bridge, self.step_hooks)
         with ExitStack() as stack:
             stack.enter_context(listening(self.model))
             fwd_hooks = [(name, self._with_step(name, hook, key)) for name, hook, key in self._keyed_hooks()]
             stack.enter_context(self.bridge.hooks(fwd_hooks=fwd_hooks))
-            if any(hook.needs_clean_pass for hook in self._values):
+            if any(hook.needs_clean_pass for hook in self.step_hooks):
                 stack.callback(self.model.register_forward_pre_hook(self._clean_pass, with_kwargs=True).remove)
             self._stack = stack.pop_all()
         return self
@@ -130,7 +130,7 @@ class BridgeRun(StepObserver):
 
     def stop(self) -> None:
         """The run is over."""
-        warn_of_steps_not_reached(self._values, self.now)
+        warn_of_steps_not_reached(self.step_hooks, self.now)
         super().stop()
 
     def record(self, hooks: Sequence[HookLike]) -> dict[str, Any]:
@@ -153,19 +153,19 @@ class BridgeRun(StepObserver):
         return {one.index: one.prefix_length for one in plans[plan.index :]}
 
     def _begin(self, rows: int, seen: Mapping[int, int], now: RunStep) -> None:
-        clean = [hook for hook in self._values if hook.needs_clean_pass]
+        clean = [hook for hook in self.step_hooks if hook.needs_clean_pass]
         if self.sampler.cache is not None and clean:
             raise ValueError(
                 f"{clean[0]!r} with cache={self.sampler.cache!r}: a bridge has no keys of passes without hooks; "
                 "use dlm_lens.denoise"
             )
-        whole = [hook for hook in self._values if hook.site in ("v", "rot_k")]
+        whole = [hook for hook in self.step_hooks if hook.site in ("v", "rot_k")]
         if self.sampler.cache is not None and whole:
             raise ValueError(
                 f"{whole[0]!r} with cache={self.sampler.cache!r}: a bridge's {whole[0].site} has the positions "
                 "that a step computes, and not the kept ones that it reads too; use dlm_lens.denoise"
             )
-        check_hooks(self._values, now)
+        check_hooks(self.step_hooks, now)
         if self.on_start is not None:
             with self._silence():
                 self.on_start(rows, seen, self.sampler.cache)

@@ -269,9 +269,9 @@ def logit_lens(
         (POSITIONS if name == "positions" else INDICES).check(name, [0] if value is None else value)
     hooks = checked(hooks)
     stored, head = StoredRun(model, run, warn=not len(hooks)), Unembedding(model)
-    hooked = StoredRun(model, run, hooks=hooks, carried="keys") if len(hooks) else None
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)))
     wanted = list(chosen_indices("step", steps, run.steps))
+    hooked = StoredRun(model, run, hooks=hooks, steps=wanted, carried="keys") if len(hooks) else None
     if not 1 <= top <= head.vocabulary:
         raise ValueError(f"top is {top}; it must be from 1 to {head.vocabulary}")
     if tuned is not None:

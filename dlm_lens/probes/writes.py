@@ -17,6 +17,7 @@ from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
@@ -149,7 +150,9 @@ def sink_writes(
         ValueError: sinks of another run or level or of some heads, a step or layer that does not exist or has no
             sinks looked for, no sink at all, or a limit below 1.
     """
-    stored, head = StoredRun(model, run, hooks=hooks), Unembedding(model)
+    check_run(run)
+    chosen = chosen_indices("step", steps, run.steps, "sink_writes: ")
+    stored, head = StoredRun(model, run, hooks=hooks, steps=chosen), Unembedding(model)
     if sinks.dims != ("step", "batch", "layer", "head", "key") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have axes {sinks.dims} of {list(sinks.is_sink.shape)}; give those of this run, found at "
@@ -158,7 +161,6 @@ def sink_writes(
     check_all_heads(sinks.is_sink.shape[3], int(model.config.num_attention_heads), "sink_writes")
     if not 1 <= top <= head.vocabulary:
         raise ValueError(f"sink_writes: top is {top}; it must be from 1 to {head.vocabulary}")
-    chosen = chosen_indices("step", steps, run.steps, "sink_writes: ")
     places = _layer_places(sinks, layers, len(attention_blocks(model)))
     entries, is_sink = _entries(run, sinks, chosen, places, limit, seed)
     vectors = torch.zeros(len(entries), int(model.config.hidden_size), dtype=torch.float32)

@@ -66,9 +66,9 @@ def rerun(
     hooks = checked(hooks)
     one_plan = has_one_plan(run, hooks)
     first = run if one_plan else part_of_run(run, None, _alike(run, range(len(run.tokens)), False)[0])
-    stored = StoredCanvases(model, first, hooks=hooks)
-    run = replace(run, tokenizer=stored.run.tokenizer)
     chosen = chosen_indices("step", steps, run.steps)
+    stored = StoredCanvases(model, first, hooks=hooks, steps=chosen)
+    run = replace(run, tokenizer=stored.run.tokenizer)
     recorder = Recorder(model, reducers, layers=layers, dtype=dtype)
     places = chosen_indices("row", rows, len(run.tokens))
     # A hook may have a value for every row (`mask_sinks(source=)`).
@@ -89,7 +89,9 @@ def rerun(
             canvases = (
                 stored
                 if len(part) == len(run.tokens) and not apart and one_plan
-                else StoredCanvases(model, on_own_canvas(own) if apart else own, hooks=stored.hooks, warn=False)
+                else StoredCanvases(
+                    model, on_own_canvas(own) if apart else own, hooks=stored.hooks, steps=chosen, warn=False
+                )
             )
             recorded = _record(recorder, canvases, chosen, bar)
             if apart and own.joined_at is not None:

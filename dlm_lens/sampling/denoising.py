@@ -12,6 +12,7 @@ from dlm_lens.attention import Hook, HookLike, checked, exclusive, refuse_row_li
 from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of, check_defaults
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.history import History
+from dlm_lens.sampling.hook_checks import check_steps
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
 from dlm_lens.sampling.observers import HookRunner, Resumption, RunObserver, StepObserver
@@ -148,7 +149,7 @@ def denoise(
     run = prepared_run(model, prompts, algorithm, given, seeds, reference_quirks)
     history, forward = run["history"], run["network"].forward
     history.settings |= {"hooks": tuple(map(repr, hooks))} if hooks else {}
-    _check_steps(run, hooks)
+    _check_steps(run, [*hooks, *(hook for observer in observers for hook in observer.step_hooks)])
     with ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
@@ -219,8 +220,7 @@ def _check_steps(run: Mapping[str, Any], hooks: Sequence[Hook]) -> None:
     if ends or sampler.adaptive or sampler.rows_wait(history.settings):
         return
     total = len(sampler.plans(history.prompt_length, run["canvas"].shape[1])) if hooks else 0
-    for hook in hooks:
-        hook.check_steps(range(total), total)
+    check_steps(hooks, range(total), total)
 
 
 def _seeing_all(

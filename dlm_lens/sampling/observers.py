@@ -13,6 +13,7 @@ from dlm_lens.attention import (
     AttentionInputs,
     ColumnHook,
     ColumnStats,
+    Hook,
     HookLike,
     PointContext,
     RunStep,
@@ -127,6 +128,8 @@ class RunObserver:
         proposes_all: the sampler proposes for every position that it evaluates, also where it would unmask nothing,
             because the observer may choose other positions.
         keeps_state: `keep` is called after every step.
+        step_hooks: hooks that the observer runs, which may refuse the run's steps before the first
+            (`Hook.check_steps`).
         share: in reruns, `DenoisingRun.progress` of the step that begins; None where its canvas shows it.
     """
 
@@ -135,6 +138,7 @@ class RunObserver:
     whole_prefix: bool = False
     proposes_all: bool = False
     keeps_state: bool = False
+    step_hooks: Sequence[Hook] = ()
     share: Float[Tensor, "batch"] | None = None
 
     @property

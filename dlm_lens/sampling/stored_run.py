@@ -17,6 +17,7 @@ from dlm_lens.placement import canvas_device, on_input_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of, algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, check_run
+from dlm_lens.sampling.hook_checks import check_steps
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
 from dlm_lens.sampling.run_rows import own_canvas, place_in_plan, with_one_plan
@@ -39,6 +40,7 @@ class StoredCanvases:
         model: with hook points, the run's.
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
         hooks: those under which the passes are made.
+        steps: over whose canvases, by their places in `run`, for `Hook.check_steps`; None for all.
         carried: what a step finds of what earlier steps left under the hooks: "all", as in a run with them; the
             "keys" in an approximate cache, but logits (on which DiffusionGemma's steps are conditioned) of passes
             without hooks; "nothing": what passes without hooks leave.
@@ -47,7 +49,8 @@ class StoredCanvases:
     Raises:
         TypeError: the run is not a `DenoisingRun`.
         ValueError: a model without token embeddings, a run with token ids that the model does not embed, or an
-            object that is no hook or acts in an encoder that the model lacks; rows of several plans.
+            object that is no hook, acts in an encoder that the model lacks or refuses one of the steps; rows of
+            several plans.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class StoredCanvases:
         run: DenoisingRun,
         *,
         hooks: Sequence[HookLike] = (),
+        steps: Sequence[int] | None = None,
         carried: Carried = "all",
         warn: bool = True,
     ) -> None:
@@ -86,6 +90,8 @@ class StoredCanvases:
         self.sampler.attention = run.attention.to(self.device)
         self.sampler.own_canvas = own_canvas(run).to(self.device)
         self._plans = [self._plan_in_run(step) for step in range(run.steps)]
+        chosen = [self._plans[step].index for step in (range(run.steps) if steps is None else steps)]
+        check_steps(self.hooks, chosen, self._plans[0].total if self._plans else 0)
         given = (model, self.content, run.prompt_length, self._plans, run.block_numbers)
         self.own_network = self.sampler.rerun_network(*given)
         self._canvas = computed_span(model, run.canvases.shape[-1]) is not None
@@ -377,7 +383,7 @@ class StoredRun(StoredCanvases):
         run: from `denoise`, or a recording's; without a tokenizer of its own it takes the model's.
         decided: whether the logits are also about the decided positions of the answer that a step may rewrite:
             those of its block, in rows that had open ones there when it began. For samplers that edit.
-        hooks, carried, warn: as for `StoredCanvases`.
+        hooks, steps, carried, warn: as for `StoredCanvases`.
 
     Raises:
         TypeError: the run is not a `DenoisingRun`.
@@ -394,12 +400,13 @@ class StoredRun(StoredCanvases):
         *,
         decided: bool = False,
         hooks: Sequence[HookLike] = (),
+        steps: Sequence[int] | None = None,
         carried: Carried = "all",
         warn: bool = True,
     ) -> None:
         check_run(run)
         check_model(model)
-        super().__init__(model, run, hooks=hooks, carried=carried, warn=warn)
+        super().__init__(model, run, hooks=hooks, steps=steps, carried=carried, warn=warn)
         name = str(run.settings.get("sampler"))
         if name not in algorithms():
             raise ValueError(f"a run of the sampler {name!r} cannot be run again; take one of dlm_lens.denoise")

@@ -11,6 +11,7 @@ from dlm_lens.hooks import (
     at_layers,
     at_progress,
     at_steps,
+    capture,
     freeze_sinks,
     keep_only,
     mask_random,
@@ -351,6 +352,45 @@ def test_a_source_that_lacks_steps_is_refused_before_the_first() -> None:
     with pytest.raises(ValueError, match="the run comes to step 4"):
         dl.denoise(model, PROMPTS, hooks=[mask], observers=begun, **{**options, "steps": 8, "eot_token": 5})
     assert begun.steps == 8 * len(some) + 5
+
+
+def test_a_source_that_lacks_steps_is_refused_before_the_first_pass_over_a_finished_run_and_on_a_bridge() -> None:
+    model = model_of("llada")
+    options: dict[str, Any] = {**settings_of("llada"), "gen_length": 8}
+    run = dl.denoise(model, PROMPTS, **{**options, "steps": 8})
+    received = dl.received_over_steps(model, dl.denoise(model, PROMPTS, **{**options, "steps": 4}))
+    hooks: list[Any] = [mask_top_sinks(1, source=received)]
+    passes, begun = [0], Begun()
+
+    def counted(*_: Any) -> None:
+        passes[0] += 1
+
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    handle = decoder.register_forward_pre_hook(counted)
+    sinks = dl.find_sinks(dl.received_over_steps(model, run), dl.TopK(1))
+    passes[0] = 0
+    calls: dict[str, Any] = {
+        "replay": lambda: dl.replay(model, run, hooks),
+        "rerun": lambda: dl.recording.rerun(model, run, ["received"], hooks=hooks, steps=[2, 5]),
+        "logit_lens": lambda: dl.logit_lens(model, run, hooks=hooks, steps=[2, 5]),
+        "commitment": lambda: dl.commitment(model, run, hooks=hooks),
+        "capture": lambda: capture(model, run, hooks=hooks, cache_steps=[2, 5]),
+        "sink_writes": lambda: dl.probes.sink_writes(model, run, sinks, hooks=hooks, steps=[2, 5]),
+        "bridge": lambda: dl.bridge(model).denoise(
+            PROMPTS, hooks=hooks, observers=begun, **{**options, "steps": 8}
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=r"source has 4 steps and the run comes to step [45]; give one"):
+            call()
+        assert not passes[0], name
+    assert not begun.steps
+    # At steps that the source has, the hook acts.
+    capture(model, run, hooks=hooks, cache_steps=[2, 3])
+    dl.logit_lens(model, run, hooks=hooks, steps=[2, 3])
+    dl.recording.rerun(model, run, ["received"], hooks=hooks, steps=[2, 3])
+    assert passes[0] >= 6
+    handle.remove()
 
 
 def test_a_rule_as_text_is_that_rule() -> None:

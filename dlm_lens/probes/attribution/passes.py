@@ -212,7 +212,9 @@ class Passes:
         kept: bool = False,
     ) -> None:
         self.model, self.side, self.times, self.rows, self.kept = model, side, times, tokens.shape[1], kept
-        self.stored = StoredRun(model, repeated(side.run, times), hooks=side.hooks, carried="nothing", warn=False)
+        steps = wanted.flatten(1).any(1).nonzero().flatten().tolist()
+        own = repeated(side.run, times)
+        self.stored = StoredRun(model, own, hooks=side.hooks, steps=steps, carried="nothing", warn=False)
         self.wanted, self.tokens = wanted.repeat(1, times, 1), tokens.repeat(1, times, 1)
         self.layout = SinkLayout.of(model)
 
