@@ -120,6 +120,13 @@ def _words(value: Any) -> bool:
     return several and all(isinstance(one, str) for one in value)
 
 
+def _device(value: Any) -> bool:
+    from dlm_lens.placement import is_device  # needs torch, which the help of the command line does without
+
+    return is_device(value)
+
+
+DEVICE = or_none(Rule("a device of this machine, such as 'cpu' or 'cuda:0'", _device), "for no move")
 TOKEN_IDS = Rule("a token id, or a list of them", _token_ids)
 INDICES = Rule("a list of whole numbers, or None for all", _indices)
 WORDS = Rule("a list of names", _words)
@@ -223,8 +230,13 @@ def chosen_steps(steps: Any, total: int) -> tuple[int, ...]:
     Raises:
         ValueError: a step that the run does not have, none, or no whole number.
     """
-    every = steps is None or isinstance(steps, slice)
-    found = range(total)[steps or slice(None)] if every else listed_indices("cache_step", steps)
+    if steps is None or isinstance(steps, slice):
+        try:
+            found: Sequence[int] = range(total)[steps or slice(None)]
+        except (TypeError, ValueError):
+            raise ValueError(f"cache_steps is {shown(steps)}; it must be {SLICE.must_be}") from None
+    else:
+        found = listed_indices("cache_step", steps)
     for step in found:
         if not -total <= step < total:
             raise ValueError(f"cache_steps: step {step} is not there: the run has {total} steps, 0 to {total - 1}")
@@ -258,6 +270,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("top_k", "eot_token", "strata", "batch_size", "top"), whole()),
     "samples": whole(most=16 * LARGEST_COUNT),
     **dict.fromkeys(("rows_per_pass", "min_viewers"), whole(least=1)),
+    "max_bytes": Rule("a number of bytes, at least 1", lambda value: is_real(value) and value >= 1),
     **dict.fromkeys(
         ("temperature", "cfg_scale", "eps", "top_p", "alg_temp", "hysteresis", "threshold", "factor"), real()
     ),

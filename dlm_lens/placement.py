@@ -18,6 +18,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
+def is_device(value: Any) -> bool:
+    """Whether this names a device on which torch makes a tensor here."""
+    if not isinstance(value, str | torch.device):
+        return False
+    try:
+        torch.empty(0, device=value)
+    except (AssertionError, RuntimeError):  # torch was built without CUDA; no such device
+        return False
+    return True
+
+
 def input_device(model: Any) -> torch.device:
     """The device of the model's token ids: that of its embedding."""
     return execution_device(model.get_input_embeddings())

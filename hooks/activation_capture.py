@@ -1,13 +1,21 @@
 """`capture`: keep activations of some steps of a run, to inspect them or to patch them into another run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dlm_lens.arguments import chosen_indices, chosen_steps, kept_step, plain_number
+from dlm_lens.arguments import (
+    DEVICE,
+    checked_arguments,
+    chosen_indices,
+    chosen_steps,
+    flag,
+    kept_step,
+    plain_number,
+)
 from dlm_lens.attention import (
     SITES,
     Hook,
@@ -224,6 +232,7 @@ def _continued(site: Site, before: Tensor, after: Tensor) -> Tensor:
     )
 
 
+@checked_arguments(layers=None, device=DEVICE, encoder=flag())
 @torch.no_grad()
 @exclusive
 def capture(
@@ -262,7 +271,10 @@ def capture(
         TypeError: a recording in place of its run.
         ValueError: an invalid site, layer, step, prompt or setting; settings together with a `DenoisingRun`.
     """
-    wanted: tuple[Any, ...] = (sites,) if isinstance(sites, str) else tuple(sites)
+    several = isinstance(sites, Iterable) and not isinstance(sites, str)
+    wanted: tuple[Any, ...] = tuple(sites) if several else (sites,)
+    if not wanted:
+        raise ValueError(f"capture: sites is {shown(sites)}; give at least one of {', '.join(SITES)}")
     for site in wanted:
         if site not in SITES:
             raise ValueError(f"capture: site is {site!r}; it must be one of {', '.join(SITES)}")

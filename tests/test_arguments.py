@@ -163,6 +163,9 @@ def test_one_index_of_numpy_or_torch_is_an_index(one: Any) -> None:
     assert chosen_steps(one, 4) == (1,)
 
 
+WRONG_POSITIONS = ("x", 1.5, [1.5], [], (0, 1, 2, 3), slice("a", None), True)
+
+
 @pytest.mark.parametrize("wrong", [2.0, "12", [1, "2"], [True], torch.tensor([0.5]), {1: 2}])
 def test_what_is_no_index_is_refused_in_a_sentence(wrong: Any) -> None:
     model = tiny("llada")
@@ -179,6 +182,65 @@ def test_what_is_no_index_is_refused_in_a_sentence(wrong: Any) -> None:
     ):
         with pytest.raises(ValueError, match=f"give at least one {name} as a whole number"):
             call()
+
+
+def test_arguments_of_kept_activations_are_refused_in_a_sentence_before_the_first_pass() -> None:
+    model = tiny("llada")
+    tl, passes = dl.bridge(model), []
+    handle = model.model.layers[0].register_forward_hook(lambda *_: passes.append(1))
+
+    def kept(**given: Any) -> Any:
+        return tl.denoise_with_cache([5, 9, 11], **RUN, **given)
+
+    def captured(**given: Any) -> Any:
+        return capture(model, [5, 9, 11], **RUN, **given)
+
+    observers = r"observers is 3; it must be a RunObserver"
+    pairs = "fwd_hooks takes pairs"
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        *(
+            (call, {"max_bytes": "1GB"}, "max_bytes is '1GB'; it must be a number of bytes")
+            for call in (kept, captured)
+        ),
+        *((call, {"max_bytes": np.nan}, "max_bytes is nan; it must be a number") for call in (kept, captured)),
+        *(
+            (call, {"device": "cudaa"}, "device is 'cudaa'; it must be a device of this")
+            for call in (kept, captured)
+        ),
+        *(
+            (call, {"device": 1.5}, "device is 1.5; it must be a device of this machine")
+            for call in (kept, captured)
+        ),
+        *(
+            (call, {"cache_steps": slice("a")}, "cache_steps is slice.*; it must be a slice")
+            for call in (kept, captured)
+        ),
+        *(
+            (kept, {"pos_slice": wrong}, "pos_slice is .*; it must be a position, a list")
+            for wrong in WRONG_POSITIONS
+        ),
+        (
+            lambda **given: tl.bytes_per_step(None, 4, **given),
+            {"pos_slice": [1.5]},
+            r"pos_slice is \[1.5\]; it must",
+        ),
+        (kept, {"observers": 3}, observers),
+        (tl.denoise, {"prompt": [5, 9], "observers": 3}, observers),
+        *((tl.denoise, {"prompt": [5, 9], "fwd_hooks": [(wrong, print)]}, pairs) for wrong in (3, None)),
+        (tl.denoise, {"prompt": [5, 9], "fwd_hooks": 3}, "fwd_hooks is 3; give a list of pairs"),
+        *((captured, {"sites": wrong}, f"capture: site is {wrong}; it must be one of q") for wrong in (None, 3)),
+        (captured, {"sites": []}, r"capture: sites is \[\]; give at least one of q"),
+        (captured, {"encoder": "x"}, "encoder is 'x'; it must be True or False"),
+    ]
+    passes.clear()
+    for call, given, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call(**given)
+    assert not passes
+    handle.remove()
+    plain = tl.denoise([5, 9, 11], **RUN)
+    assert tl.denoise([5, 9, 11], **RUN, fwd_hooks=None).canvases.equal(plain.canvases)
+    assert captured(max_bytes=1e9, device=torch.device("cpu")).steps == kept(max_bytes=1e9)[1].steps
 
 
 def test_none_and_a_slice_are_refused_where_indices_are_listed() -> None:

@@ -9,8 +9,10 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from dlm_lens.adapters import family_of
+from dlm_lens.arguments import DEVICE, checked_arguments
 from dlm_lens.attention import HookLike, SinkLayout, in_use, is_hook, listening, warning_of_shifts
 from dlm_lens.bridging.step_cache import (
+    POSITIONS,
     CacheCollector,
     NamesFilter,
     StepCache,
@@ -22,6 +24,7 @@ from dlm_lens.bridging.step_hooks import (
     BridgeRun,
     FwdHook,
     check_point,
+    checked_pairs,
     fwd_hooks_of,
     past_sinks,
     refuse_hooks,
@@ -150,9 +153,10 @@ class DiffusionBridge(TransformerBridge):
             ValueError: an invalid prompt, setting or site, or a hook of `dlm_lens.hooks` in `fwd_hooks` at another
                 point than its own.
         """
-        run = BridgeRun(self, [*fwd_hooks, *fwd_hooks_of(self, hooks)])
+        run = BridgeRun(self, [*checked_pairs(fwd_hooks), *fwd_hooks_of(self, hooks)])
         return self._denoise(run, hooks, observers, prompt, attention_mask, settings)
 
+    @checked_arguments(device=DEVICE, pos_slice=POSITIONS)
     def denoise_with_cache(
         self,
         prompt: Any,
@@ -202,11 +206,13 @@ class DiffusionBridge(TransformerBridge):
         edits = bool(fwd_hooks or hooks)
         collector = CacheCollector(self, points, cache_steps, device, pos_slice, max_bytes, copies=edits)
         collect = [(name, collector) for name in points]
-        run = BridgeRun(self, [*fwd_hooks, *fwd_hooks_of(self, hooks), *collect], on_start=collector.check)
+        pairs = checked_pairs(fwd_hooks)
+        run = BridgeRun(self, [*pairs, *fwd_hooks_of(self, hooks), *collect], on_start=collector.check)
         found = self._denoise(run, hooks, observers, prompt, attention_mask, settings)
         collector.check_end(found.steps)
         return found, collector.result()
 
+    @checked_arguments(pos_slice=POSITIONS)
     def bytes_per_step(
         self, names_filter: NamesFilter, positions: int, rows: int = 1, pos_slice: Any = None
     ) -> dict[str, int]:

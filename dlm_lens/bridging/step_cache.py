@@ -11,9 +11,9 @@ from transformer_lens import ActivationCache
 from transformer_lens.utilities.slice import Slice
 
 from dlm_lens.adapters.memory import free_bytes
-from dlm_lens.arguments import chosen_steps, kept_step, level_of_caller, whole
+from dlm_lens.arguments import SLICE, Rule, chosen_steps, kept_step, level_of_caller, listed_indices, whole
 from dlm_lens.placement import devices, input_device
-from dlm_lens.printable import shown
+from dlm_lens.printable import is_array, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +122,18 @@ def _listed(items: Iterable[Any]) -> str:
 
 NamesFilter = str | list[str] | Callable[[str], bool] | None
 StepSelection = int | slice | Iterable[int] | None
+
+
+def _positions(value: Any) -> bool:
+    if isinstance(value, Slice) or is_array(value):
+        return True
+    if isinstance(value, tuple):
+        value = slice(*value)
+    return SLICE.holds(value) or (not isinstance(value, slice) and bool(listed_indices("position", value)))
+
+
+POSITIONS = Rule("a position, a list of them, or a slice or (start, stop, step) of whole numbers", _positions)
+"""A `pos_slice` of TransformerLens."""
 
 SHARE_OF_FREE_MEMORY = 0.8
 """The share of a device's free memory that a cache may take."""

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -89,12 +89,6 @@ class BridgeRun(StepObserver):
         on_start: Callable[[int, Mapping[int, int], str | None], None] | None = None,
     ) -> None:
         super().__init__(bridge.original_model)
-        for pair in hooks:
-            if not (isinstance(pair, tuple | list) and len(pair) == 2 and callable(pair[1])):
-                raise ValueError(
-                    f"fwd_hooks takes pairs (name or filter of names, function), not {shown(pair)}; hooks of "
-                    "dlm_lens.hooks go into hooks="
-                )
         self.bridge, self.hooks, self.on_start = bridge, hooks, on_start
         # The others are plain functions, as TransformerLens takes them, which declare nothing.
         self.step_hooks = [as_hook(hook) for _, hook in hooks if is_hook(hook)]
@@ -236,6 +230,25 @@ class BridgeRun(StepObserver):
         with self._silence(), torch.no_grad(), self.bridge.hooks(fwd_hooks=points):
             model(*inputs, **kwargs)
         self.now = replace(self.now, clean=lambda: columns)
+
+
+def checked_pairs(fwd_hooks: Any) -> list[FwdHook]:
+    """The pairs of `fwd_hooks`; None for none.
+
+    Raises:
+        ValueError: something else than a list of pairs.
+    """
+    if not isinstance(fwd_hooks, Iterable | None):
+        raise ValueError(f"fwd_hooks is {shown(fwd_hooks)}; give a list of pairs (name or filter, function)")
+    found = list(fwd_hooks or ())
+    for pair in found:
+        kinds = isinstance(pair, tuple | list) and [isinstance(each, str) or 2 * callable(each) for each in pair]
+        if kinds not in ([1, 2], [2, 2]):
+            raise ValueError(
+                f"fwd_hooks takes pairs (name or filter of names, function), not {shown(pair)}; hooks of "
+                "dlm_lens.hooks go into hooks="
+            )
+    return found
 
 
 def fwd_hooks_of(bridge: Any, hooks: Sequence[HookLike]) -> list[tuple[str, Hook]]:

@@ -219,8 +219,15 @@ def _observes(value: Any) -> bool:
 
 
 def listed_observers(observers: Any) -> tuple[Any, ...]:
-    """The observers of a call, which may be several, one, or None for none."""
-    return () if observers is None else tuple(observers) if isinstance(observers, Sequence) else (observers,)
+    """The observers of a call, which may be several, one, or None for none.
+
+    Raises:
+        ValueError: something else.
+    """
+    if observers is None:
+        return ()
+    OBSERVERS.check("observers", observers)
+    return tuple(observers) if isinstance(observers, Sequence) else (observers,)
 
 
 OBSERVERS = Rule("a RunObserver, such as dlm_lens.Recorder(model, ...), or a list of them", _observes)

@@ -243,7 +243,6 @@ CLOCK = instance(DenoisingClock, "a DenoisingClock of denoising_clock")
     shuffles=whole(0, 64),
     bins=whole(2, 1024),
     seed=whole(0),
-    max_bytes=whole(1),
 )
 @torch.no_grad()
 @exclusive
