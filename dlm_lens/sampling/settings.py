@@ -117,9 +117,10 @@ def answer_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks
     values = {**defaults, **given}
     length = values["gen_length"]
     if length < 0 or (length == 0 and masks == 0):
+        without = "" if masks else " and the prompt holds no mask token"
+        other = "0 for the prompt's mask tokens alone" if masks else "put mask tokens where text is to be filled in"
         raise ValueError(
-            f"gen_length is {length} and the prompt holds no mask token: nothing to write; give gen_length of at "
-            "least 1, or put mask tokens where text is to be filled in"
+            f"gen_length is {length}{without}: nothing to write; give gen_length of at least 1, or {other}"
         )
     if "steps" not in given and ("gen_length" in given or length == 0):
         values["steps"] = length or masks

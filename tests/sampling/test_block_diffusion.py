@@ -203,8 +203,12 @@ def test_released_block_checkpoints_are_known_by_name(tmp_path: Path, monkeypatc
 
 def test_what_cannot_be() -> None:
     model = model_of()
-    with pytest.raises(ValueError, match="gen_length is 0"):
-        dl.denoise(model, [[1, 2]], gen_length=0)
+    # Masks in the prompt are no remedy.
+    for prompt in ([1, 2], [1, model.config.mask_token_id, 2]):
+        with pytest.raises(
+            ValueError, match=r"^gen_length is 0; block diffusion writes .* gen_length of at least 1$"
+        ):
+            dl.denoise(model, prompt, gen_length=0)
     with pytest.raises(ValueError, match="use_cache=True with hooks or a recorder"):
         dl.denoise(model, PROMPTS, hooks=[mask_top_sinks(1)], use_cache=True, **RUN)
 

@@ -431,6 +431,14 @@ def test_masks_in_the_prompt_are_no_remedy_where_blocks_need_an_answer(family: s
             dlm_lens.denoise(model, prompt, gen_length=0)
 
 
+def test_a_negative_length_beside_masks_is_refused_without_saying_that_there_are_none() -> None:
+    model = tiny("llada")
+    with pytest.raises(
+        ValueError, match=r"^gen_length is -4: nothing to write; .* or 0 for the prompt's mask tokens"
+    ):
+        dlm_lens.denoise(model, [1, model.config.mask_token_id], gen_length=-4)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -14,6 +14,7 @@ from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.blocks import BlockSampler
+from dlm_lens.sampling.samplers.context_blocks import answer_to_write
 from dlm_lens.sampling.samplers.dllm import DllmSampler, DllmSettings, OrderedNoise, resolve
 from dlm_lens.sampling.settings import at_least_one
 from dlm_lens.sampling.special_ids import SpecialIds
@@ -118,4 +119,16 @@ class DllmBlockSampler(BlockSampler, DllmSampler):
         return self._stops[steps - 1] if 0 < steps <= len(self._stops) else positions
 
 
-ALGORITHM = Algorithm("dllm_blocks", DllmBlockSettings, DllmBlockSampler, resolve, corruption=CountCorruption())
+def resolve_blocks(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -> dict[str, Any]:
+    """Settings of `dllm.resolve`, with an answer.
+
+    Raises:
+        ValueError: there is no answer to write.
+    """
+    answer_to_write(defaults, given, masks)
+    return resolve(defaults, given, masks)
+
+
+ALGORITHM = Algorithm(
+    "dllm_blocks", DllmBlockSettings, DllmBlockSampler, resolve_blocks, corruption=CountCorruption()
+)

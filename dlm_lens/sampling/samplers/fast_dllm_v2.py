@@ -17,6 +17,7 @@ from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Draw, Noise, SharedNoise, drawn_by_rows
 from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.blocks import BlockSampler
+from dlm_lens.sampling.samplers.context_blocks import answer_to_write
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SelectAbove
@@ -82,12 +83,7 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     Raises:
         ValueError: there is no answer to write.
     """
-    values = {**defaults, **given}
-    if values["gen_length"] < 1:
-        raise ValueError(
-            f"gen_length is {values['gen_length']}; block diffusion writes an answer after the prompt: give "
-            "gen_length of at least 1"
-        )
+    values = answer_to_write(defaults, given, masks)
     if "sub_block_length" not in given and values["block_length"] % values["sub_block_length"]:
         values["sub_block_length"] = values["block_length"]
     return values
