@@ -72,8 +72,11 @@ def measured(results: Results, model: str, variant: str, step: int, name: str) -
         name: of a stored pair.
     """
     found = _values(results, model, variant, step, name)
-    bounds = (0.0, np.inf if name.startswith(("norm", "loss")) else 1.0)  # all others are shares
-    return over_networks(list(found.values()), bounds=bounds) if found else Interval(np.nan, np.nan, np.nan, 0)
+    return (
+        over_networks(list(found.values()), bounds=(0.0, _most(name)))
+        if found
+        else Interval(np.nan, np.nan, np.nan, 0)
+    )
 
 
 def change(results: Results, model: str, before: tuple[str, int], after: tuple[str, int], name: str) -> Interval:
@@ -95,7 +98,13 @@ def change(results: Results, model: str, before: tuple[str, int], after: tuple[s
     known = [part for part in found if np.isfinite(part).all()]
     if not known:
         return Interval(np.nan, np.nan, np.nan, 0)
-    return over_networks([(list(part), [1.0] * len(part)) for part in known], bounds=None)
+    bounds = (-_most(name), _most(name))
+    return over_networks([(list(part), [1.0] * len(part)) for part in known], bounds=bounds)
+
+
+def _most(name: str) -> float:
+    """The largest possible value of a statistic: all but norms and losses are shares."""
+    return np.inf if name.startswith(("norm", "loss")) else 1.0
 
 
 def _contributions(top: Sequence[float], bottom: Sequence[float]) -> "np.ndarray[Any, np.dtype[np.float64]]":

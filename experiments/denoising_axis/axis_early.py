@@ -65,7 +65,8 @@ def excess(results: Results, model: str, null: str, measure: str) -> Interval:
     for one in networks.prompts_of(results, model, "sums"):
         (a, n), (b, m) = one[0][place], one[PREDICTORS.index(null)][place]
         values.append(a / n - b / m if n and m else None)
-    return mean_over_prompts(values, bounds=None)
+    most = 2.0 if measure == "correlation" else 1.0
+    return mean_over_prompts(values, bounds=(-most, most))
 
 
 def recall_by_lag(results: Results, model: str, predictor: str) -> list[tuple[float, Interval]]:

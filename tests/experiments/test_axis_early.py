@@ -38,7 +38,7 @@ def planted(early: float, other: float) -> Results:
     sums, lags = [], []
     for prompt in range(6):
         each = [early, 1.0, other, other]
-        sums.append([[[4 * (one - 0.001 * prompt), 4.0]] * 3 for one in each])
+        sums.append([[[4 * one * (1 - 0.002 * prompt), 4.0]] * 3 for one in each])
         lags.append([[[[0.0, 0.0], [4 * one, 4.0]]] * 3 for one in each])
     record = Record({"model": "m", "start": 0}, {"sums": sums, "lags": lags, "chance": [[1.0, 4.0]] * 6}, 0.0)
     return Results({"settings": {"models": ["m"], "share": 0.25}}, [record])
@@ -46,8 +46,13 @@ def planted(early: float, other: float) -> Results:
 
 def test_means_differences_and_verdicts_of_planted_counts() -> None:
     found = planted(0.9, 0.6)
-    assert mean(found, "m", "first steps", "recall").value == pytest.approx(0.8975)
-    assert excess(found, "m", "other prompt", "recall").value == pytest.approx(0.3)
+    assert mean(found, "m", "first steps", "recall").value == pytest.approx(0.9 * 0.995)
+    assert excess(found, "m", "other prompt", "recall").value == pytest.approx(0.3 * 0.995)
     assert [(lag, one.value) for lag, one in recall_by_lag(found, "m", "other block")] == [(1, pytest.approx(0.6))]
     assert [one.verdict for one in findings(found)] == ["agrees"] * 3
+    # Where no prompt differs: 0, and z^2 of n + z^2 prompts may have any other difference.
+    unseen = 1.959964**2 / (6 + 1.959964**2)
+    for measure, most in (("recall", 1.0), ("kept", 1.0), ("correlation", 2.0)):
+        same = excess(planted(0.6, 0.6), "m", "other prompt", measure)
+        assert same[:3] == pytest.approx((0.0, -unseen * most, unseen * most), abs=1e-6)
     assert [one.verdict for one in findings(planted(0.5, 0.6))] == ["disagrees"] * 3

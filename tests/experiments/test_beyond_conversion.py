@@ -181,11 +181,19 @@ def planted(before: float, after: float, steps: tuple[int, int] = (0, 100)) -> R
 
 def test_changes_are_paired_by_prompt() -> None:
     results = planted(0.5, 0.4)
-    found = conversion_tables.change(results, "toy-ar", ("plain", 0), ("plain", 100), "first")
-    # The noise of the prompts is common to both, and far larger than the interval.
+    # The noise of the prompts is common to both, and far larger than the interval of a number without bounds.
+    found = conversion_tables.change(results, "toy-ar", ("plain", 0), ("plain", 100), "norm_columns")
     assert found.value == pytest.approx(-0.1)
     assert found.high - found.low < 1e-9
     assert found.n == 40
+    # Of shares z^2 of n + z^2 prompts may have any other difference, from -1 to 1.
+    found = conversion_tables.change(results, "toy-ar", ("plain", 0), ("plain", 100), "first")
+    unseen = 1.959964**2 / (40 + 1.959964**2)
+    assert found[:2] == pytest.approx((-0.1, -0.1 - unseen * 0.9), abs=1e-6)
+    assert found.high == pytest.approx(-0.1 + unseen * 1.1, abs=1e-6)
+    assert (
+        conversion_tables.change(planted(0.001, 0.999), "toy-ar", ("plain", 0), ("plain", 100), "first").high <= 1
+    )
     alone = conversion_tables.measured(results, "toy-ar", "plain", 100, "first")
     assert alone.value == pytest.approx(0.4, abs=0.01)
     assert alone.high - alone.low > 0.005
