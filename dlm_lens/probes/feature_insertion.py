@@ -203,7 +203,8 @@ class _Mean(Hook):
         here = where(None, tensor, hook, self)
         here &= ~hook.sinks.is_sink(here.shape[1], here.device)  # learned sink tokens are no content of the canvas
         running = self.run.running[step].to(here.device)
-        content = tensor[here & running.repeat(len(here) // len(running))[:, None]]  # guidance sees rows twice
+        # The second rows of guidance see a canvas with a masked prompt.
+        content = tensor[: len(running)][here[: len(running)] & running[:, None]]
         self.sums[step] = in_float64(content).sum(0).cpu(), len(content)
         return tensor
 
@@ -232,10 +233,10 @@ def insertion_loss(
 
     At each step, for each autoencoder, x is replaced at all positions, at the open ones, and at the others (decided
     ones and the prompt), one layer at a time: by decode(encode(x)) ("sae"), by 0 ("zero"), by the mean of x over
-    the content of the canvases of `steps` ("mean"), and by the reconstruction of each null. The canvases are the
-    run's own, so that step t shows what the insertion at step t costs. Learned sink tokens beside the canvas are
-    replaced too where all positions are ("all"), by the reconstructions of their own states, 0, or the mean over
-    the canvas; that mean is without them.
+    the content of the canvases of `steps` ("mean"; of guidance the conditional half), and by the reconstruction of
+    each null. The canvases are the run's own, so that step t shows what the insertion at step t costs. Learned sink
+    tokens beside the canvas are replaced too where all positions are ("all"), by the reconstructions of their own
+    states, 0, or the mean over the canvas; that mean is without them.
 
     One forward pass per step and combination: with n autoencoders and the defaults 1 + 15 n, and one for the means.
 

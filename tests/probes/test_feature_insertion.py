@@ -75,6 +75,24 @@ def test_losses_are_those_of_passes_edited_by_hand():
     assert len(found.by_step()) == 4 * 5 * 3
 
 
+def test_the_mean_of_a_guided_run_is_that_of_its_conditional_half():
+    model = tiny("llada")
+    run = dl.denoise(model, PROMPTS, steps=2, gen_length=4, cfg_scale=1.5)
+    found = insertion_loss(model, run, autoencoder(model), places=["all"], nulls=())
+    kept = dl.hooks.capture(model, run, "resid", layers=[1])
+    both = [kept["resid", 1, step] for step in range(2)]
+    assert [len(each) for each in both] == [2 * len(PROMPTS)] * 2
+    mean = torch.cat([each[: len(PROMPTS)][run.attention_mask] for each in both]).double().mean(0).float()
+    stored = StoredRun(model, run, hooks=[dl.hooks.at_layers(dl.hooks.ablate("resid", None, mean), [1])])
+    for step in range(2):
+        logits = stored.logits(stored.states(step)).double()
+        logits[:, model.config.mask_token_id] = -torch.inf
+        predicted = stored.predicted(step)
+        losses = -logits.log_softmax(-1).gather(1, run.tokens[predicted][:, None])[:, 0]
+        rows = torch.zeros(len(PROMPTS), dtype=torch.float64).index_add(0, predicted.nonzero()[:, 0], losses)
+        torch.testing.assert_close(found.loss[0, 2, 0, step].double(), rows, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("placement", ["front", "end"])
 def test_the_mean_is_without_learned_sink_tokens_and_replaces_theirs_too(placement):
     model = tiny("sink_qwen", num_sinks=2, sink_placement=placement)
