@@ -13,6 +13,7 @@ from dlm_lens.arguments import (
     chosen_indices,
     chosen_steps,
     flag,
+    is_whole,
     kept_step,
     plain_number,
 )
@@ -51,7 +52,7 @@ class Activations(ShowsItself):
 
     With guidance the rows are the conditional ones and then the unconditional ones; in a sink model positions count
     the sink tokens (`sinks.canvas(length)` is the canvas). `stacked(site, layer)` is [step, batch, ...]; a
-    negative step counts from the last one kept, as in the stack.
+    negative step counts from the last one kept, as in the stack, a negative layer from the model's last.
 
     Args:
         values: (site, layer, step) -> the activation.
@@ -59,6 +60,7 @@ class Activations(ShowsItself):
         sinks: the positions of the model's sink tokens.
         stack: the part of the model that they are of: "" for the layers that predict, or "encoder", whose positions
             are those that it read at the step.
+        depth: how many layers that part has; 0, if it is not known, for no negative layers.
 
     Raises:
         ValueError: no activation, or a step that the run does not have.
@@ -68,6 +70,7 @@ class Activations(ShowsItself):
     run: DenoisingRun = field(repr=False)
     sinks: SinkLayout = field(default_factory=SinkLayout)
     stack: str = ""
+    depth: int = 0
 
     def __post_init__(self) -> None:
         if not self.values:
@@ -88,8 +91,8 @@ class Activations(ShowsItself):
         if not isinstance(key, tuple) or len(key) != 3:
             raise KeyError(f"{shown(key)} names no activation; give activations[site, layer, step]")
         site, layer, step = key[0], plain_number(key[1]), kept_step(key[2], self.steps)
-        count = max(self.layers) + 1
-        found = self.values.get((site, layer % count if layer < 0 else layer, step))
+        below = is_whole(layer) and layer < 0
+        found = self.values.get((site, layer + self.depth if below else layer, step))
         if found is None:
             raise KeyError(
                 f"{key} was not kept; there are sites {', '.join(self.sites)}, layers {list(self.layers)}, steps "
@@ -191,7 +194,8 @@ class _Keeper(StepObserver):
                 f"capture: the {self.stack} ran at none of the steps {sorted(self.steps)}; it runs at the first "
                 "step of every canvas, such as 0"
             )
-        return Activations(self.values, run, SinkLayout.of(self.model), self.stack)
+        depth = len(attention_blocks(self.model, self.stack))
+        return Activations(self.values, run, SinkLayout.of(self.model), self.stack, depth)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ import dlm_lens as dl
 from dlm_lens.attention import SITES, PointContext, SinkLayout
 from dlm_lens.files.tensor_files import write_tensors
 from dlm_lens.hooks import (
+    Activations,
     MeanActivations,
     ablate,
     at_steps,
@@ -61,6 +62,19 @@ def test_captured_activations_equal_float64(model: Any, again: bool) -> None:
     assert found.nbytes == 2 * 4 * (13 * (32 + 16 + 4 * 13 + 32) + 3 * 13 * 32)
     with pytest.raises(KeyError, match=r"layers \[1\], steps \[0, 3\]"):
         found["z", 1, 2]
+
+
+def test_a_negative_layer_counts_from_the_last_of_the_model(model: Any) -> None:
+    some = capture(model, IDS, "resid", layers=[0], **RUN)
+    every = capture(model, IDS, "resid", layers=[-1, 0], **RUN)
+    assert every["resid", -1, 0] is every["resid", 1, 0]
+    assert some["resid", -2, 0].equal(every["resid", 0, 0])
+    for absent in (-1, -3):
+        with pytest.raises(KeyError, match=rf"\('resid', {absent}, 0\) was not kept; .*layers \[0\]"):
+            some["resid", absent, 0]
+    own = Activations({("resid", 0, 0): some["resid", 0, 0]}, some.run)
+    with pytest.raises(KeyError, match="was not kept"):
+        own["resid", -1, 0]
 
 
 def test_an_ar_run_is_captured_prefix_by_prefix_and_again() -> None:
