@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.attention import Hook, HookLike, HookWrapper, PointContext, RunStep, as_hook, run_of
 from dlm_lens.hooks.positions import activation_site, spread
+from dlm_lens.sampling.algorithm_registry import moves_tokens
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,11 +58,16 @@ class UntilCommitted(HookWrapper):
         return len(self.steps) if len(self.steps) > 1 else self.hook.row_count
 
     def check_run(self, run: RunStep) -> None:
-        """Refuse a run of other prompts or another length.
+        """Refuse a run of other prompts or another length, or one whose tokens move.
 
         Raises:
-            ValueError: naming both shapes.
+            ValueError: naming both shapes, or the sampler.
         """
+        if run.config is not None and moves_tokens(run.config):
+            raise ValueError(
+                f"{self}: the sampler of {run.config.model_type} moves tokens, so that no position is one token; end "
+                "the hook for all positions, such as with at_steps(hook, range(8))"
+            )
         positions = run.tokens.shape[1] if run.whole is None else run.whole
         # A run without a mask token may have ended early, on a canvas shorter than it began with.
         ended = self.steps.shape[1] < positions and getattr(run.config, "mask_token_id", None) is None
@@ -111,6 +117,7 @@ def until_committed(hook: HookLike, steps: Int[Tensor, "batch position"]) -> Unt
             early (AR, or without a mask token).
 
     Raises:
-        ValueError: a hook of scores or patterns, or steps of another form.
+        ValueError: a hook of scores or patterns, or steps of another form; before a run of a sampler that moves
+            tokens (DreamOn, LLaDA2.2).
     """
     return UntilCommitted(as_hook(hook), steps)

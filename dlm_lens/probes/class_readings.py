@@ -49,8 +49,8 @@ class ClassReadability(ShowsItself):
         wanted: the class of each final token, an index of `TOKEN_CLASSES`; -1 where no token was decided.
         read: the class that each layer's probe reads; -1 where a position is not open, or the row was fitted.
         shuffled: the same of probes that were fitted to the classes of other open positions of the same row.
-        place: the most frequent class of the fitted rows at the same place of the answer; -1 for a place that
-            they do not have.
+        place: the most frequent class of the fitted rows at the same place of the answer, at the end; -1 for a
+            place that they do not have.
         seed: of the split, the permutation and the intervals.
 
     Raises:
@@ -102,9 +102,11 @@ class ClassReadability(ShowsItself):
             layer: whose probe.
             of: "class", or a null: "shuffled", "place".
         """
-        read = self._read(layer, of).masked_fill(self.read[0] < 0, -1)
-        read = at_places(read, self.settled.run.token_places[:-1], -1)
-        return settled_at(read, self.wanted, self.settled.decided_at, self.settled.unknown)
+        places = self.settled.run.token_places[:-1]
+        opened = at_places(self.read[0], places, -1) >= 0
+        read = at_places(self._read(layer, of), places, -1)
+        read = self.place.expand_as(read) if of == "place" else read  # also while another token has the same mask
+        return settled_at(read.masked_fill(~opened, -1), self.wanted, self.settled.decided_at, self.settled.unknown)
 
     @checked_arguments(late=flag())
     def earlier(self, layer: int, of: str = "class", *, late: bool = True) -> Estimate:
@@ -167,7 +169,7 @@ class ClassReadability(ShowsItself):
     def _read(self, layer: int, of: str) -> Int[Tensor, "step batch position"]:
         index = place_of_layer(layer, self.layers)
         if of == "place":
-            return self.place.expand_as(self.read[0])
+            return on_canvases(self.settled.run, self.place, -1)
         if of not in PROBES:
             raise ValueError(f"of is {shown(of)}; it must be {', '.join(READINGS)}")
         return (self.read if of == "class" else self.shuffled)[index]

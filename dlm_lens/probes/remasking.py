@@ -15,7 +15,7 @@ from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, denoise
-from dlm_lens.sampling.algorithm_registry import algorithm_of
+from dlm_lens.sampling.algorithm_registry import moves_tokens
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import SHARE_BOUNDS, Estimate, estimate_mean
 
@@ -144,7 +144,7 @@ def remask(
     mask = getattr(model.config, "mask_token_id", None)
     if mask is None:
         raise ValueError(f"remask: {type(model).__name__} has no mask token, so that nothing can be masked again")
-    if algorithm_of(model.config).sampler.moves_tokens:
+    if moves_tokens(model.config):
         raise ValueError(
             f"remask: the sampler of {type(model).__name__} moves tokens, so that two runs have other parts of the "
             "text at one position; give a model that keeps every position"

@@ -57,6 +57,14 @@ def algorithm_of(config: Any) -> Algorithm:
     return algorithms()[family_of(config.model_type).sampler_of(config)]
 
 
+def moves_tokens(config: Any) -> bool:
+    """Whether steps of the sampler of a model with this config move tokens; not where no family loads the model."""
+    try:
+        return algorithm_of(config).sampler.moves_tokens
+    except ValueError:
+        return False
+
+
 def check_defaults(algorithm: Algorithm, config: Any) -> None:
     """Raise unless the `sampler_defaults` of a config are settings of its sampler, with values of the right kind.
 

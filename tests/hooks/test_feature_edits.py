@@ -168,6 +168,19 @@ def test_until_committed_is_of_the_rows_of_its_steps():
     dl.denoise(model, four, hooks=[until_committed(steer(torch.ones(32)), run.step_of[:1])], **RUN)
 
 
+@pytest.mark.parametrize(("family", "settings"), [("dreamon", {}), ("llada2", {"sampler": "llada2_levenshtein"})])
+def test_until_committed_is_refused_where_tokens_move(family, settings):
+    model = tiny(family, **settings)
+    plain = dl.denoise(model, [[5, 6, 7]], gen_length=4)
+    hook = until_committed(steer(torch.ones(model.config.hidden_size)), plain.step_of)
+    for call in (
+        lambda: dl.denoise(model, [[5, 6, 7]], gen_length=4, hooks=[hook]),
+        lambda: dl.replay(model, plain, [hook]),
+    ):
+        with pytest.raises(ValueError, match=r"moves tokens, so that no position is one token; .*at_steps"):
+            call()
+
+
 def test_until_committed_in_an_ar_run():
     model = dl.load("toy-ar")
     sae = autoencoder(model)

@@ -207,6 +207,36 @@ def test_a_token_is_late_where_the_first_step_with_its_mask_predicts_another() -
     assert found.earlier(1).value == pytest.approx(sum(late) / len(late))
 
 
+def test_the_class_by_place_is_that_of_the_place_where_the_token_ends() -> None:
+    model = resizing(seed=2)
+    prompts = [[*prompt[:1], 20 + i, *prompt[2:]] if i else prompt for i in range(3) for prompt in PROMPTS]
+    run, texts = dl.denoise(model, prompts, **GREEDY), [by_hand(model, prompt) for prompt in prompts]
+    found = class_readability(model, run, layers=[1], held_out=0.5, seed=1)
+    held = found.held_out.nonzero().flatten().tolist()
+    classes: dict[int, Counter[int]] = {}
+    for row in (~found.held_out).nonzero().flatten().tolist():
+        for one, position in zip(texts[row][-1], placed(run, row, -1), strict=True):
+            if one.decided >= 0:
+                classes.setdefault(position, Counter())[int(found.wanted[row, position])] += 1
+    right, moved, settled = [], 0, found.class_at(1, "place")
+    for row in held:
+        final = texts[row][-1]
+        sharing = Counter((step, place) for one in final for step, place in enumerate(one.places))
+        for one, position in zip(final, placed(run, row, -1), strict=True):
+            if one.decided < 0:
+                continue
+            counts = classes.get(position, Counter())
+            best = min((each for each in counts if counts[each] == max(counts.values())), default=-1)
+            same = best == int(found.wanted[row, position])
+            for step, place in list(enumerate(one.places))[: one.decided + 1]:
+                if sharing[step, place] == 1:  # of a mask that became several, no token is the final one
+                    right.append(same)
+                    moved += placed(run, row, step)[place] != position
+            assert int(settled[row, position]) == (-1 if best < 0 else 0 if same else one.decided + 1)
+    assert moved
+    assert found.accuracy(1, "place").value == pytest.approx(sum(right) / len(right))
+
+
 def test_parts_and_files_keep_where_tokens_were(model: Any, run: dl.DenoisingRun, tmp_path: Path) -> None:
     recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], to=tmp_path / "stored", **GREEDY)
     stored = dl.Recording.load(tmp_path / "stored").run
