@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import dlm_lens
 from dlm_lens.adapters import embedded_models, load
+from dlm_lens.cli.output import lines_of
 from dlm_lens.files.atomic_writes import write_figure, write_file
 from dlm_lens.files.paths import check_directory
 from dlm_lens.printable import counted, printable
@@ -274,5 +275,5 @@ def _numbers(
             "score": [[[round(v, 4) for v in heads] for heads in layers] for layers in scores],
             "is_sink": (sinks.main()[:, 0] >= 0).int().tolist(),
         },
-        "sinks": json.loads(sinks.table(sort="place").drop(columns=["scale", "level"]).to_json(orient="records")),
+        "sinks": lines_of(sinks.table(sort="place").drop(columns=["scale", "level"])),
     }

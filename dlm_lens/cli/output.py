@@ -1,6 +1,7 @@
 """How commands print: tables as text or CSV, everything as JSON, and one sentence where a training stops."""
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,7 @@ def show_json(values: Any) -> None:
 def show_tables(as_json: bool, about: Mapping[str, Any], tables: "Mapping[str, pd.DataFrame]") -> None:
     """Print what the tables are about, and the tables, as JSON (NaN is null) or as text (NaN is -)."""
     if as_json:
-        show_json(
-            {**about, **{name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}}
-        )
+        show_json({**about, **{name: lines_of(table) for name, table in tables.items()}})
         return
     for name, value in about.items():
         echo(f"{name}: {value}")
@@ -36,6 +35,12 @@ def show_tables(as_json: bool, about: Mapping[str, Any], tables: "Mapping[str, p
             echo("(none)")
             continue
         echo(_measured(table).to_string(index=False, na_rep="-", float_format=lambda x: f"{x:.4g}"))
+
+
+def lines_of(table: "pd.DataFrame") -> list[dict[Any, Any]]:
+    """The lines of a table for JSON: all digits of its numbers, and None for what is none or not finite."""
+    known = table.notna() & ~table.isin([math.inf, -math.inf])
+    return table.astype(object).where(known, None).to_dict("records")
 
 
 def show_csv(table: "pd.DataFrame") -> None:

@@ -77,9 +77,8 @@ def test_sinks_as_csv_are_the_tables_of_the_json(saved: Any) -> None:
     for table in ("layers", "sinks"):
         result = CliRunner().invoke(cli.app, [*rule, "--csv", table], catch_exceptions=False)
         assert result.exit_code == 0
-        # The JSON of pandas has 10 digits after the point.
-        wanted = pd.DataFrame(found[table])
-        pd.testing.assert_frame_equal(pd.read_csv(io.StringIO(result.stdout)), wanted, check_dtype=False, atol=1e-9)
+        wanted, csv = pd.DataFrame(found[table]), pd.read_csv(io.StringIO(result.stdout))
+        pd.testing.assert_frame_equal(csv, wanted, check_dtype=False, rtol=1e-15)
     for given, sentence in (
         (["--csv", "sink"], "--csv is 'sink'; did you mean sinks"),
         (["--csv", "sinks", "--json"], "--json and --csv: give one of the two"),
