@@ -43,6 +43,7 @@ class Track:
         row: number of the sequence in its recording.
         layers: the layers that a mean is over; empty where they are not known.
         heads: the heads that a mean is over, where they are known not to be all of the model's; else empty.
+        scored: whether any key has a score.
     """
 
     largest: list[int]
@@ -62,6 +63,7 @@ class Track:
     row: int = 0
     layers: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
+    scored: bool = True
 
     def from_first_token(self, padding: int) -> "Track":
         """The same track with keys that count from the row's first token instead of the canvas's."""
@@ -203,6 +205,7 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
         uniform_noise=holds_random_tokens(sinks.tokens, sinks.masked),
         low=low,
         steps=sinks.steps,
+        scored=not bool(scores.isnan().all()),
     )
 
 
@@ -235,6 +238,7 @@ def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, r
         layers=paths.layers,
         uniform_noise=holds_random_tokens(paths.tokens, paths.masked),
         steps=paths.steps,
+        scored=bool(paths.defined[:, row, layers, heads].any()),
     ).from_first_token(0 if paths.padding is None else int(paths.padding[row]))
 
 

@@ -1,6 +1,7 @@
 """Pictures hold the numbers of what they are given: patterns, distributions, profiles, regions, norms, lenses."""
 
 import io
+import itertools
 import math
 from dataclasses import replace
 
@@ -523,3 +524,29 @@ def test_colours_of_masks_are_those_of_the_legend(model, recording):
     strip = next(c for c in figure.axes[0].collections if c.get_gid() == "masked")
     assert MASKED == "#d3e3f0"
     np.testing.assert_allclose(strip.cmap(1.0)[:3], [0xD3 / 255, 0xE3 / 255, 0xF0 / 255])
+
+
+def test_logarithmic_axes_of_shares_are_in_percent():
+    """Between powers of ten matplotlib's own labels, 6 x 10^-1, stood beside 100%."""
+    model = tiny("llada", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    rec = record(model, [[30]], [ReceivedAttention(min_viewers=1)], steps=1, gen_length=1)
+    for figure in (dl.viz.score_distribution(rec), dl.viz.sinks_over_eps(rec, [0.01, 0.05])):
+        figure.savefig(io.BytesIO(), format="png")
+        axis = figure.axes[0].yaxis
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        labels = {tick.label1.get_text(): tick.get_loc() for tick in ticks if tick.label1.get_text()}
+        assert len(labels) > 1
+        assert [float(text.removesuffix("%")) / 100 for text in labels] == pytest.approx([*labels.values()])
+        assert {tick.label1.get_fontsize() for tick in ticks} == {7}
+
+
+@pytest.mark.parametrize(("heads", "numbers"), [(32, 32), (64, 0)])
+def test_numbers_of_many_heads_do_not_overlap(heads, numbers):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 128}
+    model = tiny("llada", num_hidden_layers=1, **sizes)
+    rec = record(model, [[5, 6, 7]], [ReceivedAttention(min_viewers=1)], steps=1, gen_length=2)
+    figure = dl.viz.sink_strength(rec)
+    figure.savefig(io.BytesIO(), format="png")
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == numbers
+    assert not any(one.overlaps(other) for one, other in itertools.pairwise(boxes))

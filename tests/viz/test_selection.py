@@ -124,6 +124,22 @@ def test_an_empty_figure_says_so(received):
     undefined.values[:, 0, 0, 0] = torch.nan
     figure = dl.viz.incoming_attention(undefined, layer=5, head=0)
     assert notes(figure.axes[0]) == ["no key has a score at these steps"]
+    # That no key is a sink would be a result.
+    for source in (undefined, find_sinks(undefined, RULE), dl.trajectories(undefined, RULE)):
+        assert notes(dl.viz.sink_positions(source, layer=5, head=0).axes[0]) == ["no key has a score"]
+    undefined.values[:] = torch.nan
+    assert notes(dl.viz.sink_strength(undefined).axes[0]) == ["no key has a score"]
+
+
+def test_maps_of_short_canvases_say_that_no_key_has_a_score():
+    model = tiny("llada")
+    run = dl.denoise(model, [[5, 6]], steps=2, gen_length=4)
+    with pytest.warns(UserWarning, match="no key has a score"):
+        short = dl.viz.attention_maps(model, run, steps=[0], layer=0, head=0)
+    run = dl.denoise(model, [list(range(5, 20))], steps=2, gen_length=4)
+    longer = dl.viz.attention_maps(model, run, steps=[0], layer=0, head=0, detector=dl.AboveMean(50.0))
+    titles = [figure.axes[0].get_title() for figure in (short, longer)]
+    assert titles == ["step 0: no key has a score", "step 0: no sink by the rule"]
 
 
 def test_an_empty_region_says_so():

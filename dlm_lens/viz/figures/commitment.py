@@ -116,7 +116,7 @@ def _draw_confidence(axes: Axes, found: Commitment) -> None:
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel("mean over open positions", fontsize=8)
-    axes.legend(fontsize=7, frameon=False, loc="lower right")
+    axes.legend(fontsize=7, frameon=False)
 
 
 @plot(

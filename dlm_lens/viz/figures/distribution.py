@@ -16,7 +16,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Detector, Received
 from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
-from dlm_lens.viz.figures.labels import PLAIN, caption, level_label, numbered
+from dlm_lens.viz.figures.labels import PLAIN, LogShares, caption, level_label, numbered
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -132,10 +132,11 @@ def _name_axes(axes: Axes, scale: str) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(lambda score, _: f"{score:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    axes.yaxis.set_major_formatter(LogShares())
+    axes.yaxis.set_minor_formatter(LogShares())
     axes.set_ylim(top=1.4)
     axes.grid(color="0.9", linewidth=0.6)
-    axes.tick_params(labelsize=7)
+    axes.tick_params(which="both", labelsize=7)
     axes.set_xlabel(f"score x ({scale})", fontsize=8)
     axes.set_ylabel("share of keys with a score of at least x", fontsize=8)
     axes.legend(fontsize=7, frameon=False)

@@ -15,7 +15,7 @@ from dlm_lens.arguments import checked_arguments, or_none, real
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Level, Received, eps_sweep
-from dlm_lens.viz.figures.labels import PLAIN, caption, note, whole_ticks
+from dlm_lens.viz.figures.labels import PLAIN, LogShares, caption, note, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -78,6 +78,7 @@ def sinks_over_eps(
     if len(lengths) > MOST_LENGTHS:
         _add_bar(figure, [keys, patterns], lengths)
     keys.set_yscale("log")
+    keys.yaxis.set_minor_formatter(LogShares())
     lowest = table.loc[table["kept"] > 0, "kept"].min()
     keys.set_ylim(bottom=0.5 * lowest if np.isfinite(lowest) else 0.01, top=1.0)
     patterns.set_ylim(0, 1.02)
@@ -142,7 +143,7 @@ def _name_axes(axes: Axes, what: str, scale: str, marked: float | None) -> None:
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
     axes.set_ylabel(what, fontsize=8)
     axes.set_xlabel(f"eps ({scale})", fontsize=8)
-    axes.tick_params(labelsize=7)
+    axes.tick_params(which="both", labelsize=7)
     axes.grid(color="0.9", linewidth=0.6)
     if marked is not None:
         axes.axvline(marked, color="0.45", linewidth=1.0, label=f"eps = {marked:g}", gid="marked")

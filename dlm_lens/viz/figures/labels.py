@@ -8,7 +8,7 @@ from typing import Any, Literal
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from dlm_lens.printable import counted, escaped, printable
 from dlm_lens.sampling import DenoisingRun
@@ -112,6 +112,14 @@ def step_ticks(axes: Axes, steps: Sequence[int]) -> None:
 def whole_ticks(axis: Axis, most: int | Literal["auto"] = "auto") -> None:
     """Number an axis of steps, layers or positions at whole numbers alone, also where it shows a single one."""
     axis.set_major_locator(MaxNLocator(most, integer=True, min_n_ticks=1))
+
+
+class LogShares(LogFormatter):
+    """Numbers a logarithmic axis of shares in percent, also between powers of ten where it shows one of them."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """The label; empty for ticks that matplotlib gives none."""
+        return f"{100 * x:g}%" if super().__call__(x, pos) else ""
 
 
 def note(axes: Axes, text: str, height: float = 0.5) -> None:

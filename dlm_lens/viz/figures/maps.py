@@ -213,7 +213,8 @@ def _name_tokens(axes: Axes, shot: Snapshot, sinks: list[int]) -> None:
 
 def _panel_title(shot: Snapshot, sinks: list[int]) -> str:
     if not sinks:
-        return f"step {shot.step}: no sink by the rule"
+        scored = not bool(shot.received().values.isnan().all())
+        return f"step {shot.step}: no {'sink by the rule' if scored else 'key has a score'}"
     main = sinks[0]
     name = token_labels([shot.tokens[main]], shot.tokenizer)[0]
     name = f'"{name}" at position {shot.positions[main] - shot.padding}' if main < len(shot.positions) else name

@@ -242,7 +242,7 @@ def draw_track(
         axes.scatter(steps, keys, s=14, linewidths=0.8, zorder=4, marker="x", color="black", gid="revised")
     _name_axes(axes, track, height)
     if not any(track.passes):
-        note(axes, "no sink by the rule at any step", 0.93)
+        note(axes, "no sink by the rule at any step" if track.scored else "no key has a score", 0.93)
 
 
 def _shade_masked(axes: Axes, track: Track) -> None:

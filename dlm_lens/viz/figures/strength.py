@@ -11,7 +11,7 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
 from dlm_lens.sinks.detectors.base import as_detector
-from dlm_lens.viz.figures.labels import PLAIN, caption
+from dlm_lens.viz.figures.labels import PLAIN, caption, note
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -54,6 +54,8 @@ def sink_strength(
     colours = colormaps["viridis"].with_extremes(bad=UNDEFINED)
     mesh = draw_cells(left, np.ma.masked_invalid(scores), cmap=colours, vmin=0)
     _write_numbers(left, scores)
+    if not np.isfinite(scores).any():
+        note(left, "no key has a score")
     left.invert_yaxis()
     skip_layers, skip_heads = -(-layers // 32), -(-heads // 32)
     shown = range(0, layers, skip_layers)
@@ -92,9 +94,10 @@ def _draw(options: PlotOptions) -> Figure:
 
 
 def _write_numbers(axes: Axes, scores: np.ndarray) -> None:
-    if scores.size > 64:
+    # Numbers of more heads would overlap.
+    if scores.size > 64 or scores.shape[1] > 32 or not np.isfinite(scores).any():
         return
-    top = np.nanmax(scores) if np.isfinite(scores).any() else 1.0
+    top = np.nanmax(scores)
     for (layer, head), score in np.ndenumerate(scores):
         if np.isfinite(score):
             colour = "black" if score > 0.6 * top else "white"
