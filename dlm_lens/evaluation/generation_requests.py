@@ -184,7 +184,7 @@ class Generator:
             return {"on_logits": _Stopper(self, jobs)}
         if not self.algorithm.sampler.decodes_in_order:
             return {}
-        block, _ = self._blocks(options)
+        block = self._resolved(options)["block_length"] or jobs[0].gen_length
         width = max(len(job.prompt) for job in jobs)
         seen = [0] * len(jobs)
 
@@ -332,9 +332,7 @@ class JobMaker:
         supported = sampler_settings(self.model)
         _warn_ignored(tuple(sorted({*requested} - {*supported, "do_sample", "until"})))
         values = {name: value for name, value in requested.items() if name in supported} | self.settings.sampler()
-        prompt = self.encoder.text(context)
-        if not prompt and getattr(self.model.config, "empty_prompt", None) is None:
-            prompt = [self.encoder.prefix]  # as in a likelihood without context
+        prompt = self._prompt(context)
         if self.settings.gen_length is None and self.settings.canvas_length is None and length < 1:
             raise ValueError(
                 f"a task requests an answer of max_gen_toks={length} tokens; give at least 1, or "
@@ -348,12 +346,17 @@ class JobMaker:
 
     def second_stage(self, job: Job, text: str) -> Job:
         """The job of the second stage, whose prompt is the whole text of the first stage."""
-        prompt = self.encoder.text(text)
-        length = job.gen_length
+        prompt, length = self._prompt(text), job.gen_length
         if self.settings.canvas_length is not None:
             length = max(1, self.settings.canvas_length - len(prompt))
         prompt, seed = self.encoder.fitted(prompt, length), request_seed(job.seed, "second stage")
         return job._replace(prompt=prompt, gen_length=length, seed=seed)
+
+    def _prompt(self, text: str) -> list[int]:
+        """Ids of a text; of an empty one the first token, as in a likelihood without context."""
+        prompt = self.encoder.text(text)
+        empty = not prompt and getattr(self.model.config, "empty_prompt", None) is None
+        return [self.encoder.prefix] if empty else prompt
 
     def _length(self, prompt: list[int], length: int) -> int:
         canvas = self.settings.canvas_length

@@ -453,6 +453,27 @@ def test_an_empty_context_begins_with_the_end_of_text(family: str) -> None:
     assert other == until(model, alone(model, "w3 w4", **settings, seed=request_seed(0, "w3 w4")))
 
 
+def test_a_second_stage_after_a_text_of_special_tokens_begins_with_the_end_of_text(llada: Any) -> None:
+    """It had no prompt, and the evaluation ended with an error."""
+    jobs = HarnessLM(llada, generation={"stages": 2, "gen_length": 4}).jobs
+    assert jobs.second_stage(jobs.job(0, ("w1", {}), 0), "").prompt == [llada.config.eos_token_id]
+
+
+def test_an_answer_that_grows_by_blocks_ends_with_its_text() -> None:
+    """dLLM-Var has no number of steps, which was looked for."""
+    model, settings = tiny("llada", sampler="dllm_var"), {"gen_length": 12, "block_length": 4}
+    prompts = texts(3, 2, 9)
+    answers = [alone(model, prompt, **settings) for prompt in prompts]
+    lm = HarnessLM(model, generation=settings, batch_size=2)
+    for stop in ([], [model.tokenizer.decode([answers[0][1]])]):
+        with counted(model) as rows:
+            found = lm.generate_until(requests(prompts[:1], until=stop))
+        assert len(rows) == 4 if stop else len(rows) > 8  # a block has four steps at most
+        assert found == [until(model, answers[0], *stop)]
+        every = [until(model, answer, *stop) for answer in answers]
+        assert lm.generate_until(requests(prompts, until=stop)) == every
+
+
 @pytest.mark.parametrize("length", [0, -3])
 def test_an_answer_of_no_tokens_is_refused(length: int, llada: Any) -> None:
     with pytest.raises(ValueError, match=f"max_gen_toks={length} tokens; give at least 1"):
