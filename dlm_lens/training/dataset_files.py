@@ -81,9 +81,11 @@ def _local_files(settings: DataSettings, split: str, option: str) -> Any:
         raise ValueError(f"{option} {settings.path} is empty; give at least one document")
     # The datasets library takes [1] in the name of a file for a pattern too, which it then does not find.
     data_files = path if "*" in path else glob.escape(path)
+    # The other readers leave out a byte order mark by themselves.
+    options = {"encoding": "utf-8-sig"} if suffix == LINES else {}
     with reading(settings):
         found: Any = datasets.load_dataset(
-            READERS[suffix], data_files=data_files, split=split, streaming=settings.streaming
+            READERS[suffix], data_files=data_files, split=split, streaming=settings.streaming, **options
         )
         if suffix != LINES:
             return found

@@ -9,6 +9,8 @@ from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 
+from dlm_lens.files.text_files import read_utf8
+
 KJV = "kjv"
 """Name of the text of Debian's package bible-kjv."""
 
@@ -133,10 +135,6 @@ def _paragraphs(path: Path) -> list[str]:
         raise FileNotFoundError(f"the folder {path} holds no .txt file")
     found: list[str] = []
     for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not in UTF-8 ({error.reason}); convert it first") from None
-        marked = "\n".join(line.strip() for line in lines)
+        marked = "\n".join(line.strip() for line in read_utf8(file, "texts: convert it first").splitlines())
         found += [part.strip("\n") for part in marked.split("\n\n") if part.strip()]
     return found

@@ -90,6 +90,9 @@ def test_a_file_and_a_folder_are_paragraphs_in_order(tmp_path: Path) -> None:
     (folder / "notes.md").write_text("Not this.")
     assert read_text(str(folder)).documents == STORY
     assert read_text(str(folder)).digest == whole.digest
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes(b"\xef\xbb\xbf" + (tmp_path / "story.txt").read_bytes().replace(b"\n", b"\r\n"))
+    assert read_text(str(marked)).documents == STORY  # the first one began with the byte order mark
 
 
 def test_places_without_text_are_told_in_one_sentence(tmp_path: Path) -> None:
@@ -98,7 +101,7 @@ def test_places_without_text_are_told_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no \.txt file"):
         read_text(str(tmp_path))
     (tmp_path / "latin.txt").write_bytes("Ein Bär.".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin.txt is not in UTF-8 .*convert it first"):
+    with pytest.raises(ValueError, match=r"latin.txt is not UTF-8 .*convert it first"):
         read_text(str(tmp_path / "latin.txt"))
 
 

@@ -327,8 +327,8 @@ def test_a_row_without_its_text_is_named() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_lines_of_a_text_file_are_documents(stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blank lines were documents of an end alone, and ~ was a folder of that name."""
-    (tmp_path / "lines.txt").write_text("\nw1 w2\n\n  \nw3\n\n")
+    """Blank lines were documents of an end alone, ~ a folder of that name, and a byte order mark a token."""
+    (tmp_path / "lines.txt").write_bytes(b"\xef\xbb\xbfw1 w2\r\n\r\n  \r\nw3\r\n\r\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     settings = DataSettings(path="~/lines.txt", length=5, streaming=stream)
     dataset = read_dataset(settings)
@@ -338,7 +338,7 @@ def test_lines_of_a_text_file_are_documents(stream: bool, tmp_path: Path, monkey
         [1, 2, EOS], [3, EOS],
     ]  # fmt: skip
     record = data_record(dataset, settings)
-    assert record["bytes"] == {str(tmp_path / "lines.txt"): 15} if stream else record["rows"] == 2
+    assert record["bytes"] == {str(tmp_path / "lines.txt"): 22} if stream else record["rows"] == 2
     (tmp_path / "blank.txt").write_text("\n  \n\n")
     with pytest.raises(ValueError, match=r"blank.txt holds blank lines alone; give at least one line of text"):
         read_dataset(DataSettings(path="~/blank.txt", streaming=stream))
