@@ -296,7 +296,10 @@ class ResultsFile:
 
     def _check(self, directory: Path, config: Mapping[str, Any]) -> None:
         for path in sorted(directory.glob(PATTERN)):
-            if path == self.path and not _has_items(path):
+            if not _has_items(path) and (path == self.path or not _is_written(path)):
+                # Left by a start that was refused or killed; this process empties its own file under its lock.
+                if path != self.path:
+                    path.unlink()
                 continue
             for line in _lines(path):
                 if "config" in line:

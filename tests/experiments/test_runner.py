@@ -472,6 +472,20 @@ def test_a_start_without_an_item_does_not_bind_the_directory(tmp_path: Path) -> 
     assert results.config["settings"]["factor"] == 2
 
 
+def test_processes_that_ended_without_an_item_do_not_bind_the_directory(tmp_path: Path) -> None:
+    """The file of another process of that start had its settings, and the next start was refused."""
+    for rank in (0, 1):
+        with ResultsFile(tmp_path, {"a": 1}, {"world_size": 2}, rank) as file:
+            file.note_weights("toy", "1234")
+    with ResultsFile(tmp_path, {"a": 2}, {"world_size": 2}, 0) as first:
+        assert not first.weights
+        with ResultsFile(tmp_path, {"a": 2}, {"world_size": 2}, 1) as second:  # the file of a running process stays
+            second.append(Record({"number": 0}, {"square": 0}, 0.1))
+    assert read_results(tmp_path).config == {"a": 2}
+    with pytest.raises(ValueError, match="holds results with a=2, and this run has a=1"):
+        ResultsFile(tmp_path, {"a": 1}, {"world_size": 2}, 0)
+
+
 @pytest.mark.parametrize("wrong", ["two", [3], True, 2.5])
 def test_a_setting_of_another_kind_is_refused(wrong: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^factor is .*; it must be a whole number, such as factor=1$"):
