@@ -373,6 +373,13 @@ class TrainingSettings:
         """What `identity` returns with the default of every setting, and the objective's kind and steps=1."""
         return TrainingSettings(steps=1, objective=type(self.objective)()).identity()
 
+    def changes(self, stored: Mapping[str, Any]) -> list[str]:
+        """The settings of `identity` that differ from those in a checkpoint's run.json, with both values."""
+        before = completed(stored, self.defaults())
+        # Earlier versions stored the evaluation data's.
+        before["data"] = {name: value for name, value in before["data"].items() if name not in EVALUATED}
+        return differences(before, self.identity())
+
 
 def completed(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Stored settings, with the defaults of those that are not there.

@@ -59,12 +59,12 @@ from dlm_lens.training.initialization import build_model
 from dlm_lens.training.losses import evaluation_loss, loss_forward
 from dlm_lens.training.objective import DROPOUT, random_numbers
 from dlm_lens.training.optimizers import build_optimizer, learning_rate
-from dlm_lens.training.settings import EVALUATED, TrainingSettings, completed, differences
+from dlm_lens.training.settings import EVALUATED, TrainingSettings, differences
 from dlm_lens.training.sink_probe import probe_batch
 from dlm_lens.training.sources import Cursor, Example, Source, take
 from dlm_lens.training.swiglu import SwiGLU
 from dlm_lens.training.trainer_arguments import training_arguments
-from dlm_lens.training.trainer_checkpoints import CheckpointingTrainer, json_values
+from dlm_lens.training.trainer_checkpoints import CheckpointingTrainer
 from dlm_lens.training.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
@@ -335,10 +335,7 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
         self._check_engine(found, record["files"])
         if self.args.process_index == 0:
             check_files(found, record)
-        record["settings"].get("data", {}).pop("eval_split", None)  # of earlier versions; it may change
-        before = completed(record["settings"], json_values(self.settings.defaults()))
-        changed = differences(before, json_values(self.settings.identity()))
-        if changed:
+        if changed := self.settings.changes(record["settings"]):
             raise ValueError(
                 f"{found} belongs to a run with other settings: {'; '.join(changed)}. Resume with the old "
                 "settings, or choose another output"

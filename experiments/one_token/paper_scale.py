@@ -73,7 +73,7 @@ def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
 
     wanted = training_settings(item, settings, fine_tuned=fine_tuned)
     found = last_checkpoint(wanted.output)
-    if found is not None and _finished(found, wanted):
+    if found is not None and _finished(found, wanted, fine_tuned):
         return found
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         config, given = _config(item, settings)
@@ -88,12 +88,26 @@ def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
     return made
 
 
-def _finished(checkpoint: Path, wanted: Any) -> bool:
-    """Whether no step is left; how many epochs have, the checkpoint says, and one that does not is gone on with."""
+def _finished(checkpoint: Path, wanted: Any, fine_tuned: bool) -> bool:
+    """Whether no step is left; how many epochs have, the checkpoint says, and one that does not is gone on with.
+
+    Raises:
+        ValueError: no step is left of a training with other settings; of an unfinished one the trainer says it.
+    """
     from dlm_lens.training.checkpoints import read_run, step_of
 
-    steps = wanted.total_steps() if wanted.epochs is None else read_run(checkpoint).get("total_steps")
-    return steps is not None and step_of(checkpoint) >= steps
+    record = read_run(checkpoint)
+    steps = wanted.total_steps() if wanted.epochs is None else record["total_steps"]
+    if steps is None or step_of(checkpoint) < steps:
+        return False
+    changed = wanted.changes(record["settings"]) if record["settings"] else []
+    # A fine-tuning begins with the checkpoint beside it, wherever `trained` was then.
+    if changed := [one for one in changed if not (fine_tuned and one.startswith("model.start "))]:
+        raise ValueError(
+            f"{checkpoint} was trained with other settings: {'; '.join(changed)}. Give the old ones, or another "
+            "directory with --set trained=DIR"
+        )
+    return True
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:

@@ -99,6 +99,28 @@ def test_a_fine_tuning_that_was_killed_is_gone_on_with(
     assert len(trained) == 1
 
 
+def test_a_network_that_was_trained_with_other_settings_is_not_measured(tmp_path: Path) -> None:
+    """It was, under the settings of the run: its directory has the name of config and seed alone."""
+    given = {**TABLES[0].full, "trained": str(tmp_path), "sft": "gsm8k.jsonl"}
+    rate = {**given, "overrides": ["optimisation.rate=3e-4"]}
+    for task, changed, said in (
+        ("train", rate, r"optimisation.rate was 0.0001 and is 0.0003.*--set trained=DIR"),
+        (paper_scale.SFT, given | {"sft": "other.jsonl"}, "data.path was 'gsm8k.jsonl' and is 'other.jsonl'"),
+    ):
+        item = {"config": "qwen2.5-0.5b", "seed": 0, "task": task}
+        wanted = paper_scale.training_settings(item, given, fine_tuned=task != "train")
+        steps = 300 if wanted.epochs else wanted.total_steps()
+        record = {"step": steps, "total_steps": steps, "settings": wanted.identity()}
+        made = Path(wanted.output) / f"checkpoint-{steps}"
+        made.mkdir(parents=True)
+        (made / RUN_FILE).write_text(json.dumps(record))
+        assert paper_scale.run(item, given) == {"checkpoint": str(made)}
+        with pytest.raises(ValueError, match=f"checkpoint-{steps} was trained with other settings: {said}"):
+            paper_scale.run(item, changed)
+    moved = tmp_path.rename(tmp_path.parent / "moved")
+    assert paper_scale.run(item, given | {"trained": str(moved)})["checkpoint"].startswith(str(moved))
+
+
 def test_the_table_of_real_results() -> None:
     given = {
         **TABLES[2].full,
