@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from os.path import isfile
+from os.path import expanduser, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,12 +228,21 @@ class Experiment:
 
 
 def _digests(settings: Settings) -> dict[str, str]:
-    """The digest of every file that a setting names, so that a resumed run does not mix two versions of it."""
+    """The digest of every file that a setting names, so that a resumed run does not mix two versions of it.
+
+    Of a folder that `text` names, that of each of its .txt files; other folders are those of models and results.
+    """
     from dlm_lens.files.tensor_files import file_digest
 
-    each = [one for value in settings.values() for one in (value.values() if isinstance(value, dict) else [value])]
-    names = dict.fromkeys(one for one in each if isinstance(one, str) and isfile(one))
-    return {name: file_digest(Path(name))[:16] for name in names}
+    found: dict[str, str] = {}
+    for setting, value in settings.items():
+        for one in filter(None, value.values() if isinstance(value, dict) else [value]):
+            path = expanduser(one) if isinstance(one, str) else ""
+            inside = sorted(Path(path).glob("*.txt")) if path and setting == "text" else []  # none in a file
+            found |= {str(file): file_digest(file)[:16] for file in inside}
+            if isfile(path):
+                found[one] = file_digest(Path(path))[:16]
+    return found
 
 
 def _check_kind(name: str, value: Any, defaults: Sequence[Any]) -> None:

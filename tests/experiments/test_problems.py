@@ -1,5 +1,6 @@
 """Files of problems: lines as JSON lines have them, and sentences for those that are no problems."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from dlm_lens.experiments import find_experiment, list_items, read_results, run_experiment
 from dlm_lens.experiments.attention_sinks import table1
 from dlm_lens.experiments.attention_sinks.problems import Problem, is_right, problems
+from dlm_lens.experiments.results import check_config
 
 
 def test_a_line_ends_with_a_newline_alone_and_may_be_empty(tmp_path: Path) -> None:
@@ -111,6 +113,24 @@ def test_prompts_that_changed_are_not_mixed_with_the_stored_ones(tmp_path: Path)
     with pytest.raises(ValueError, match=r"results of an earlier version, .*mine.jsonl; it may have"):
         run()
     assert len(read_results(tmp_path / "out").records) == 1
+
+
+def test_texts_that_changed_are_not_mixed_with_the_stored_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of texts, and a file in ~, had no digest."""
+    experiment, folder = find_experiment("beyond-conversion"), tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    (folder / "notes.md").write_text("not read")
+    monkeypatch.setenv("HOME", str(folder))
+    places = {"text": {"": str(folder), "toy-ar": "~/a.txt"}, "trained": str(folder)}
+    digest = hashlib.sha256(b"one").hexdigest()[:16]
+    before = experiment.config(True, given=places)
+    assert before["files"] == {str(folder / "a.txt"): digest, "~/a.txt": digest}
+    (folder / "a.txt").write_text("two")
+    with pytest.raises(ValueError, match=r"holds results with files\..*a.txt='[0-9a-f]{16}', and this run has"):
+        check_config(tmp_path, before, experiment.config(True, given=places))
 
 
 @pytest.mark.parametrize(
