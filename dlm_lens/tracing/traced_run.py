@@ -39,6 +39,7 @@ class RowBatcher(Batcher):
 
     def _narrow_tensor(self, tensor: Tensor, group: Any) -> Tensor:
         if not self._doubled(tensor):
+            _align_gradient(tensor if tensor._base is None else tensor._base)
             return super()._narrow_tensor(tensor, group) if tensor.ndim else tensor
         start, size = group
         return torch.cat([half[start : start + size] for half in tensor.chunk(2)])
@@ -52,6 +53,24 @@ class RowBatcher(Batcher):
 
     def _doubled(self, tensor: Tensor) -> bool:
         return self.guided and tensor.ndim > 0 and tensor.shape[0] == 2 * self.total
+
+
+def _align_gradient(base: Tensor) -> None:
+    """Give the gradient of a tensor, if it has one, the tensor's own strides.
+
+    nnsight cuts the rows of an invoke out of this gradient by the strides of the values, and autograd returns it in
+    others: transposed, expanded, or as a part of a larger tensor.
+    """
+    strides, offset = base.stride(), base.storage_offset()
+
+    def align(grad: Tensor) -> Tensor:
+        if (grad.stride(), grad.storage_offset()) == (strides, offset):
+            return grad
+        size = offset + 1 + sum((count - 1) * stride for count, stride in zip(grad.shape, strides, strict=True))
+        return grad.new_empty(size).as_strided(grad.shape, strides, offset).copy_(grad)
+
+    if base.requires_grad:
+        base.register_hook(align)
 
 
 class PromptBatcher(RowBatcher):

@@ -91,3 +91,27 @@ def test_a_trace_has_the_gradient_of_queries_and_keys() -> None:
             of_q = q.grad.save()
     torch.testing.assert_close(of_q, kept["q"].grad)
     torch.testing.assert_close(of_k, kept["k"].grad)
+
+
+@pytest.mark.parametrize("site", ["q", "k", "v", "rot_k"])
+@pytest.mark.parametrize("family", ["llada", "a2d_qwen3", "sdlm", "llada2"])
+def test_an_invoke_has_the_gradient_that_its_prompt_has_alone(family: str, site: str) -> None:
+    lm = dl.DiffusionLM(tiny(family).double())
+    prompts, alone, together = [IDS, [7, 2, 11, 6, 13]], [], []
+    for prompt in prompts:
+        with lm.trace(prompt):
+            value = getattr(lm.layers[1].attn, site)
+            logit = lm.lm_head.output[0, -1, 3]
+            with logit.backward():
+                gradient = value.grad.save()
+        alone.append(gradient)
+    with lm.trace() as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                value = getattr(lm.layers[1].attn, site)
+                logit = lm.lm_head.output[0, -1, 3]
+                with logit.backward(retain_graph=True):
+                    gradient = value.grad
+                together.append(gradient)
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, other)
