@@ -11,6 +11,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from dlm_lens.adapters import family_of
 from dlm_lens.arguments import DEVICE, checked_arguments
 from dlm_lens.attention import HookLike, SinkLayout, in_use, is_hook, listening, warning_of_shifts
+from dlm_lens.bridging.components import has_hooks
 from dlm_lens.bridging.step_cache import (
     POSITIONS,
     CacheCollector,
@@ -203,7 +204,7 @@ class DiffusionBridge(TransformerBridge):
                 positions beside an approximate cache.
         """
         points = chosen_points(self, names_filter)
-        edits = bool(fwd_hooks or hooks)
+        edits = bool(fwd_hooks or hooks) or any(map(has_hooks, self.hook_points()))
         collector = CacheCollector(self, points, cache_steps, device, pos_slice, max_bytes, copies=edits)
         collect = [(name, collector) for name in points]
         pairs = checked_pairs(fwd_hooks)

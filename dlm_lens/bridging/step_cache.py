@@ -1,7 +1,9 @@
 """`StepCache`: activations of chosen steps of a run, by name and step; its collector and its size in advance."""
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -215,10 +217,24 @@ def _measured(bridge: Any, points: Iterable[str], pos_slice: Any) -> _Measured:
                 lengths[hook.name].append(tensor.shape[bridge._pos_slice_dim(hook.name, hook)])
 
     device = input_device(bridge.original_model)
-    with torch.no_grad(), bridge.hooks(fwd_hooks=[(name, measure) for name in sizes]):
+    with torch.no_grad(), _hooks_aside(bridge), bridge.hooks(fwd_hooks=[(name, measure) for name in sizes]):
         for length in (1, 2, 3):
             bridge(torch.zeros(1, length, dtype=torch.long, device=device), use_cache=False)
     return _Measured(sizes, lengths, pos_slice)
+
+
+@contextmanager
+def _hooks_aside(bridge: Any) -> Iterator[None]:
+    """A block without the hooks that are on the bridge, which may edit a position that is not there."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    tables = [(point, name, getattr(point, name)) for point in bridge.hook_points() for name in names]
+    for point, name, _ in tables:
+        setattr(point, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for point, name, table in tables:  # the same objects, from which the handles remove the hooks
+            setattr(point, name, table)
 
 
 def _cut(name: str, value: Tensor, pos_slice: Any, dim: int, step: int | None = None) -> Tensor:

@@ -166,7 +166,8 @@ class AttentionEnvoy(Envoy):
         # Layers without attention (Qwen3-Next) lie between those that hooks count.
         layers = getattr(self.root, f"{own}_layers" if own else "layers")
         layer = next(each for each in layers if each._module is block)
-        envoy = layer if hook.site == "resid" else layer.get(site_path(layer._module, hook.site))
+        path = site_path(block, hook.site)
+        envoy = layer.get(path) if path else layer
         value = envoy.output
         first = value[0] if isinstance(value, tuple) else value
         edited = self._edited(hook, first, step, count)
@@ -367,6 +368,6 @@ def _child(block: nn.Module, module: nn.Module) -> str:
 
 
 def site_path(block: nn.Module, site: str) -> str:
-    """Path in a layer of the module whose output is added to the residual stream: "attn_out" or "mlp_out"."""
+    """Path in a layer of the module that it adds to the stream at "attn_out" or "mlp_out"; "" of "resid"."""
     module = adding_module(block, site)
     return next(path for path, child in block.named_modules() if child is module)

@@ -235,6 +235,31 @@ def test_hooks_act_before_activations_are_kept() -> None:
     assert [float(value.mean()) for value in cache["blocks.0.hook_mlp_out"]] == [0.0, 1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("added", [True, False])
+def test_hooks_that_are_on_the_bridge_see_the_run_alone(added: bool) -> None:
+    tl, lengths = dl.bridge(tiny("llada")), []
+    names = ["blocks.0.hook_resid_post", "blocks.1.hook_resid_pre"]
+
+    def edit_in_place(stream: Any, hook: Any) -> None:
+        lengths.append(stream.shape[1])
+        stream[:, 9] = 0.0
+
+    plain = tl.denoise_with_cache(IDS, names_filter=names, steps=2, gen_length=4)[1]
+    if added:
+        tl.add_hook(names[1], edit_in_place)
+        cache = tl.denoise_with_cache(IDS, names_filter=names, steps=2, gen_length=4)[1]
+        assert tl.bytes_per_step(names, 10)
+        tl.reset_hooks()
+    else:
+        with tl.hooks(fwd_hooks=[(names[1], edit_in_place)]):
+            cache = tl.denoise_with_cache(IDS, names_filter=names, steps=2, gen_length=4)[1]
+    assert lengths == [10, 10]
+    assert cache[names[0], 0].equal(plain[names[0], 0])
+    assert not cache[names[1], 0][:, 9].any()
+    tl(torch.tensor(IDS))
+    assert len(lengths) == 2  # no hook is left
+
+
 def test_a_step_goes_through_transformerlens_analysis() -> None:
     """Decomposition of a step in compatibility mode, whose sum is the stream that the same step wrote."""
     tl = dl.bridge("toy-sink")

@@ -1,5 +1,6 @@
 """`DiffusionLM` over architectures of transformers that no family of ours is made of."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.attention import HOOK_POINTS, attention_blocks, hook_point, hooked_attentions
 from dlm_lens.hooks import ablate, attach_hooks, mask_positions
+from tests.adapters.small_architectures import small_model
 from tests.attention.test_hook_points import build
 
 IDS = [5, 9, 14, 3, 27]
@@ -148,3 +150,10 @@ def test_a_hook_that_refuses_a_layer_is_refused_in_a_trace(loaded: tuple[str, An
 
     with pytest.raises(ValueError, match=f"not into {type(attention_blocks(model)[0]).__name__}"), lm.trace(IDS):
         lm.layers[1].attn.apply(Picky())
+
+
+def test_a_layer_with_several_streams_refuses_a_hook_of_the_stream(tmp_path: Path) -> None:
+    small_model("gemma3n_text").save_pretrained(tmp_path)
+    lm: Any = dl.DiffusionLM(dl.load(tmp_path), check=False)
+    with pytest.raises(ValueError, match="does not pass on the residual stream"), lm.trace(IDS):
+        lm.layers[0].attn.apply(ablate("resid"))
