@@ -235,7 +235,7 @@ class TracedRun(RunObserver):
 
     def close(self) -> None:
         """The run is over, however it ended: no hook sees its canvas from now on."""
-        self.now = self._clean = None
+        self.now = self._clean = self._forward = None
 
     def _handle(self, location: str, value: Any) -> Any:
         return self.interleaver.handle(location, value) if self.interleaver.interleaving else value

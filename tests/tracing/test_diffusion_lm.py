@@ -1,5 +1,7 @@
 """`DiffusionLM` itself: what it wraps, its self-check, and hooks at their sites."""
 
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,3 +219,29 @@ def test_a_derived_view_refuses_assignment() -> None:
     with pytest.raises(Exception, match=r"follows from lm\.sampler\.proposal"), lm.generate(IDS, **RUN) as tracer:
         for step in tracer.steps[0]:
             lm.sampler.written = step.tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"), [("causal", {}), ("llada", {"steps": 4, "block_length": 4, "cache": "dual"})]
+)
+@pytest.mark.parametrize("ending", ["end", "stop", "error"])
+def test_no_keys_and_values_are_kept_after_a_run(family: str, settings: dict[str, Any], ending: str) -> None:
+    lm = dl.DiffusionLM(tiny(family, head_dim=10), check=False)
+
+    def kept() -> Iterator[Any]:
+        gc.collect()
+        tensors = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+        return (each for each in tensors if each.ndim == 4 and each.shape[-1] == 10)
+
+    try:
+        with lm.generate([[5, 9, 11, 3]], gen_length=8, **settings) as tracer:
+            for step in tracer.steps[2]:
+                held = len(list(kept())).save()
+                if ending == "stop":
+                    tracer.stop()
+                elif ending == "error":
+                    raise KeyError("a mistake of the user")
+    except KeyError:
+        held = 1
+    assert held
+    assert not list(kept())
