@@ -30,19 +30,44 @@ class RowBatcher(Batcher):
 
     guided = False
 
+    def __init__(self, envoy: Any, kwargs: dict[str, Any] | None = None) -> None:
+        super().__init__(envoy, kwargs)
+        self._copies: list[tuple[Tensor, Any, Tensor, int]] = []
+
     def narrow(self, value: Any, group: Any) -> Any:
         """The rows of a value that belong to an invoke."""
+        self._write_back()
         if isinstance(value, DenoisingRun) and self.batching and group is not None:
             own = part_of_run(value, None, range(group[0], group[0] + group[1]))
             return replace(own, rows=None)  # an invoke counts its own rows
         return super().narrow(value, group)
+
+    def widen(self, full: Any, group: Any, edited: Any) -> Any:
+        """The value of the batch with the rows that an invoke assigned."""
+        self._write_back()
+        return super().widen(full, group, edited)
+
+    def assemble_skip(self, running: Any) -> Any:
+        """The value that the model goes on with, after all workers."""
+        self._write_back()
+        return super().assemble_skip(running)
+
+    def _write_back(self) -> None:
+        """Write what invokes edited in place in their copies of both halves into the batch that these are of."""
+        copies, self._copies = self._copies, []
+        for tensor, (start, size), copy, version in copies:
+            if copy._version != version:
+                tensor[start : start + size] = copy[:size]
+                tensor[self.total + start : self.total + start + size] = copy[size:]
 
     def _narrow_tensor(self, tensor: Tensor, group: Any) -> Tensor:
         if not self._doubled(tensor):
             _align_gradient(tensor if tensor._base is None else tensor._base)
             return super()._narrow_tensor(tensor, group) if tensor.ndim else tensor
         start, size = group
-        return torch.cat([half[start : start + size] for half in tensor.chunk(2)])
+        copy = torch.cat([half[start : start + size] for half in tensor.chunk(2)])
+        self._copies.append((tensor, group, copy, copy._version))
+        return copy
 
     def _widen_tensor(self, full: Tensor, group: Any, edited: Tensor) -> Tensor:
         if not self._doubled(full):

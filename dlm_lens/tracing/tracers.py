@@ -208,6 +208,8 @@ def _explanation(mediator: Mediator, *, stopped: bool) -> str | None:
     pending, loop = mediator.pending, loop_state(mediator.worker)
     if pending is None or pending.provider is None:
         return None  # a barrier: nnsight has its own error
+    if pending.provider == STEP and mediator.occurrence(STEP):
+        return "a loop over tracer.steps began when the run was over: read tracer.result after the loop"
     if pending.provider == STEP:
         return "tracer.steps needs a run: open it with lm.generate(...); lm.trace(...) is one forward without steps"
     if loop.at < 0 and mediator.iteration != 0:

@@ -72,6 +72,41 @@ def test_each_invoke_sees_and_edits_its_own_rows(lm: Any, cfg_scale: float) -> N
         torch.testing.assert_close(pattern[:1].double(), expected, atol=2e-5, rtol=2e-4)
 
 
+@pytest.mark.parametrize("name", ["layers.0.output", "layers.1.attn.pattern", "layers.1.attn.z", "lm_head.output"])
+def test_an_edit_in_place_under_guidance_is_an_assignment(lm: Any, name: str) -> None:
+    """Of each invoke in its rows of both halves, whoever reads the value again."""
+    runs = []
+    owner, _, part = name.rpartition(".")
+    for in_place in (True, False):
+        with lm.generate(cfg_scale=1.5, **RUN) as tracer:
+            with tracer.invoke(A):
+                for step in tracer.steps:
+                    if in_place:
+                        lm.get(name)[:, 2] = 0.25
+                        lm.get(name)[:, 0] *= 2.0
+                    else:
+                        value = lm.get(name).clone()
+                        value[:, 2] = 0.25
+                        value[:, 0] *= 2.0
+                        setattr(lm.get(owner), part, value)
+            with tracer.invoke(B):
+                for step in tracer.steps[1:]:
+                    lm.get(name)[:, 1] = -0.5
+            with tracer.invoke():
+                seen = [].save()
+                for step in tracer.steps:
+                    seen.append(lm.get(name).clone())
+                run = tracer.result.save()
+        runs.append((run, seen))
+    (edited, seen), (assigned, wanted) = runs
+    assert edited.canvases.equal(assigned.canvases)
+    assert edited.confidence.equal(assigned.confidence)
+    for one, other in zip(seen, wanted, strict=True):
+        assert one.equal(other)
+    assert (seen[1][[1, 3], 1] == -0.5).all()
+    assert (seen[1][[0, 2], 2] == 0.25).all()
+
+
 def test_an_invoke_without_a_prompt_sees_all_rows(lm: Any) -> None:
     with lm.generate(**RUN) as tracer:
         with tracer.invoke(A):

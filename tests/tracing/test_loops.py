@@ -94,3 +94,10 @@ def test_an_invoke_in_a_running_trace_is_refused(lm: Any, prompt: Any) -> None:
         with tracer.invoke(IDS):
             with tracer.invoke(IDS):
                 lm.canvas.sum()
+
+
+def test_a_loop_after_the_result_says_so(lm: Any) -> None:
+    with pytest.raises(OutOfOrderError, match="result after the loop"), lm.generate(IDS, **RUN) as tracer:
+        tracer.result.save()
+        for step in tracer.steps:
+            lm.canvas.sum()
