@@ -292,7 +292,7 @@ def not_negative(settings: Any, *names: str, zero: str) -> None:
 
 
 def nucleus(settings: Any, name: str) -> None:
-    """Raise unless this field is the probability of a nucleus, above 0 and at most 1 (or None).
+    """Raise unless this field is the probability of a nucleus, or a share, above 0 and at most 1 (or None).
 
     Raises:
         ValueError: naming the field and its value.

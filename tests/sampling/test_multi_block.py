@@ -335,11 +335,11 @@ def test_shares_are_compared_exactly() -> None:
         ({"running_blocks": 0}, "running_blocks is 0; it must be at least 1"),
         (
             {"add_block_threshold": 0.0},
-            "add_block_threshold is 0.0; it is a share of a block, above 0 and at most 1",
+            "add_block_threshold is 0.0; it must be above 0 and at most 1",
         ),
         (
             {"semi_complete_threshold": 1.5},
-            "semi_complete_threshold is 1.5; it is a share of a block, above 0 and at most 1",
+            "semi_complete_threshold is 1.5; it must be above 0 and at most 1",
         ),
         ({"threshold": -1.0}, "threshold is -1.0"),
         ({"buffer_size": 3}, "has no setting 'buffer_size'.*running_blocks"),

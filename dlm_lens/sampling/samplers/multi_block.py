@@ -20,7 +20,7 @@ from dlm_lens.sampling.samplers.dream import filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings
 from dlm_lens.sampling.samplers.sdar import SdarPropose
-from dlm_lens.sampling.settings import at_least_one
+from dlm_lens.sampling.settings import at_least_one, nucleus
 from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.step_attention import StepAttention
 
@@ -61,11 +61,8 @@ class MultiBlockSettings:
     def __post_init__(self) -> None:
         at_least_one(self, "running_blocks")
         BlockwiseSettings.of(self)  # which checks its own
-        for name in ("add_block_threshold", "semi_complete_threshold"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; it is a share of a block, above 0 and at most 1"
-                )
+        nucleus(self, "add_block_threshold")
+        nucleus(self, "semi_complete_threshold")
 
 
 class MultiBlockPropose(SdarPropose):
