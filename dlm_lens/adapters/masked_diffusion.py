@@ -104,6 +104,15 @@ D2F_SAMPLER = {
 DLLM_VAR_SAMPLER = {"gen_length": 1024, "block_length": 64, "threshold": 0.9}
 """Of dLLM-Var's demo (maomaocun/dLLM-Var, demo_dLLM-var.py)."""
 
+D3LLM_SAMPLER = {
+    "gen_length": 256,
+    "block_length": 32,
+    "add_block_threshold": 0.1,
+    "entropy_threshold": 0.5,
+    "temperature": 0.0,
+}
+"""Of d3LLM's demos (hao-ai-lab/d3LLM, chat/)."""
+
 DREAM_SAMPLER = {"steps": 512, "gen_length": 128, "temperature": 0.0, "remasking": "origin", "eps": 1e-3}
 """The defaults of Dream's DreamGenerationConfig; gen_length is ours."""
 

@@ -113,19 +113,20 @@ def denoise(
             top_p, use_cache, use_block_cache; WeDLM: window_length, entropy_threshold, position_penalty, top_k,
             top_p, stop_tokens; SDLM: window_length, threshold, top_k, top_p, stop_tokens; I-DLM: stride,
             verify_alpha, top_k, top_p, stop_tokens; DreamOn: start_length, top_k, top_p, alg_temp,
-            tokens_per_step, expand_budget, delete_to_right; Nemotron-Labs-Diffusion, Efficient-DLM and
-            Stable-DiffCoder: threshold, parallel, stop_tokens, use_cache; AR: use_cache).
+            tokens_per_step, expand_budget, delete_to_right; d3LLM: add_block_threshold, entropy_threshold, lowest,
+            early_stop; Nemotron-Labs-Diffusion, Efficient-DLM and Stable-DiffCoder: threshold, parallel,
+            stop_tokens, use_cache; AR: use_cache).
 
     Returns:
         A `DenoisingRun`. Its `confidence` [step, batch, position] is the number by which the sampler ranks, -inf
         where a position is not eligible. LLaDA, MMaDA, dllm, SMDM, AR: the probability of the proposed token in the
         plain softmax; P2 and most samplers of blocks: in the filtered one, where they filter; "random" and BD3-LM's
         first_hitting: a uniform number. Dream, DreamOn and SDLM: of the rule, the probability, the difference of
-        the two largest ("topk_margin"), or minus the entropy in nats (SDLM: 1 - H / ln V). RND1 and the entropy
-        bound: minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. I-DLM: the probability at the
-        temperature. MDLM, ReMDM, SEDD, BD3-LM: the share of the token's draw beside [MASK]'s. Duo, UDLM, Sumi and
-        GIDD: the probability that the token is the text's and not noise; "adaptive" and Sumi's "greedy": how much
-        the network would change it; GIDD's correction: the probability of the new token. "origin" and DiffuGPT:
+        the two largest ("topk_margin"), or minus the entropy in nats (SDLM: 1 - H / ln V). RND1, the entropy bound
+        and d3LLM: minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. I-DLM: the probability at
+        the temperature. MDLM, ReMDM, SEDD, BD3-LM: the share of the token's draw beside [MASK]'s. Duo, UDLM, Sumi
+        and GIDD: the probability that the token is the text's and not noise; "adaptive" and Sumi's "greedy": how
+        much the network would change it; GIDD's correction: that of the new token. "origin" and DiffuGPT:
         -inf, as the order is random.
 
     Raises:

@@ -52,6 +52,7 @@ ELSEWHERE = {
     "stopping_criteria_idx": ("stop_tokens",),
     "t0": ("correction_time",),
     "t_eps": ("eps",),
+    "threshold": ("entropy_threshold",),
     "timesteps": ("steps",),
     "topp_temp": ("top_p",),
     "wedlm_pos_penalty_factor": ("position_penalty",),

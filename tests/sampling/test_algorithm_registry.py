@@ -64,6 +64,7 @@ def test_algorithms_are_found_by_their_files() -> None:
     blocks += ["llada2_levenshtein", "sdar", "nemotron_labs_diffusion", "efficient_dlm", "stable_diffcoder"]
     others = [
         "causal",
+        "d3llm",
         "dreamon",
         "diffugpt",
         "diffusion_gemma",

@@ -15,6 +15,7 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 MDLM: dict[str, Any] = {"steps": 4, "gen_length": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llada": MDLM | {"temperature": 0.7, "remasking": "random"},
+    "llada d3llm": {"gen_length": 4, "temperature": 0.7},
     "mmada": MDLM | {"temperature": 0.7},
     "dream": MDLM | {"temperature": 0.7},
     "smdm": MDLM | {"temperature": 0.7},

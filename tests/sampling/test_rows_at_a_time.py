@@ -29,6 +29,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sumi": ({"family": "sumi"}, {}),
     "sumi adaptive": ({"family": "sumi"}, {"remasking": "adaptive"}),
     "wedlm": ({"family": "wedlm"}, {"temperature": 0.8, "steps": None}),
+    "d3llm": ({"family": "dream", "sampler": "d3llm"}, {"temperature": 0.8, "steps": None}),
     "fast_dllm_v2": ({"family": "fast_dllm_v2"}, {"temperature": 0.8, "steps": None}),
     "rnd1": ({"family": "rnd1"}, {"temperature": 0.8, "greedy": False}),
     "rnd1 greedy": ({"family": "rnd1"}, {"temperature": 0.0}),

@@ -5,7 +5,13 @@ from typing import Any, ClassVar
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.masked_diffusion import D2F_SAMPLER, DREAM_SAMPLER, P2_SAMPLER, MaskedDiffusionMixin
+from dlm_lens.adapters.masked_diffusion import (
+    D2F_SAMPLER,
+    D3LLM_SAMPLER,
+    DREAM_SAMPLER,
+    P2_SAMPLER,
+    MaskedDiffusionMixin,
+)
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family
 
@@ -37,7 +43,7 @@ class DreamModel(MaskedDiffusionMixin, Qwen2ForCausalLM):
 FAMILY = Family(
     name="dream",
     layouts={"Dream": (DreamConfig, DreamModel)},
-    samplers={"dream": DREAM_SAMPLER, "p2": P2_SAMPLER, "d2f": D2F_SAMPLER},
+    samplers={"dream": DREAM_SAMPLER, "p2": P2_SAMPLER, "d2f": D2F_SAMPLER, "d3llm": D3LLM_SAMPLER},
     hub_names=(
         "Dream-org/Dream-v0-Base-7B",
         "Dream-org/Dream-v0-Instruct-7B",
@@ -49,6 +55,7 @@ FAMILY = Family(
         "d3LLM/d3LLM_Dream",
         "d3LLM/d3LLM_Dream_Coder",
     ),
+    hub_samplers=dict.fromkeys(("d3LLM/d3LLM_Dream", "d3LLM/d3LLM_Dream_Coder"), "d3llm"),
     special_ids={152064: {"mask": 151666, "eos": 151643}},
     # The released tokenizers are vocab.json and merges.txt, and a class with Qwen2's normalisation and splitting.
     tokenizer_classes={"DreamTokenizer": "Qwen2Tokenizer"},

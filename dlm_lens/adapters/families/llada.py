@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dlm_lens.adapters.config_fields import without_foreign_fields
 from dlm_lens.adapters.masked_diffusion import (
     D2F_SAMPLER,
+    D3LLM_SAMPLER,
     DLLM_VAR_SAMPLER,
     LLADA_SAMPLER,
     P2_SAMPLER,
@@ -117,7 +118,13 @@ _BLOCK = {
 FAMILY = Family(
     name="llada",
     layouts={"llada": (LLaDAConfig, LLaDAModelLM)},
-    samplers={"llada": LLADA_SAMPLER, "p2": P2_SAMPLER, "d2f": D2F_SAMPLER, "dllm_var": DLLM_VAR_SAMPLER},
+    samplers={
+        "llada": LLADA_SAMPLER,
+        "p2": P2_SAMPLER,
+        "d2f": D2F_SAMPLER,
+        "d3llm": {**D3LLM_SAMPLER, "lowest": True},
+        "dllm_var": DLLM_VAR_SAMPLER,
+    },
     hub_names=(
         "GSAI-ML/LLaDA-8B-Base",
         "GSAI-ML/LLaDA-8B-Instruct",
@@ -126,7 +133,7 @@ FAMILY = Family(
         "d3LLM/d3LLM_LLaDA",
         "maomaocun/dLLM-Var",
     ),
-    hub_samplers={"maomaocun/dLLM-Var": "dllm_var"},
+    hub_samplers={"d3LLM/d3LLM_LLaDA": "d3llm", "maomaocun/dLLM-Var": "dllm_var"},
     special_ids={126464: {"mask": 126336, "eos": 126081, "eot": 126348}, 155136: {"mask": 5}},
     renames=(
         (r"model\.transformer\.wte", "model.embed_tokens"),

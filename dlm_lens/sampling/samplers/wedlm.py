@@ -84,7 +84,7 @@ class WeDLMPropose(nn.Module):
     of its row the confidence is -(H + d position_penalty). [MASK] is never an x0, unless `reference_quirks`.
     """
 
-    def __init__(self, settings: WeDLMSettings, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
+    def __init__(self, settings: Any, noise: Noise, ids: SpecialIds, reference_quirks: bool) -> None:
         super().__init__()
         self.settings, self.noise, self.reference_quirks = settings, noise, reference_quirks
         self.never = [] if reference_quirks else [ids.mask]

@@ -183,6 +183,7 @@ LLADA2_2 = {"expert_capacity": 4, "block_size": 4, "delete_token_id": 14, "split
         ("llada2", "multi_block", {"running_blocks": 2, "threshold": 0.05, "top_p": 0.9}),
         ("llada", "d2f", {"threshold": 0.05}),
         ("dream", "d2f", {"threshold": 0.05, "temperature": 0.7}),
+        ("llada", "d3llm", {"entropy_threshold": 3.9, "temperature": 0.7}),
         ("llada2", "dmax", {"threshold": 0.05}),
         ("llada2", "llada2_levenshtein", {"threshold": 0.1, "max_post_steps": 3}),
         ("dreamon", "dreamon", {"temperature": 0.9}),
