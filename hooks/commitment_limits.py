@@ -65,8 +65,8 @@ class UntilCommitted(HookWrapper):
         """
         if run.config is not None and moves_tokens(run.config):
             raise ValueError(
-                f"{self}: the sampler of {run.config.model_type} moves tokens, so that no position is one token; end "
-                "the hook for all positions, such as with at_steps(hook, range(8))"
+                f"{self}: the sampler of {run.config.model_type} moves tokens, so that no position is one token; "
+                "end the hook for all positions, such as with at_steps(hook, range(8))"
             )
         positions = run.tokens.shape[1] if run.whole is None else run.whole
         # A run without a mask token may have ended early, on a canvas shorter than it began with.
