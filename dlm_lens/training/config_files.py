@@ -1,7 +1,7 @@
 """Settings from YAML files, shipped or the user's own, with overrides; every mistake gets a one-line error."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -18,13 +18,39 @@ if TYPE_CHECKING:
 
 CONFIGS = Path(__file__).parent / "configs"
 
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "sink": {"sinks": 1, "position": "front"},  # sees only itself and is seen by all: Eq. 5 and 6
+    "gated": {"sinks": 0, "gated": True},  # gated attention in place of a sink: A.2
+    "end": {"sinks": 1, "position": "end"},  # Table 3, Eq. 7
+    "sinks2": {"sinks": 2, "position": "front"},  # Table 4; each sees only itself: Eq. 6 read for more than one
+    "sinks4": {"sinks": 4, "position": "front"},
+    "zero-value": {"sinks": 1, "position": "front", "zero_value": True},  # Table 5: its value is 0 in every layer
+    "off-by-one": {"sinks": 0, "softmax": "off_by_one"},  # not in the paper: exp(s) / (1 + sum exp(s))
+}
+"""Settings of the model in the variants of "One Token Is Enough" (2601.19657), by the end of a config's name.
+
+"qwen2.5-0.5b-sink" is the shipped "qwen2.5-0.5b" with those of "sink", in runs/qwen2.5-0.5b-sink.
+"""
+
+MISSING: Mapping[str, Collection[str]] = {"sft-gsm8k": VARIANTS, "smdm-472m": ("off-by-one",)}
+"""Variants that a config has not: a fine-tuning keeps its checkpoint's, and SMDM's layers have one softmax."""
+
 USUAL = "masked_diffusion"
 """The kind of an objective that names none."""
 
 
 def shipped_configs() -> tuple[str, ...]:
-    """Names of the shipped configs."""
-    return tuple(sorted(path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("accelerate-")))
+    """Names of the shipped configs, and of their variants (`VARIANTS`)."""
+    return tuple(sorted(_shipped()))
+
+
+def _shipped() -> dict[str, tuple[str, str]]:
+    """The name of every shipped config and variant -> its file's, and the variant's ("" for none)."""
+    stems = [path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("accelerate-")]
+    found = {stem: (stem, "") for stem in stems}
+    for stem in stems:
+        found |= {f"{stem}-{end}": (stem, end) for end in VARIANTS if end not in MISSING.get(stem, ())}
+    return found
 
 
 def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingSettings":
@@ -124,13 +150,18 @@ def _check_names(values: Mapping[str, Any], kind: Any, prefix: str) -> None:
 
 def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The values of a file, over those of its base; `above` are the files that have this one as their base."""
-    path = Path(name)
-    if not path.is_file() and str(name) in shipped_configs():
-        path = CONFIGS / f"{name}.yaml"
+    path, variant, shipped = Path(name), "", _shipped()
+    if not path.is_file() and str(name) in shipped:
+        stem, variant = shipped[str(name)]
+        path = CONFIGS / f"{stem}.yaml"
     if not path.is_file():
-        shipped = shipped_configs()
-        hint = near_name(str(name), shipped, {})
-        raise FileNotFoundError(f"{name} is neither a file nor a shipped config{hint}: {', '.join(shipped)}")
+        hint = near_name(str(name), tuple(sorted(shipped)), {})
+        files = ", ".join(sorted(stem for stem, end in shipped.values() if not end))
+        raise FileNotFoundError(
+            f"{name} is neither a file nor a shipped config{hint}: {files}; nor one with a variant's end, "
+            f"-{', -'.join(VARIANTS)}"
+        )
+    own = {"output": f"runs/{name}", "model": dict(VARIANTS[variant])} if variant else {}
     chain = (*above, path.resolve())
     if path.resolve() in above:
         circle = " -> ".join(str(one) for one in chain[chain.index(path.resolve()) :])
@@ -138,11 +169,11 @@ def _read(name: str | Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     values = _parsed(path)
     base = values.pop("base", None)
     if base is None:
-        return values
+        return _merged(values, own)
     if not isinstance(base, str):
         raise ValueError(f"base is {shown(base)} in {path}; it must be the name of a file or of a shipped config")
     beside = path.parent / base
-    return _merged(_read(beside if beside.is_file() else base, chain), values)
+    return _merged(_merged(_read(beside if beside.is_file() else base, chain), values), own)
 
 
 MOST_VALUES = 10_000

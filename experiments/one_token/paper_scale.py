@@ -10,9 +10,6 @@ from typing import Any
 from dlm_lens.experiments.experiment import Cost, Table
 from dlm_lens.experiments.results import Item, Results, Settings
 
-CONFIGS = Path(__file__).parent / "configs"
-"""Of the ablations; those of Tables 1 and 2 ship with `dlm_lens.training`."""
-
 SFT = "sft-gsm8k"
 
 
@@ -59,12 +56,11 @@ def training_settings(item: Item, settings: Settings, *, fine_tuned: bool = Fals
     return read_settings(SFT, [f"seed={item['seed']}", *given])
 
 
-def _config(item: Item, settings: Settings) -> tuple[Path | str, list[str]]:
-    """The config of a training (a file, or the name of a shipped one), and the settings in which it differs."""
+def _config(item: Item, settings: Settings) -> tuple[str, list[str]]:
+    """The config of a training, and the settings in which it differs."""
     output = f"{settings['trained']}/{item['config']}-seed{item['seed']}"
-    own = CONFIGS / f"{item['config']}.yaml"
     given = [f"seed={item['seed']}", *settings["overrides"], f"output={output}"]
-    return own if own.is_file() else item["config"], given
+    return item["config"], given
 
 
 def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:

@@ -360,7 +360,7 @@ def test_the_plan_for_a_gpu() -> None:
     assert sum(cost.passes * cost.rows * cost.positions for cost in training) / 3 == pytest.approx(100e6, rel=1e-3)
     assert f"{sum(cost.passes for cost in costs):,} forward passes" in result.output
     # Memory and operations are those of dlm_lens.training's own estimate, without the row of the mask token.
-    settings = read_settings(paper_scale.CONFIGS / "smollm2.yaml")
+    settings = read_settings("smollm2")
     ours, cost = NetworkCost.of("smollm2"), Cost(1, 16, 1024, "smollm2", backward=True, predicted=0.5)
     theirs = plan(settings)
     assert ours.memory(cost) == pytest.approx(theirs.bytes_per_device, rel=1e-5)

@@ -62,6 +62,35 @@ def test_every_shipped_config_is_complete() -> None:
     assert {path.stem for path in CONFIGS.glob("accelerate-*")} == {"accelerate-fsdp", "accelerate-deepspeed"}
 
 
+@pytest.mark.parametrize("base", ["laptop", "qwen2.5-1.5b", "smollm2-scratch"])
+@pytest.mark.parametrize(
+    ("end", "model"),
+    [
+        ("sink", {"sinks": 1}),
+        ("gated", {"sinks": 0, "gated": True}),
+        ("end", {"sinks": 1, "position": "end"}),
+        ("sinks2", {"sinks": 2}),
+        ("sinks4", {"sinks": 4}),
+        ("zero-value", {"sinks": 1, "zero_value": True}),
+        ("off-by-one", {"sinks": 0, "softmax": "off_by_one"}),
+    ],
+)
+def test_a_variant_is_its_config_with_another_model(base: str, end: str, model: dict[str, Any]) -> None:
+    plain, found = read_settings(base), read_settings(f"{base}-{end}")
+    assert found == replace(plain, model=replace(plain.model, **model), output=f"runs/{base}-{end}")
+    assert f"{base}-{end}" in shipped_configs()
+
+
+def test_a_variant_of_a_fine_tuning_and_unknown_ones_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"sft-gsm8k-sink is neither .*, smollm2-scratch; .*, -sink, -ga"):
+        read_settings("sft-gsm8k-sink")
+    assert {"sft-gsm8k-sink", "smdm-472m-off-by-one"}.isdisjoint(shipped_configs())
+    with pytest.raises(FileNotFoundError, match=r"did you mean 'qwen2\.5-0\.5b-sink'"):
+        read_settings("qwen2.5-0.5b-snk")
+    own = written(tmp_path / "own.yaml", base="smollm2-sinks2", model={"start": "toy-ar"})
+    assert read_settings(own).model == ModelSettings(start="toy-ar", sinks=2)
+
+
 def test_overrides_and_bases(tmp_path: Path) -> None:
     base = written(tmp_path / "base.yaml", steps=5, model={"start": "toy", "sinks": 2}, batch_size=16)
     top = written(tmp_path / "top.yaml", base="base.yaml", model={"sinks": 1})

@@ -98,7 +98,7 @@ dlm-lens experiment one-token-table2 --small --set text=books/ --set steps=500
 TAIL = """## The paper's settings
 
 Without `--small` a table trains the shipped configs of [the papers' settings](training.md#the-papers-settings)
-and, for Tables 3 to 5, those in `experiments/one_token/configs`, and then evaluates every cell as
+and their variants, such as `qwen2.5-0.5b-end` in Table 3, and then evaluates every cell as
 [evaluation](evaluation.md) says. GSM8K is evaluated after the fine-tuning, where `--set sft=FILE` names its
 data.
 
