@@ -54,6 +54,7 @@ FAMILY = Family(
         "apple/DiffuCoder-7B-cpGRPO",
         "d3LLM/d3LLM_Dream",
         "d3LLM/d3LLM_Dream_Coder",
+        "Zigeng/dParallel_Dream_7B_Instruct",
     ),
     hub_samplers=dict.fromkeys(("d3LLM/d3LLM_Dream", "d3LLM/d3LLM_Dream_Coder"), "d3llm"),
     special_ids={152064: {"mask": 151666, "eos": 151643}},

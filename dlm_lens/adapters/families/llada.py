@@ -131,6 +131,7 @@ FAMILY = Family(
         "GSAI-ML/LLaDA-1.5",
         "GSAI-ML/iLLaDA-8B-Base",
         "d3LLM/d3LLM_LLaDA",
+        "Zigeng/dParallel-LLaDA-8B-instruct",
         "maomaocun/dLLM-Var",
     ),
     hub_samplers={"d3LLM/d3LLM_LLaDA": "d3llm", "maomaocun/dLLM-Var": "dllm_var"},
