@@ -17,20 +17,10 @@ from dlm_lens.sampling.special_ids import SpecialIds
 class D2FSettings(MultiBlockSettings):
     """Settings of D2F (2508.09192; SJTU-DENG-Lab/Discrete-Diffusion-Forcing, eval_dream.py and eval_llada.py).
 
-    Args:
-        gen_length: tokens of the answer (`max_new_tokens`); the last block may be shorter.
-        block_length: tokens of a block (`block_size`), counted from the first position of the answer.
-        running_blocks: most blocks of a row that are decoded at once; None, as the authors do, for no limit.
-        add_block_threshold: a block joins once this share of the positions of the one before is decided
-            (`block_add_threshold`).
-        semi_complete_threshold: a block of which no mask is confident enough writes the most confident one, once
-            this share of the positions of the block before is decided (`decoded_token_threshold`). The first
-            running block always does.
-        threshold: every mask whose confidence is above it is written (`skip_threshold`).
-        temperature: 0 takes the most likely token.
-        top_k: keep so many of the most likely tokens, after top_p; None or 0 for all.
-        top_p: keep the most likely tokens up to this probability, with the one that crosses it.
-        use_cache: compute the prompt and finished blocks once, which is exact.
+    They are those of `MultiBlockSettings`. Blocks are counted from the first position of the answer, and the last
+    may be shorter. The authors have no limit of `running_blocks`, and other names: `max_new_tokens` (`gen_length`),
+    `block_size` (`block_length`), `block_add_threshold` (`add_block_threshold`), `decoded_token_threshold`
+    (`semi_complete_threshold`) and `skip_threshold` (`threshold`).
 
     Raises:
         ValueError: a value is out of its range.
