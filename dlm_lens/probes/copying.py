@@ -16,7 +16,7 @@ from dlm_lens.printable import shown
 from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run
-from dlm_lens.sampling.moved_tokens import decisions_of
+from dlm_lens.sampling.moved_tokens import answer_of, decisions_of
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
 
@@ -50,7 +50,7 @@ def find_decisions(run: DenoisingRun, step: int, skip: frozenset[int], shifted: 
     """
     canvas, (decided, tokens) = run.canvases[step], (each[step] for each in decisions_of(run))
     predicting = predicting_position(run.attention_mask)
-    visible, answer = run.attention_mask & ~run.open[step], run.answer
+    visible, answer = run.attention_mask & ~run.open[step], answer_of(run, step)
     special = torch.isin(canvas, torch.tensor(sorted(skip), dtype=canvas.dtype))
     found, total = [], 0
     for row, position in decided.nonzero().tolist():

@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_lens.hooks.positions import PositionClass, of_class
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, StoredCanvases
+from dlm_lens.sampling.moved_tokens import answer_of_steps
 from dlm_lens.sinks import Sinks
 
 PositionMask = Bool[Tensor, "batch position"] | Bool[Tensor, "step batch position"]
@@ -69,7 +70,7 @@ def choose_positions(
             raise ValueError(
                 f"positions is {shown(positions)}; give Sinks, canvas positions, a mask, or one of {known}"
             )
-        positions = of_class(positions, run.open[:-1], run.attention_mask, run.answer)
+        positions = of_class(positions, run.open[:-1], run.attention_mask, answer_of_steps(run))
     if isinstance(positions, Sinks):
         return _of_sinks(stored, positions, steps, layers, controls, seed)
     canvas = run.tokens.shape[1]

@@ -26,6 +26,7 @@ from dlm_lens.recording.recording_fields import RecordingFields
 from dlm_lens.recording.storage import ShardArrays, load_recording, save_recording
 from dlm_lens.sampling import part_of_run
 from dlm_lens.sampling.emerging_text import preview
+from dlm_lens.sampling.moved_tokens import answer_of_steps
 from dlm_lens.sampling.prompts import is_id
 from dlm_lens.sampling.run_rows import own_canvas
 
@@ -157,7 +158,7 @@ class Recording(ShowsItself, RecordingFields):
         return CanvasFacts(
             valid=self.run.seen_content & self.run.running[..., None],
             masked=masked,
-            answer=self.answer.expand(masked.shape),
+            answer=answer_of_steps(self.run) if self.run.origins is not None else self.answer.expand(masked.shape),
             block=self.run.in_block,
             causal=self.causal,
             sinks=self.sinks,
@@ -318,13 +319,14 @@ def selected(recording: Recording, wanted: Mapping[str, Index | None]) -> Record
         return tuple(names[axis][i] for i in places[axis]) if axis in places else names[axis]
 
     rows = places.get("batch", list(range(len(recording.rows))))
+    run = part_of_run(recording.run, places.get("step"), rows)
     return replace(
         recording,
-        run=part_of_run(recording.run, places.get("step"), rows),
+        run=run,
         arrays=arrays,
         layers=kept("layer"),
         windows=_windows(recording, places.get("layer")),
-        answer=recording.answer[rows],
+        answer=recording.answer[rows] if run.origins is None else run.answer,
         steps=kept("step"),
         rows=kept("batch"),
         heads=kept("head") if "head" in places else recording.heads,

@@ -39,6 +39,22 @@ def came_from(run: "DenoisingRun", step: int) -> Int[Tensor, "canvas batch posit
     return torch.stack(list(accumulate(origins[step:], composed, initial=where)))
 
 
+def answer_of(run: "DenoisingRun", step: int) -> Bool[Tensor, "batch position"]:
+    """The positions of the answer on the canvas of a step: all that hold no token of the prompt."""
+    if run.origins is None:
+        return run.answer
+    before = between(run.origins, 0, step)
+    return run.answer.gather(-1, before.clamp(min=0)) | (before == NOWHERE)
+
+
+def answer_of_steps(run: "DenoisingRun") -> Bool[Tensor, "step batch position"]:
+    """`answer_of` of every step."""
+    if run.origins is None:
+        return run.answer.expand(run.unmasked.shape)
+    before = came_from(run, 0)[:-1]
+    return run.answer.expand(before.shape).gather(-1, before.clamp(min=0)) | (before == NOWHERE)
+
+
 def places_of(run: "DenoisingRun") -> Int[Tensor, "step_plus_one batch position"]:
     """Where the token of every position of the result was on each canvas; -1 where it was on none."""
     found = torch.arange(run.tokens.shape[-1], device="cpu").expand(run.tokens.shape)
@@ -216,4 +232,5 @@ def followed(run: "DenoisingRun") -> "DenoisingRun":
         unmasked=decided,
         revised=~masked[:-1] & (left | changed),
         origins=None,
+        part=run.part and replace(run.part, answer=at_places(run.answer[None], places[:1], True)[0]),
     )

@@ -250,7 +250,7 @@ class StepObserver(RunObserver):
             tokens=canvas,
             masked=masked,
             valid=self.sampler.attention.seen_content(self._content, masked, plan.span[1]),
-            answer=self.sampler.attention.without_room(self.answer, masked),
+            answer=self.sampler.attention.answer_at(self.answer, masked),
             queries=plan.computed,
             config=self.model.config,
             tokenizer=getattr(self.model, "tokenizer", None),

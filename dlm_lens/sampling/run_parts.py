@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling.moved_tokens import NOWHERE, between
+from dlm_lens.sampling.moved_tokens import NOWHERE, answer_of, between
 
 if TYPE_CHECKING:
     from dlm_lens.sampling.denoising_run import DenoisingRun
@@ -22,7 +22,8 @@ class RunPart:
     Args:
         numbers: the number of each step in the whole run.
         block_numbers: the number of each step among those of its block.
-        answer: the positions that were open at the start of the whole run.
+        answer: the positions that were open at the start of the whole run; where tokens move (`origins`), on the
+            first canvas of the part.
         rows_ran: after how many steps of the whole run each row was over; None if that is not known.
     """
 
@@ -126,6 +127,6 @@ def _place(run: "DenoisingRun", steps: Sequence[int], rows: Sequence[int]) -> Ru
     return RunPart(
         tuple(run.step_numbers[step] for step in steps),
         tuple(run.block_numbers[step] for step in steps),
-        run.answer[list(rows)],
+        answer_of(run, steps[0])[list(rows)] if steps else run.answer[list(rows)],
         tuple(run.steps_in_all[list(rows)].tolist()),
     )

@@ -37,6 +37,8 @@ class StepAttention:
         running: which blocks a row decodes at once; None for one.
         room: positions that are not seen while they are open, in which a sampler may insert masks (DreamOn); its
             sampler changes it at every step. None for none.
+        prompt: positions that hold tokens of the prompt, where steps move these (DreamOn); likewise changed at
+            every step. None where they stay.
     """
 
     blocks: BlockLayout | None = None
@@ -48,6 +50,7 @@ class StepAttention:
     observed_first: bool = False
     running: RunningBlocks | None = None
     room: Bool[Tensor, "*step batch position"] | None = None
+    prompt: Bool[Tensor, "batch position"] | None = None
 
     @property
     def varies(self) -> bool:
@@ -61,11 +64,15 @@ class StepAttention:
         own = self.own_blocks
         return positions if own is None else positions & own[:, : positions.shape[-1]]
 
-    def without_room(
-        self, positions: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
+    def answer_at(
+        self, answer: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"]
     ) -> Bool[Tensor, "batch position"]:
-        """Those of the positions that are no room at a step with these open positions."""
-        return positions if self.room is None else positions & ~(masked & self.room.to(masked.device))
+        """The positions of the answer at a step with these open positions: those of the first step, or moved.
+
+        Room is none of them.
+        """
+        answer = answer if self.prompt is None else ~self.prompt.to(masked.device)
+        return answer if self.room is None else answer & ~(masked & self.room.to(masked.device))
 
     def seen_content(
         self,

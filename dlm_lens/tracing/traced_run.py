@@ -212,7 +212,7 @@ class TracedRun(RunObserver):
         }
         state["valid"] = self.sampler.attention.seen_content(self.state["valid"], masked, plan.span[1])
         share = known_progress(self.sampler, plan, masked, state["answer"])
-        state["answer"] = self.sampler.attention.without_room(state["answer"], masked)
+        state["answer"] = self.sampler.attention.answer_at(state["answer"], masked)
         state |= {} if share is None else {"share": share}
         self._handle(STEP, (plan, state))
         if self.editable:
@@ -228,7 +228,7 @@ class TracedRun(RunObserver):
         self.state.setdefault("answer", self.sampler.attention.within_own_blocks(masked))
         attention = self.sampler.attention
         valid = attention.seen_content(self.state["valid"], masked, plan.span[1])
-        given = (canvas, masked, valid, attention.without_room(self.state["answer"], masked))
+        given = (canvas, masked, valid, attention.answer_at(self.state["answer"], masked))
         share = known_progress(self.sampler, plan, masked, self.state["answer"])
         now = RunStep(plan.index, plan.total, plan.block, plan.span, *given, queries=plan.computed, share=share)
         own = attention.until_block(self.state["valid"], masked, plan.span)

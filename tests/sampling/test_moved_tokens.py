@@ -13,6 +13,7 @@ from dlm_lens.probes import class_readability, commitment, decision_order, repla
 from dlm_lens.sampling.moved_tokens import decisions_of
 from dlm_lens.sampling.token_text import TokenTexts
 from tests.reference import forward64
+from tests.sampling.interrupted import resumed_recording
 from tests.sampling.test_dreamon import DELETE, EXPAND, GREEDY, MASK, PROMPTS, resizing
 
 
@@ -235,6 +236,70 @@ def test_the_class_by_place_is_that_of_the_place_where_the_token_ends() -> None:
             assert int(settled[row, position]) == (-1 if best < 0 else 0 if same else one.decided + 1)
     assert moved
     assert found.accuracy(1, "place").value == pytest.approx(sum(right) / len(right))
+
+
+def prompts_by_hand(run: dl.DenoisingRun, texts: list[list[list[Element]]]) -> torch.Tensor:
+    """The positions of the prompt's tokens at every step of a row."""
+    found = torch.zeros(run.unmasked.shape, dtype=torch.bool)
+    for row, steps in enumerate(texts):
+        for step, text in enumerate(steps[: run.steps]):
+            for one, position in zip(text, placed(run, row, step), strict=True):
+                found[step, row, position] = one.decided < 0 and one.token != MASK
+    found &= run.running[..., None]
+    return found
+
+
+@pytest.fixture(scope="module")
+def between_gaps() -> tuple[Any, Any, torch.Tensor]:
+    """A run in which a token of the prompt between two gaps moves, and the places of the prompt's tokens."""
+    model = resizing(seed=2)
+    run = dl.denoise(model, PROMPTS, **GREEDY)
+    expected = prompts_by_hand(run, [by_hand(model, prompt) for prompt in PROMPTS])
+    assert len({tuple(each.tolist()) for each in expected[:, 1]}) > 3
+    return model, run, expected
+
+
+def test_the_prompt_is_its_tokens_wherever_they_move(
+    between_gaps: tuple[Any, Any, torch.Tensor], tmp_path: Path
+) -> None:
+    model, run, expected = between_gaps
+    found: list[torch.Tensor] = []
+
+    class Sees:
+        site, layers = "resid", (0,)
+
+        def __call__(self, tensor: torch.Tensor, hook: Any = None) -> torch.Tensor:
+            found.append(hook.run.prompt.clone())
+            return tensor
+
+    recorder = dl.Recorder(model, [dl.ReceivedAttention("prompt", min_viewers=1)])
+    dl.denoise(model, PROMPTS, hooks=[Sees()], observers=recorder, **GREEDY)
+    running = run.running[..., None]
+    assert (torch.stack(found) & running).equal(expected)
+    recording = recorder.recording(run)
+    assert recording.facts.positions("prompt").equal(expected)
+    # What was counted in the run is what the classes of the finished run say: column sums are as many as queries.
+    received = recording.received_prompt
+    sums = received.nan_to_num() * recording.expected("prompt")[:, :, None, None]
+    counted = (expected & running).sum(-1).float()
+    torch.testing.assert_close(
+        sums.sum(-1), counted[:, :, None, None].expand(sums.shape[:-1]), atol=1e-3, rtol=1e-3
+    )
+    reducers = [dl.ReceivedAttention("prompt", min_viewers=1)]
+    resumed = resumed_recording(model, tmp_path / "stored", 6, PROMPTS, reducers, **GREEDY)
+    torch.testing.assert_close(resumed.received_prompt, received, equal_nan=True)
+    found.clear()
+    replay(model, run, [Sees()], attention=False)
+    assert (torch.stack(found) & running).equal(expected)
+    steps = [2, 5, 6]
+    part = recording.select(step=steps)
+    assert part.facts.positions("prompt").equal(expected[steps])
+    later = part.select(step=[1, 2])
+    assert later.facts.positions("prompt").equal(expected[steps[1:]])
+    assert (later.run.by_token.answer & run.attention_mask).equal(run.by_token.answer & run.attention_mask)
+    lens = dl.logit_lens(model, run, "prompt", steps=[5], layers=[1])
+    at = {(row, position) for row, position in lens.table()[["batch", "canvas_position"]].itertuples(index=False)}
+    assert at == {(row, position) for row, position in expected[5].nonzero().tolist()}
 
 
 def test_parts_and_files_keep_where_tokens_were(model: Any, run: dl.DenoisingRun, tmp_path: Path) -> None:

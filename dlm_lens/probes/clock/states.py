@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from dlm_lens.attention import SinkLayout, attention_blocks
 from dlm_lens.probes.residual_reader import ResidualReader, reading
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.moved_tokens import answer_of
 from dlm_lens.sampling.run_rows import open_and_planned
 
 POSITIONS = ("open", "written", "prompt")
@@ -48,7 +49,7 @@ class StepStates(NamedTuple):
 
 def kinds_of(run: DenoisingRun, step: int) -> Int[Tensor, "batch position"]:
     """The class of every canvas position at a step; padding counts as the prompt."""
-    opened, answer = run.open[step], run.answer
+    opened, answer = run.open[step], answer_of(run, step)
     return torch.where(opened, 0, torch.where(answer, 1, 2))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dlm_lens.sampling.algorithm_registry import Algorithm
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
-from dlm_lens.sampling.moved_tokens import NOWHERE
+from dlm_lens.sampling.moved_tokens import NOWHERE, answer_of
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
@@ -192,6 +192,7 @@ class DreamOnSampler(Sampler):
         by_rank = SelectAmongMasks() if reference_quirks else Select()
         self.select: nn.Module = SelectDrawn(noise, settings.alg_temp) if settings.alg_temp else by_rank
         self._span, self._plans, self.rerun = (0, 0), 0, False
+        self._prompt: Tensor | None = None
 
     def begin(
         self, model: Any, prompts: Int[Tensor, "batch prompt"], fillable: Bool[Tensor, "batch position"]
@@ -233,7 +234,7 @@ class DreamOnSampler(Sampler):
         where = torch.arange(positions, device=self._first.device)
         stretch = (where >= self._first[:, None]) & (where < self._stop[:, None])
         room = stretch & (where >= (self._first + self._length)[:, None])
-        self.attention, self.propose.fixed = replace(self.attention, room=room), ~stretch
+        self.attention, self.propose.fixed = replace(self.attention, room=room, prompt=self._prompt), ~stretch
 
     def network(self, model: Any, first: FirstCanvas) -> RoomLogits:
         """The network, which does not see the room."""
@@ -257,8 +258,8 @@ class DreamOnSampler(Sampler):
         return run.masked[:-1][step] & (~proposed | (run.unmasked[step] & run.confidence[step].isneginf()))
 
     def follow(self, run: DenoisingRun, step: int) -> None:
-        """Take the room of a step of a finished run."""
-        self.attention = replace(self.attention, room=self.room_of(run, step))
+        """Take the room of a step of a finished run, and where its prompt is."""
+        self.attention = replace(self.attention, room=self.room_of(run, step), prompt=~answer_of(run, step))
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """As many steps as the authors' loop has at most; those without a mask are left out."""
@@ -327,6 +328,9 @@ class DreamOnSampler(Sampler):
         where = torch.arange(canvas.shape[1], device=canvas.device).expand_as(canvas)
         self.origins = where.masked_fill(stretch, NOWHERE)
         self.origins[rows, target[kept]] = places
+        prompt = ~masked if self._prompt is None else self._prompt
+        self._prompt = prompt & ~stretch
+        self._prompt[rows, target[kept]] = prompt[kept]
         rows, places = expanded.nonzero(as_tuple=True)
         self.origins[rows, target[expanded] + 1] = places
         self._length, self._budget = sizes.sum(-1), self._budget - expanded.sum(-1)
@@ -334,13 +338,14 @@ class DreamOnSampler(Sampler):
         return made
 
     def state(self) -> dict[str, Tensor]:
-        """The lengths of the stretches without their room, and the expansions that are left."""
-        return {**super().state(), "lengths": self._length, "budgets": self._budget}
+        """The lengths of the stretches without their room, the expansions left, and where the prompt is."""
+        own = {} if self._prompt is None else {"prompt": self._prompt}
+        return {**super().state(), "lengths": self._length, "budgets": self._budget, **own}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from such a state."""
         super().restore(state)
-        self._length, self._budget = state["lengths"], state["budgets"]
+        self._length, self._budget, self._prompt = state["lengths"], state["budgets"], state.get("prompt")
         assert self.attention.room is not None
         self._set_room(self.attention.room.shape[1])
 
