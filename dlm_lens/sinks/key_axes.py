@@ -10,6 +10,7 @@ from torch import Tensor
 from dlm_lens.attention import beside_sinks
 from dlm_lens.attention.hook_identity import IN_IDENTITY
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.moved_tokens import answer_of_steps, decisions_of, room_of_canvases
 from dlm_lens.sampling.run_rows import until_ends
 from dlm_lens.shapes import check_shapes, tensor_axes
 
@@ -28,6 +29,9 @@ class KeyAxes:
         tokens: ids of the keys at each step; None if unknown.
         masked: which keys are masked (in an AR baseline: not decoded yet) at each step; None if unknown. What
             follows the end of an AR row, where others of its batch go on, is none of it.
+        answer: where tokens move (DreamOn, LLaDA2.2), which keys are of the answer at each step: not the prompt's
+            tokens, wherever they are, nor room for masks. None elsewhere: the positions that were open at first.
+        decided: likewise, which masks each step decides.
         final_tokens: ids of the keys after the last step; None if unknown.
         layers: index of each layer in the model; empty without a layer axis.
         steps: number of each step in its run, which tables and figures show; empty for 0, 1, ....
@@ -58,6 +62,8 @@ class KeyAxes:
     tokenizer: Any = None
     # Intervals alone read it: hooks do the same without it, and recordings of before have no such field.
     row_prompts: Int[Tensor, "batch"] | None = field(default=None, metadata={IN_IDENTITY: False})
+    answer: Bool[Tensor, "step batch key"] | None = field(default=None, repr=False, metadata={IN_IDENTITY: False})
+    decided: Bool[Tensor, "step batch key"] | None = field(default=None, repr=False, metadata={IN_IDENTITY: False})
     model: str = field(default="", metadata={IN_IDENTITY: False})
     rows: tuple[int, ...] = field(default=(), metadata={IN_IDENTITY: False})
 
@@ -144,7 +150,13 @@ def shared_fields_of(
         steps: number of each step.
         sinks: how many learned sink tokens the model has.
     """
+    moved: dict[str, Tensor] = {}
+    if run.origins is not None:
+        room = room_of_canvases(run)
+        answer = answer_of_steps(run) if room is None else answer_of_steps(run) & ~room[:-1]
+        moved = {"answer": answer, "decided": decisions_of(run)[0]}
     return {
+        **{name: beside_sinks(keys, sinks, value=False) for name, keys in moved.items()},
         "tokens": beside_sinks(run.canvases[:-1], sinks),
         "masked": beside_sinks(run.masked[:-1] & until_ends(run), sinks, value=False),
         "valid": beside_sinks(run.attention_mask, sinks, value=True),

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from dlm_lens.hooks import ablate
 from dlm_lens.probes import class_readability, commitment, decision_order, replay, sink_mechanism
 from dlm_lens.sampling.moved_tokens import decisions_of
 from dlm_lens.sampling.token_text import TokenTexts
+from dlm_lens.sinks.analysis.enrichment import sink_steps
 from tests.reference import forward64
 from tests.sampling.interrupted import resumed_recording
 from tests.sampling.test_dreamon import DELETE, EXPAND, GREEDY, MASK, PROMPTS, resizing
@@ -300,6 +302,39 @@ def test_the_prompt_is_its_tokens_wherever_they_move(
     lens = dl.logit_lens(model, run, "prompt", steps=[5], layers=[1])
     at = {(row, position) for row, position in lens.table()[["batch", "canvas_position"]].itertuples(index=False)}
     assert at == {(row, position) for row, position in expected[5].nonzero().tolist()}
+
+
+def test_sinks_are_compared_with_the_prompt_and_the_masks_where_they_are(
+    between_gaps: tuple[Any, dl.DenoisingRun, torch.Tensor],
+) -> None:
+    model, run, _ = between_gaps
+    paths = dl.trajectories(dl.received_over_steps(model, run, min_viewers=1), dl.AboveMean(1.0))
+    steps, pattern, position = (each.tolist() for each in sink_steps(paths))
+    rows = np.unravel_index(pattern, paths.static_share.shape)[0].tolist()
+    found: dict[str, list[int]] = {"leftmost mask": [], "rightmost mask": [], "written now": []}
+    sinks = Counter[str]()
+    for row, text in enumerate(by_hand(model, prompt) for prompt in PROMPTS):
+        for step, elements in enumerate(text[:-1]):
+            places, masks, kinds = placed(run, row, step), [], {}
+            for one, place in zip(elements, places, strict=True):
+                kinds[place] = "masked" if one.token == MASK else "prompt" if one.decided < 0 else "written"
+                masks += [place] * (one.token == MASK)
+            sinks.update(kinds[at] for s, r, at in zip(steps, rows, position, strict=True) if (s, r) == (step, row))
+            if step > max(one.decided for one in text[-1]):
+                continue
+            now = [places[one.places[step]] for one in text[-1] if one.decided == step]
+            for main in (at for at in paths.main[step, row].flatten().tolist() if at >= 0):
+                found["leftmost mask"].append(abs(main - masks[0]))
+                found["rightmost mask"].append(abs(main - masks[-1]))
+                found["written now"] += [abs(main - at) for at in now]
+    assert len(sinks) == 3
+    enriched = dl.sinks.position_enrichment(paths, answer=run.answer).set_index("class")
+    assert {name: enriched.loc[name, "sinks"] for name in enriched.index} == sinks
+    for given in (None, run.unmasked):
+        table = dl.sinks.frontier_alignment(paths, unmasked=given).set_index("reference")
+        for name, distances in found.items():
+            assert table.loc[name, "n"] == len(distances), name
+            assert table.loc[name, "distance"] == pytest.approx(sum(distances) / len(distances)), name
 
 
 def test_parts_and_files_keep_where_tokens_were(model: Any, run: dl.DenoisingRun, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def received() -> Received:
         row_prompts=torch.tensor([0, 1, 0]),
         rows=(4, 2, 7),
         model="toy",
+        answer=torch.rand(2, 3, 5, generator=random) > 0.5,
+        decided=torch.rand(2, 3, 5, generator=random) > 0.5,
     )
 
 

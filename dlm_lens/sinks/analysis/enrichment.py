@@ -100,7 +100,8 @@ def position_enrichment(
         by: as in `token_enrichment`.
         in_block: the positions of every row's block at each step, `run.in_block`.
         answer: the positions that were open when the run began, `run.answer`; None: those of the first step, which
-            in a part of a run (`Recording.select(step=)`) leave out what was decided before.
+            in a part of a run (`Recording.select(step=)`) leave out what was decided before. Where tokens move
+            (DreamOn), the trajectories know the prompt's, and this is not read.
 
     Raises:
         ValueError: no masks, or blocks or an answer of another run.
@@ -124,8 +125,11 @@ def position_enrichment(
 
 
 def _answer_of(paths: Trajectories, answer: Bool[Tensor, "batch position"] | None) -> NDArray[np.bool_]:
-    """The keys [batch, key] that were open when the run began."""
+    """The keys [batch, key] that were open when the run began; where tokens move, those at each step."""
     assert paths.masked is not None
+    if paths.answer is not None:
+        moved: NDArray[np.bool_] = (paths.answer | paths.masked).numpy()
+        return moved
     first: NDArray[np.bool_] = paths.masked[0].numpy()
     if answer is None:
         return first

@@ -49,7 +49,8 @@ def frontier_alignment(
         in_block: the positions of every row's block at each step, `run.in_block`.
         unmasked: the positions that each step decodes, `run.unmasked`; None: those that are masked at a step and
             not at the next one, which is wrong for a part of a run. For `part = recording.select(step=)` give
-            `part.run.unmasked`.
+            `part.run.unmasked`. Where tokens move (DreamOn, LLaDA2.2), the trajectories know the masks that a step
+            decides, and this is not read; room for masks is no reference.
 
     Raises:
         ValueError: no masks, blocks or decoded positions of another run, or an unknown grouping.
@@ -57,9 +58,14 @@ def frontier_alignment(
     if paths.masked is None:
         raise ValueError("these trajectories have no masks; follow a Received that has them (received_over_steps)")
     one_of("all", "layer", "head").check("by", by)
-    masked = paths.masked.numpy()[..., : paths.canvas]
+    opened = paths.masked if paths.answer is None else paths.masked & paths.answer
+    masked = opened.numpy()[..., : paths.canvas]
     scored = paths.scored.numpy()[..., : paths.canvas]
-    decided = _decided(paths, masked) if unmasked is None else _given(paths, unmasked)
+    unmasked = unmasked if paths.decided is None else None
+    if paths.decided is None:
+        decided = _decided(paths, masked) if unmasked is None else _given(paths, unmasked)
+    else:
+        decided = paths.decided.numpy()[..., : paths.canvas]
     block = None if in_block is None else blocks_of_rows(paths, in_block)[..., : paths.canvas]
     groups = [name for name in GROUPS[by] if name in paths.dims]
     # A row that ended early (`eot_token`) keeps masks that are never decoded.
