@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dlm_lens.display import Cell, Kind, Line, Preview
 from dlm_lens.sampling.algorithm_registry import sampler_class
+from dlm_lens.sampling.moved_tokens import NOWHERE, between
 from dlm_lens.sampling.token_text import TokenTexts
 
 if TYPE_CHECKING:
@@ -59,12 +60,42 @@ def canvas_after(
         row: index of the sequence in the batch.
         step: index of the step in this run.
     """
-    numbers, canvas = run.step_numbers, run.canvases[step, row]
-    if run.part is None or numbers[step + 1 : step + 2] == (numbers[step] + 1,):
+    canvas = run.canvases[step, row]
+    if has_next(run, step):
         return run.canvases[step + 1, row], run.masked[step + 1, row]
     new, again, proposed = run.unmasked[step, row], run.revised[step, row], run.proposals[step, row]
     opened = again & ((proposed == canvas) | run.masked[step + 1, row])
     return torch.where(new | again, proposed, canvas), (run.masked[step, row] & ~new) | opened
+
+
+def has_next(run: "DenoisingRun", step: int) -> bool:
+    """Whether the next canvas of a run, or of a part of one, is what a step made of its own."""
+    numbers = run.step_numbers
+    return run.part is None or numbers[step + 1 : step + 2] == (numbers[step] + 1,)
+
+
+def came_by(run: "DenoisingRun", row: int, first: int, step: int) -> Int[Tensor, "position"]:
+    """Where what a row's canvas after a step (`canvas_after`) holds was on that of step `first`; -1 for nowhere."""
+    if run.origins is None:
+        return torch.arange(run.tokens.shape[1], device="cpu")
+    return between(run.origins[:, [row]], first, step + has_next(run, step))[0]
+
+
+def changed_by(
+    run: "DenoisingRun", row: int, step: int
+) -> tuple[Bool[Tensor, "position"], Bool[Tensor, "position"]]:
+    """The positions of a row that a step decides, and those that it rewrites or opens again.
+
+    A decided token that the step only moves is among neither, unlike in `run.unmasked` and `run.revised`, which are
+    of positions.
+    """
+    new, again = run.unmasked[step, row], run.revised[step, row]
+    if run.origins is None:
+        return new, again
+    came, (tokens, opened) = came_by(run, row, step, step), canvas_after(run, row, step)
+    was_open = (came == NOWHERE) | run.masked[step, row, came]
+    other = opened | (tokens != run.canvases[step, row, came])
+    return new & was_open, (new | again) & ~was_open & other
 
 
 def emerging_cells(run: "DenoisingRun", row: int, step: int) -> list[Cell]:
@@ -126,7 +157,7 @@ def _answer(run: "DenoisingRun", row: int) -> Any:
 
 def _kinds(run: "DenoisingRun", row: int, step: int, shown: Any) -> list[Kind]:
     """What every shown position is after a step. A position that was opened again is "revised"."""
-    new, again = run.unmasked[step, row, shown].tolist(), run.revised[step, row, shown].tolist()
+    new, again = (positions[shown].tolist() for positions in changed_by(run, row, step))
     opened = canvas_after(run, row, step)[1][shown].tolist()
     return [
         "open" if hidden and (fresh or not edited) else "new" if fresh else "revised" if edited else "plain"

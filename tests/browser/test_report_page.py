@@ -9,6 +9,9 @@ from dlm_lens.printable import counted
 from dlm_lens.sinks import AttentionShare, LowKeyNorm, MeanReceived, SoftSigmoid, received_of
 from dlm_lens.testing import tiny
 from tests.browser.report_sinks import PROMPTS, STEPS, of_page, of_python
+from tests.sampling.test_dreamon import GREEDY, MASK, resizing
+from tests.sampling.test_dreamon import PROMPTS as DREAMON
+from tests.sampling.test_moved_tokens import by_hand
 
 pytestmark = pytest.mark.browser
 
@@ -425,3 +428,30 @@ def test_labels_of_learned_sinks_and_positions_do_not_overlap(tmp_path, opened):
     assert "sink(0)" in [text for text, _ in labels]
     heights = [height for _, height in labels]
     assert all(after - before >= 11 for before, after in pairwise(heights))  # pixels of the font
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", range(3))
+def test_a_mask_that_moves_is_followed_to_its_token(opened, tmp_path, row):
+    """The page named the token that came to the mask's position, and the step of the move."""
+    model = resizing(seed=5)
+    recording = dl.record(model, DREAMON, [dl.ReceivedAttention(min_viewers=1)], **GREEDY)
+    page = opened(dl.viz.report(recording, tmp_path / "moved.html", row=row))
+    history = by_hand(model, DREAMON[row])
+    seen = recording.run.seen_content[:, row][:, recording.run.attention_mask[row]]
+    for step, text in enumerate(history[:-1]):
+        page.set("#step", step)
+        titles = page.eval_on_selector_all(".cell", "cells => cells.map(c => c.title)")
+        underlined = page.eval_on_selector_all(".cell.written", "cells => cells.map(c => c.title)")
+        for place, key in enumerate(seen[step].nonzero().flatten().tolist()):
+            became = [one for one in history[-1] if len(one.places) > step and one.places[step] == place]
+            if text[place].token != MASK or len(became) != 1:
+                continue
+            (one,) = became
+            # Two masks of which one is deleted: the page names no token of a mask that was split.
+            steps = range(step + 1, one.decided + 2)
+            twins = [sum(other.places[:at] == one.places[:at] for other in history[at]) for at in steps]
+            told = f'masked, decoded at step {one.decided}: "w{one.token}"' in titles[key]
+            assert told == (max(twins) == 1), (step, key)
+        assert len(underlined) == sum(one.decided == step for one in history[step + 1])
+        assert all(f"decoded at step {step}" in title for title in underlined)

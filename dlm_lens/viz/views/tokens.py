@@ -12,7 +12,8 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
-from dlm_lens.sampling.emerging_text import MASK, canvas_after
+from dlm_lens.sampling.emerging_text import MASK, came_by, canvas_after, has_next
+from dlm_lens.sampling.moved_tokens import NOWHERE
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
@@ -118,19 +119,22 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         raise ValueError(over_before(row))
     chosen = _steps(steps, run.step_numbers, int(run.row_steps[row]))
     content, cropped = _last_positions(run.attention_mask[row].nonzero().flatten(), len(chosen))
-    pieces, before, last = [], run.masked[0, row, content], 0
+    pieces, before, first, last = [], (run.canvases[0, row], run.masked[0, row]), 0, 0
     for step in chosen:
-        tokens, masked = (of_row[content] for of_row in canvas_after(run, row, step))
+        came, after = came_by(run, row, first, step)[content], canvas_after(run, row, step)
+        tokens, masked = (of_row[content] for of_row in after)
+        was_open = (came == NOWHERE) | before[1][came]
         labels = web_labels(tokens.tolist(), run.tokenizer)
         labels = [MASK if hidden else label for label, hidden in zip(labels, masked.tolist(), strict=True)]
-        edited = run.revised[last : step + 1, row, content].any(0) & ~before & ~masked
+        revised = run.revised[last : step + 1, row, content].any(0)  # of positions, from which tokens may move
+        edited = (revised if run.origins is None else tokens != before[0][came]) & ~was_open & ~masked
         labels = [
             f"{REVISED}{label}" if again else label for label, again in zip(labels, edited.tolist(), strict=True)
         ]
-        fresh, last = (before & ~masked).float() - edited.float(), step + 1
+        fresh, last = (was_open & ~masked).float() - edited.float(), step + 1
         name = f"after step {run.step_numbers[step]}"
         pieces.append(Piece("ColoredTokens", _coloured(labels, fresh, 1.0, WRITTEN), name))
-        before = masked
+        before, first = after, step + has_next(run, step)
     word = "open" if run.uniform_noise else "masked"
     about = (
         f"{counted(run.steps, 'step')}, sequence {row_number(run, row)}. {MASK} is {word}; green was decoded "

@@ -48,8 +48,10 @@ function paintCells(pane, state, other) {
 }
 
 function revisionText(recorded, step, key) {
-  if (recorded.isMasked(step + 1, key)) return `${recorded.about.open} again at this step`;
-  return `rewritten at this step: "${visible(recorded.text(step + 1, key))}"`;
+  const next = recorded.after(step, key);
+  if (next === undefined) return "deleted at this step";
+  if (recorded.isMasked(step + 1, next)) return `${recorded.about.open} again at this step`;
+  return `rewritten at this step: "${visible(recorded.text(step + 1, next))}"`;
 }
 
 // In a model of uniform noise an open position holds a random token.
@@ -67,10 +69,13 @@ function decodedAt(recorded, step, key) {
 
 function maskText(pane, key) {
   const { recorded, step } = pane;
-  for (let later = step; later < recorded.steps; later += 1) {
-    if (!recorded.isMasked(later + 1, key)) {
-      return `${openText(recorded, step, key)}, decoded ${decodedAt(recorded, later, key)}: "${visible(recorded.text(later + 1, key))}"`;
+  for (let later = step, place = key; later < recorded.steps; later += 1) {
+    const next = recorded.after(later, place);
+    if (next === undefined) return openText(recorded, step, key); // deleted, one of two masks, or room for masks
+    if (!recorded.isMasked(later + 1, next)) {
+      return `${openText(recorded, step, key)}, decoded ${decodedAt(recorded, later, place)}: "${visible(recorded.text(later + 1, next))}"`;
     }
+    place = next;
   }
   return `${openText(recorded, step, key)} to the end`;
 }

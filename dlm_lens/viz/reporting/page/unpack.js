@@ -127,6 +127,7 @@ class Recorded {
   async take(data) {
     const parts = { tokens: data.tokens, masked: data.masked, written: data.written };
     if (data.revised) parts.revised = data.revised;
+    if (data.moved) parts.moved = data.moved;
     await takeArrays(this, parts);
     Object.assign(this, { about: data, steps: data.steps.length, keys: data.positions.length, texts: data.texts });
     return this;
@@ -214,6 +215,12 @@ class Recorded {
   // Whether the step rewrote a token that was decided before; only samplers that edit do.
   isRevised(step, key) {
     return Boolean(this.revised) && this.revised[step * this.keys + key] === 1;
+  }
+
+  // The key that has after a step what a key has at it; undefined where nothing has it, or several keys.
+  after(step, key) {
+    const next = this.moved ? this.moved[step * this.keys + key] : key;
+    return next < this.keys ? next : undefined;
   }
 
   // A label of a key: its position from the prompt's first token, or sink(i) for a learned sink token.

@@ -1,0 +1,94 @@
+"""Texts and reports of runs whose tokens move, against lists of tokens: a move is no decision."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dlm_lens as dl
+from dlm_lens.sampling import part_of_run
+from dlm_lens.viz.figures.attribution import _step_label
+from dlm_lens.viz.reporting.data import Subject, content_of
+from tests.sampling.test_dreamon import GREEDY, PROMPTS, resizing
+from tests.sampling.test_moved_tokens import Element, by_hand
+from tests.viz.test_report import unpacked
+
+Histories = list[list[list[Element]]]
+
+
+@pytest.fixture(scope="module", params=[4, 5])
+def recorded(request: pytest.FixtureRequest) -> tuple[dl.recording.Recording, Histories]:
+    model = resizing(seed=request.param)
+    recording = dl.record(model, PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **GREEDY)
+    return recording, [by_hand(model, prompt) for prompt in PROMPTS]
+
+
+def decided_at(history: list[list[Element]]) -> list[list[str]]:
+    """The tokens that each step decides; one or none."""
+    return [[f"w{one.token}" for one in text if one.decided == step] for step, text in enumerate(history[1:])]
+
+
+def coloured(props: Any, sign: int) -> list[str]:
+    return [
+        token.strip() for token, value in zip(props["tokens"], props["values"], strict=True) if sign * value > 0
+    ]
+
+
+def test_a_token_that_moves_is_decided_once(recorded: tuple[dl.recording.Recording, Histories]) -> None:
+    """A token that an inserted mask moved was shown as decided again."""
+    run, histories = recorded[0].run, recorded[1]
+    assert any([] in decided_at(history) for history in histories)
+    for row, history in enumerate(histories):
+        wanted = decided_at(history)
+        view = dl.viz.emerging_text(run, row=row, steps=range(len(wanted)))
+        assert [coloured(piece.props, 1) for piece in view.pieces] == wanted
+        assert not any(coloured(piece.props, -1) for piece in view.pieces)
+        lines = [
+            [(line.plain[span.start : span.end], str(span.style)) for span in line.spans]
+            for line in dl.viz.emerging_lines(run, row=row)
+        ]
+        assert [[token for token, style in line if "green" in style] for line in lines] == wanted
+        assert not any("yellow" in style for line in lines for _, style in line)
+        assert [_step_label(run, step, row).split()[1:] for step in range(len(wanted))] == wanted
+
+
+def test_a_part_shows_what_was_decided_between_its_steps(
+    recorded: tuple[dl.recording.Recording, Histories],
+) -> None:
+    """The token that was decided was where another one had been, and was not green; that one was."""
+    run, histories = recorded[0].run, recorded[1]
+    for row, history in enumerate(histories):
+        wanted = decided_at(history)
+        for steps in ([0, 2], [1, 2]):
+            pieces = dl.viz.emerging_text(part_of_run(run, steps, [row])).pieces
+            assert coloured(pieces[1].props, 1) == sorted_as(pieces[1].props, wanted[steps[0] + 1 : steps[1] + 1])
+            assert coloured(pieces[1].props, -1) == []
+
+
+def sorted_as(props: Any, tokens: list[list[str]]) -> list[str]:
+    """The tokens in the order of the line."""
+    places = [token.strip() for token in props["tokens"]]
+    return sorted((token for step in tokens for token in step), key=places.index)
+
+
+def test_a_report_follows_masks_that_move(recorded: tuple[dl.recording.Recording, Histories]) -> None:
+    recording, histories = recorded
+    moves = 0
+    for row, history in enumerate(histories):
+        found = content_of(Subject.of(recording, row))
+        seen = recording.run.seen_content[:, row][:, recording.run.attention_mask[row]]
+        written, moved = (unpacked(found[name]) for name in ("written", "moved"))
+        assert "revised" not in found
+        for step, text in enumerate(history[1:]):
+            before = seen[step].nonzero().flatten().tolist()
+            after = seen[step + 1] if step + 2 < len(history) else None
+            decided = [before[one.places[step]] for one in text if one.decided == step]
+            assert np.flatnonzero(written[step]).tolist() == decided
+            if after is None:
+                continue
+            keys = after.nonzero().flatten().tolist()
+            for place, key in enumerate(before):
+                made = [at for at, one in enumerate(text) if one.places[step] == place]
+                assert moved[step, key] == (keys[made[0]] if len(made) == 1 else len(found["positions"]))
+                moves += len(made) == 1 and keys[made[0]] != key
+    assert moves
