@@ -15,6 +15,7 @@ from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import HookLike, checked, exclusive
 from dlm_lens.display import Line, Preview, ShowsItself
 from dlm_lens.printable import shown
+from dlm_lens.sampling.algorithm_registry import sampler_class
 from dlm_lens.sampling.denoising import denoise
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.emerging_text import answer_cells
@@ -304,12 +305,19 @@ def compare(
 
 def _same_prompts(one: DenoisingRun, two: DenoisingRun) -> bool:
     """Whether the rows of two runs have the same prompts, padded alike."""
-    width, content = one.prompt_length, one.attention_mask[:, : one.prompt_length]
-    if two.prompt_length != width or not content.equal(two.attention_mask[:, :width]):
+    if one.prompt_length != two.prompt_length:
         return False
-    return torch.equal(
-        *(run.tokens[:, :width].masked_fill(run.masked[0, :, :width] | ~content, -1) for run in (one, two))
-    )
+    # Where masks are inserted into gaps, the rest of the prompt is after their room, and parts of it move.
+    moves = sampler_class(one.settings).resizes
+    width = None if moves else one.prompt_length
+    content = one.attention_mask[:, :width]
+    if not content.equal(two.attention_mask[:, :width]):
+        return False
+    prompts = [
+        (run.canvases[0] if moves else run.tokens)[:, :width].masked_fill(run.masked[0, :, :width] | ~content, -1)
+        for run in (one, two)
+    ]
+    return torch.equal(*prompts)
 
 
 NOISE = 0.01

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dlm_lens as dl
-from dlm_lens.hooks import ablate
+from dlm_lens.hooks import ablate, mask_positions
 from dlm_lens.probes import class_readability, commitment, decision_order, replay, sink_mechanism
 from dlm_lens.sampling.moved_tokens import decisions_of
 from dlm_lens.sampling.token_text import TokenTexts
@@ -358,3 +358,18 @@ def test_joined_rows_keep_where_tokens_were(model: Any, run: dl.DenoisingRun) ->
         own, other = joined.attention_mask[row], run.attention_mask[together]
         assert joined.step_of[row, own].equal(run.step_of[together, other])
         torch.testing.assert_close(joined.progress[: ran + 1, row], run.progress[: ran + 1, together])
+
+
+def test_runs_of_one_prompt_pair_where_its_tokens_move(model: Any) -> None:
+    """Tokens of the prompt between two gaps are elsewhere at the end of each run: the prompts "differed"."""
+    prompt = [4, MASK, MASK, 6, 9, MASK, 8]
+    moved = 0
+    for position in (0, 1, 2):
+        found = dl.compare(model, [prompt], hooks=[mask_positions(position)], **GREEDY)
+        ends = [run.tokens[0][~run.masked[-1, 0]].tolist() for run in (found.plain, found.hooked)]
+        moved += ends[0].index(6) != ends[1].index(6)
+    assert moved
+    for place, other in ((0, 5), (4, 7), (6, 7)):  # before, between and after the gaps
+        run = dl.denoise(model, [[*prompt[:place], other, *prompt[place + 1 :]]], **GREEDY)
+        with pytest.raises(ValueError, match="do not pair: their prompts differ"):
+            dl.sampling.Comparison(found.plain, run, ())

@@ -5,6 +5,7 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.hooks import at_layers, keep_only, mask_sinks, mask_top_sinks, steer
+from tests.sampling import test_dreamon as dreamon
 from tests.viz.test_explorer import explorer_of
 
 
@@ -71,3 +72,16 @@ def test_the_code_names_hooks_that_their_text_does_not_make():
     assert space["twin"].run.tokens.equal(explorer.twin.tokens)
     assert space["hooks"][:2] == own
     assert list(map(repr, space["hooks"][2:])) == ["mask_positions(1)"]
+
+
+def test_tokens_around_gaps_that_grow_can_be_planted():
+    """The rest of a prompt with a gap is after the room for masks, and parts of it move (DreamOn)."""
+    model, settings = dreamon.resizing(seed=5), dreamon.GREEDY | {"seed": 3}
+    explorer = dl.viz.explore(model, [dreamon.PROMPTS[1]], **settings)
+    for position in (~explorer.run.masked[0, 0]).nonzero().flatten().tolist():
+        explorer.plant(1, position, "w7")
+        assert not bool((explorer.comparison.changed & (explorer.run.tokens == explorer.twin.tokens)).any())
+        space = {"model": model}
+        exec(explorer.code, space)  # noqa: S102  # our own code
+        assert space["changed"].equal(explorer.run.tokens != explorer.twin.tokens)
+        explorer.clear()

@@ -14,6 +14,7 @@ from dlm_lens.attention import HookLike, SinkLayout, SinkToken, attention_blocks
 from dlm_lens.printable import shown
 from dlm_lens.probes import LogitLens, logit_lens
 from dlm_lens.sampling import Comparison, DenoisingRun
+from dlm_lens.sampling.algorithm_registry import sampler_class
 from dlm_lens.sampling.prompts import Prompts, read_prompts
 from dlm_lens.sampling.settings import row_seeds
 from dlm_lens.sampling.special_ids import SpecialIds
@@ -237,11 +238,12 @@ class Exploration:
             return None
         plain, hooked = self.run, self.twin.run
         if edits_of(self.changes):
-            canvases = hooked.canvases.clone()
-            prompt = ~plain.masked[0, 0, : plain.prompt_length]
-            canvases[:, 0, : plain.prompt_length][:, prompt] = plain.tokens[0, : plain.prompt_length][prompt]
-            masked = hooked.masked.clone()
-            masked[:, 0, : plain.prompt_length][:, prompt] = False
+            moves = sampler_class(plain.settings).resizes  # then only the first canvas has it where it was
+            steps, width = (slice(1), None) if moves else (slice(None), plain.prompt_length)
+            canvases, masked = hooked.canvases.clone(), hooked.masked.clone()
+            prompt = ~plain.masked[0, 0, :width]
+            canvases[steps, 0, :width][:, prompt] = plain.canvases[0, 0, :width][prompt]
+            masked[steps, 0, :width][:, prompt] = False
             hooked = replace(hooked, canvases=canvases, masked=masked)
         return Comparison(plain, hooked, tuple(map(repr, self.twin.hooks)))
 

@@ -66,7 +66,8 @@ def _runs(exploration: Exploration, own: list[str], hooks: list[str]) -> list[st
         f"twin = dl.record(model, prompt, hooks=hooks{callback}, **settings)",
         "comparison = dl.sampling.Comparison(recording.run, twin.run, tuple(map(repr, hooks)))",
     ]
-    if any(edit.position < exploration.run.prompt_length for edit in edits):
+    given = (~exploration.run.masked[0, 0]).nonzero().flatten().tolist()  # of DreamOn also after a gap
+    if any(edit.position < exploration.run.prompt_length or edit.position in given for edit in edits):
         # A comparison is of two runs with one prompt.
         lines[-1] = "changed = recording.run.tokens != twin.run.tokens"
     return lines
