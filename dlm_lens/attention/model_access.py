@@ -154,17 +154,18 @@ def in_use(model: Any, *, training: bool = False) -> Iterator[None]:
 
     Args:
         model: with hook points, or a part of one.
-        training: whether the block trains the model, which is in training mode on purpose.
+        training: whether the block trains the model, which is in training mode on purpose; blocks inside it, of
+            callbacks, warn.
 
     Raises:
         RuntimeError: as `ModelLock.acquire`.
     """
     lock = lock_of(model)
     with held(lock):
-        if lock is None:
+        if lock is None or training:
             yield
             return
-        if not lock.calls and not training and _is_training(model):
+        if not lock.calls and _is_training(model):
             _warn_of_dropout(model)
         lock.calls += 1
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import dlm_lens as dl
 from dlm_lens.attention import attach_hooks, attention_blocks
@@ -102,7 +103,15 @@ def test_training_mode_without_dropout_and_a_block_of_ones_own_do_not_warn() -> 
     assert not warned_of_dropout(own_loop)
 
 
-def test_training_does_not_warn(tmp_path: Path) -> None:
-    trainer = job(tmp_path, family="mdlm", steps=1)
+class Denoising(TrainerCallback):
+    """Denoises the model that is trained."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        dl.denoise(model.train(), IDS, steps=2, gen_length=8)
+
+
+@pytest.mark.parametrize("callback", [False, True])
+def test_training_does_not_warn_and_a_run_in_a_callback_does(callback: bool, tmp_path: Path) -> None:
+    trainer = job(tmp_path, family="mdlm", steps=1, probe_steps=1, callbacks=(Denoising(),) if callback else ())
     assert trainer.model.train().config.dropout > 0
-    assert not warned_of_dropout(trainer.train)
+    assert len(warned_of_dropout(trainer.train)) == callback
