@@ -145,8 +145,11 @@ def chosen_points(bridge: Any, names_filter: NamesFilter) -> dict[str, list[str]
     """Hook points that the filter matches: own name -> the names that it matched.
 
     Raises:
-        KeyError: no hook point has such a name.
+        KeyError: no hook point has such a name, or one of those in a list.
     """
+    for name in names_filter if isinstance(names_filter, list) else ():
+        if name not in bridge.hook_dict:
+            raise KeyError(f"names_filter: {shown(name)} is no hook point; see bridge.hook_dict for the names")
     matches = bridge._normalize_names_filter(names_filter)
     found: dict[str, list[str]] = {}
     silent = []

@@ -13,6 +13,7 @@ from nnsight.intervention.interleaver import Interleaver
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn import Parameter
 
 from dlm_lens.attention import ColumnStats, RunStep
 from dlm_lens.attention.cache_argument import returned_cache
@@ -94,7 +95,7 @@ def _align_gradient(base: Tensor) -> None:
         size = offset + 1 + sum((count - 1) * stride for count, stride in zip(grad.shape, strides, strict=True))
         return grad.new_empty(size).as_strided(grad.shape, strides, offset).copy_(grad)
 
-    if base.requires_grad:
+    if base.requires_grad and not isinstance(base, Parameter):  # which keeps its hooks after the trace
         base.register_hook(align)
 
 

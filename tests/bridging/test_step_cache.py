@@ -186,6 +186,8 @@ def test_impossible_requests_are_refused() -> None:
     tl = dl.bridge("toy")
     with pytest.raises(KeyError, match="matches no hook point"):
         tl.denoise_with_cache(PROMPT, names_filter="blocks.0.attn.pattern")
+    with pytest.raises(KeyError, match="hook_patern' is no hook point"):
+        tl.denoise_with_cache(PROMPT, names_filter=["blocks.0.attn.hook_z", "blocks.0.attn.hook_patern"])
     with pytest.raises(KeyError, match="switched off"):
         tl.denoise_with_cache(PROMPT, names_filter="blocks.0.attn.hook_result")
     with pytest.raises(ValueError, match="step 32 is not there: the run has 32 steps, 0 to 31"):
