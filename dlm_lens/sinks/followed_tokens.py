@@ -1,6 +1,7 @@
 """Received attention of tokens in place of canvas positions, where a sampler inserts and deletes masks."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -9,7 +10,6 @@ from torch import Tensor
 from dlm_lens.attention import beside_sinks
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.moved_tokens import NOWHERE, at_places, history_places
-from dlm_lens.sampling.run_rows import until_ends
 from dlm_lens.sinks.received import Received
 
 
@@ -35,7 +35,11 @@ def of_tokens(received: Received, run: DenoisingRun) -> Received:
         return torch.cat([found, values[..., canvas.shape[-1] :]], -1)
 
     tokens = _of_nearest_step(at_places(run.canvases, places, NOWHERE), places)
-    open_there = at_places(run.masked[:-1] & until_ends(run), places[:-1], False)
+    flags: dict[str, Any] = {}
+    for name in ("masked", "answer", "decided"):
+        if (given := getattr(received, name)) is not None:
+            there = at_places(given[..., : run.tokens.shape[-1]], places[:-1], False)
+            flags[name] = beside_sinks(there, sinks, value=False)
     content = at_places(run.attention_mask[None], places[:1], True)[0]
     return replace(
         received,
@@ -43,7 +47,7 @@ def of_tokens(received: Received, run: DenoisingRun) -> Received:
         expected=moved(received.expected, 0.0),
         viewers=None if received.viewers is None else moved(received.viewers, 0.0),
         tokens=beside_sinks(tokens[:-1], sinks),
-        masked=beside_sinks(open_there, sinks, value=False),
+        **flags,
         valid=beside_sinks(content, sinks, value=True),
         final_tokens=beside_sinks(tokens[-1], sinks),
     )

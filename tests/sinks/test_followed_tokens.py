@@ -83,9 +83,9 @@ def test_every_number_is_the_one_at_the_tokens_position(recording: dl.Recording)
             continue
         assert torch.equal(values.nan_to_num(-1), given.values[step, row, :, :, at].nan_to_num(-1))
         assert found.tokens is not None
-        assert found.masked is not None
         assert int(found.tokens[step, row, entry]) == int(run.canvases[step, row, at])
-        assert bool(found.masked[step, row, entry]) == bool(run.masked[step, row, at])
+        for name in ("masked", "answer", "decided"):
+            assert bool(getattr(found, name)[step, row, entry]) == bool(getattr(given, name)[step, row, at])
     # All attention is at an entry: nothing is left out.
     assert torch.allclose(found.column_sums.nansum(-1), given.column_sums.nansum(-1), rtol=1e-5)
 
