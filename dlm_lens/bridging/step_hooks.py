@@ -37,8 +37,8 @@ from dlm_lens.attention import (
 )
 from dlm_lens.printable import shown
 from dlm_lens.sampling import StepPlan
-from dlm_lens.sampling.hook_checks import check_hooks, hidden_in, warn_of_steps_not_reached
 from dlm_lens.sampling.observers import StepObserver
+from dlm_lens.sampling.run_checks import check_hooks, hidden_in, warn_of_steps_not_reached
 from dlm_lens.shapes import same_shape
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from dlm_lens.attention import Hook, HookLike, checked, exclusive, refuse_row_li
 from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of, check_defaults
 from dlm_lens.sampling.denoising_run import DenoisingRun
 from dlm_lens.sampling.history import History
-from dlm_lens.sampling.hook_checks import check_steps
 from dlm_lens.sampling.loop import OnCanvas, OnLogits, run_sampler
 from dlm_lens.sampling.noise import RowNoise, SharedNoise
 from dlm_lens.sampling.observers import HookRunner, Resumption, RunObserver, StepObserver
 from dlm_lens.sampling.prompts import Prompts, read_prompts, warn_beyond_context, warn_untrained_blocks
+from dlm_lens.sampling.run_checks import check_steps
 from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.settings import (
     OBSERVERS,

@@ -30,8 +30,8 @@ from dlm_lens.attention import (
 from dlm_lens.attention.model_access import lock_of
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.history import History
-from dlm_lens.sampling.hook_checks import check_hooks, hidden_in, warn_of_steps_not_reached
 from dlm_lens.sampling.moved_tokens import share_of_text
+from dlm_lens.sampling.run_checks import check_hooks, hidden_in, warn_of_steps_not_reached
 from dlm_lens.sampling.samplers.base import Sampler
 from dlm_lens.shapes import same_shape
 

@@ -17,11 +17,10 @@ from dlm_lens.placement import canvas_device, on_input_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of, algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, check_run
-from dlm_lens.sampling.hook_checks import check_steps
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
+from dlm_lens.sampling.run_checks import check_steps, warn_of_hooks, warn_of_model
 from dlm_lens.sampling.run_rows import own_canvas, place_in_plan, with_one_plan
-from dlm_lens.sampling.run_warnings import warn_of_hooks, warn_of_model
 from dlm_lens.sampling.samplers.base import FirstCanvas, rerun_sampler
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import tokenizer_of

@@ -31,9 +31,9 @@ from dlm_lens.attention.hook_points import ProjectionPoint
 from dlm_lens.attention.model_access import without_wrappers
 from dlm_lens.placement import input_device
 from dlm_lens.sampling import DenoisingRun, RunObserver, Sampler
-from dlm_lens.sampling.hook_checks import check_hooks
 from dlm_lens.sampling.network import network_inputs
 from dlm_lens.sampling.prompts import Prompts, read_prompts
+from dlm_lens.sampling.run_checks import check_hooks
 from dlm_lens.sampling.settings import listed_observers
 from dlm_lens.tracing.controllers import TracedModule, add_projection_point
 from dlm_lens.tracing.envoys import AttentionEnvoy, LayersEnvoy, SamplerEnvoy, module_names

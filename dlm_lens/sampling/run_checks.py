@@ -1,10 +1,13 @@
-"""What hooks refuse before a run's first pass, and what its settings and its log say of them at the end."""
+"""What hooks refuse before a run, what runs say of them at the end, and warnings of passes over a run again."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from dlm_lens.adapters.model_names import name_of
 from dlm_lens.attention import Hook, HookLike, RunStep, hidden_mass, hidden_per_map, hook_keys, warn_of_shifts
+from dlm_lens.sampling.denoising_run import DenoisingRun
 
 logger = logging.getLogger(__name__)
 
@@ -65,3 +68,21 @@ def warn_of_steps_not_reached(hooks: Sequence[Hook], last: RunStep | None) -> No
                 last.step + 1,
                 last.total,
             )
+
+
+def warn_of_model(run: DenoisingRun, model: Any) -> None:
+    """Warn where another model sees a run's canvases, by the last part of its name."""
+    if run.model and Path(run.model).name != Path(name_of(model)).name:
+        logger.warning("the run is of the model %s, and %s reads its canvases", run.model, name_of(model))
+
+
+def warn_of_hooks(run: DenoisingRun, hooks: Sequence[HookLike]) -> None:
+    """Warn where passes over a run's canvases are made under other hooks than the run."""
+    had = tuple(run.settings.get("hooks", ()))
+    if had and had != tuple(map(repr, hooks)):
+        logger.warning(
+            "the run was made under the hooks [%s]; this computes the network on its canvases under [%s] "
+            "(its own: hooks=dlm_lens.hooks.hooks_of_run(run))",
+            ", ".join(had),
+            ", ".join(map(repr, hooks)),
+        )
