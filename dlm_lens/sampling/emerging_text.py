@@ -95,7 +95,7 @@ def changed_by(
     came, (tokens, opened) = came_by(run, row, step, step), canvas_after(run, row, step)
     was_open = (came == NOWHERE) | run.masked[step, row, came]
     other = opened | (tokens != run.canvases[step, row, came])
-    return new & was_open, (new | again) & ~was_open & other
+    return (new | again) & was_open & ~opened, (new | again) & ~was_open & other
 
 
 def emerging_cells(run: "DenoisingRun", row: int, step: int) -> list[Cell]:

@@ -147,7 +147,7 @@ def level_of(layer: int | None, head: int | None) -> Level:
         ValueError: a head without its layer.
     """
     if layer is None and head is not None:
-        raise ValueError(f"head {shown(head)} has no layer; give layer= too, or neither for the model mean")
+        raise ValueError(f"head {shown(head)} has no layer; give layer= too, or no head")
     return "model" if layer is None else "layer" if head is None else "head"
 
 

@@ -8,7 +8,9 @@ import pytest
 import dlm_lens as dl
 from dlm_lens.sampling import part_of_run
 from dlm_lens.viz.figures.attribution import _step_label
+from dlm_lens.viz.figures.labels import token_labels
 from dlm_lens.viz.reporting.data import Subject, content_of
+from tests.sampling import test_llada2_levenshtein as levenshtein
 from tests.sampling.test_dreamon import GREEDY, PROMPTS, resizing
 from tests.sampling.test_moved_tokens import Element, by_hand
 from tests.viz.test_report import unpacked
@@ -92,3 +94,37 @@ def test_a_report_follows_masks_that_move(recorded: tuple[dl.recording.Recording
                 assert moved[step, key] == (keys[made[0]] if len(made) == 1 else len(found["positions"]))
                 moves += len(made) == 1 and keys[made[0]] != key
     assert moves
+
+
+def test_what_llada2_2_decides_deletes_and_rewrites_is_where_it_was() -> None:
+    """A mask may be decided and take the place of a token that the step deletes."""
+    recording = dl.record(
+        levenshtein.model_of(), levenshtein.PROMPTS, [dl.ReceivedAttention()], seed=3, **levenshtein.RUN
+    )
+    run, taken = recording.run, 0
+    for row in range(len(run.tokens)):
+        found = content_of(Subject.of(recording, row))
+        decided, revised, padding = unpacked(found["written"]), unpacked(found["revised"]), int(run.padding[row])
+        for step in range(int(run.row_steps[row])):
+            before, after, came = (
+                run.canvases[step, row],
+                run.canvases[step + 1, row],
+                run.origins[step, row].tolist(),
+            )
+            written, rewritten = [], []
+            for place in range(padding, len(before)):
+                there = [at for at, origin in enumerate(came) if origin == place]
+                if run.masked[step, row, place]:
+                    written += [place - padding] * any(not run.masked[step + 1, row, at] for at in there)
+                elif not there or any(run.masked[step + 1, row, at] or after[at] != before[place] for at in there):
+                    rewritten.append(place - padding)
+            assert np.flatnonzero(decided[step]).tolist() == written
+            assert np.flatnonzero(revised[step]).tolist() == rewritten
+            made = [at for at, origin in enumerate(came) if origin - padding in written]
+            names = token_labels(
+                after[[at for at in made if not run.masked[step + 1, row, at]]].tolist(), run.tokenizer
+            )
+            more = " …" if len(names) > 2 else ""
+            assert _step_label(run, step, row) == f"{step}  {' '.join(names[:2])}{more}"
+            taken += sum(not run.masked[step, row, at] for at in made)
+    assert taken

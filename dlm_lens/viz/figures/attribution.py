@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.probes.attribution.node_effects import NodeEffects
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.emerging_text import changed_by
+from dlm_lens.sampling.emerging_text import canvas_after, changed_by
 from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
 from dlm_lens.viz.selection import index_of, row_number
@@ -81,7 +81,8 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
 
 def _step_label(run: DenoisingRun, step: int, row: int) -> str:
     # A sampler may open or rewrite the position later: what the step wrote is not always the final token.
-    decided = run.proposals[step, row, changed_by(run, row, step)[0]].tolist()
+    wrote = run.proposals[step, row] if run.origins is None else canvas_after(run, row, step)[0]
+    decided = wrote[changed_by(run, row, step)[0]].tolist()
     more = " …" if len(decided) > MOST_TOKENS else ""
     tokens = " ".join(token_labels(decided[:MOST_TOKENS], run.tokenizer))
     return f"{run.step_numbers[step]}  {tokens}{more}"
