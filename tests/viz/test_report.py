@@ -300,6 +300,20 @@ def test_comparison_holds_two_with_their_names(recording, tmp_path):
     assert data["title"] == "all and part"
 
 
+def test_two_sources_of_one_model_have_different_names(recording, tmp_path):
+    other = replace(recording, model="toy-other")
+    unnamed = (received_of(recording), recording.run)
+    names = {}
+    for name, pair in {
+        "same": (recording, recording), "other": (recording, other), "unnamed": (unnamed, unnamed),
+    }.items():  # fmt: skip
+        page = report(pair[0], tmp_path / "named.html", compare=pair[1], row=1).read_text()
+        data = json.loads(re.search(r'id="data">(.*?)</script>', page, flags=re.DOTALL).group(1))
+        names[name] = [found["label"] for found in data["recordings"]]
+    model = recording.model
+    assert names == {"same": [f"{model} (A)", f"{model} (B)"], "other": [model, "toy-other"], "unnamed": ["A", "B"]}
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "sentence"),
     [

@@ -62,7 +62,7 @@ def report(
         row: index of the sequence; None for all, at most the first 16, with a menu in the page. They share the 5 MB
             of one, so that fewer scores of each may be exact.
         title: heading of the page.
-        labels: names of the two sources; those of the models by default.
+        labels: names of the two sources; those of the models by default, with A and B where they are the same.
         progress: show a progress bar over the rows.
 
     Returns:
@@ -82,7 +82,11 @@ def report(
     rows = range(shown_rows(sources)) if row is None else [row]
     prompts = [[Subject.of(given, one, queries) for given in sources] for one in rows]
     subjects = prompts[0]
-    names = labels or tuple(subject.model or name for subject, name in zip(subjects, "AB", strict=False))
+    models = [subject.model for subject in subjects]
+    alike = models[0] == models[-1] != "" and compare is not None
+    names = labels or tuple(
+        f"{model} ({letter})" if alike else model or letter for model, letter in zip(models, "AB", strict=False)
+    )
     data: dict[str, Any] = {
         "title": title or " and ".join(dict.fromkeys(names if compare is not None else [subjects[0].model])),
         "rule": rule_of(rule),
