@@ -39,8 +39,9 @@ class RowBatcher(Batcher):
         """The rows of a value that belong to an invoke."""
         self._write_back()
         if isinstance(value, DenoisingRun) and self.batching and group is not None:
-            own = part_of_run(value, None, range(group[0], group[0] + group[1]))
-            return replace(own, rows=None)  # an invoke counts its own rows
+            with unset_fake_temporarily():  # under lm.scan a run's tensors are real
+                own = part_of_run(value, None, range(group[0], group[0] + group[1]))
+                return replace(own, rows=None)  # an invoke counts its own rows
         return super().narrow(value, group)
 
     def widen(self, full: Any, group: Any, edited: Any) -> Any:

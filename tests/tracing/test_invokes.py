@@ -295,6 +295,17 @@ def test_shapes_of_a_run(family: str) -> None:
         assert sinks == (1 if family == "sink_qwen" else 0)
 
 
+def test_each_invoke_of_a_scan_has_its_rows_of_the_result(lm: Any) -> None:
+    with lm.scan(fn=lm.generate, **RUN) as tracer:
+        with tracer.invoke(A):
+            one = tracer.result.save()
+        with tracer.invoke(B):
+            other = tracer.result.save()
+    assert one.tokens[0, :5].tolist() == A
+    assert other.tokens[0, 2:5].tolist() == B
+    assert not (one.tokens == lm.config.mask_token_id).any()
+
+
 def test_a_session_passes_values_between_runs(lm: Any) -> None:
     with lm.session():
         with lm.generate(A, **RUN) as tracer:
