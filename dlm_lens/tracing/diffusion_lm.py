@@ -1,5 +1,6 @@
 """`DiffusionLM`: a masked DLM (or an AR baseline) as an nnsight model whose runs have steps."""
 
+import copy
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
@@ -99,6 +100,10 @@ class DiffusionLM(HuggingFaceModel):
         _add_trace_readers(self)
         if check:
             check_model(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DiffusionLM":
+        """A `DiffusionLM` of a copy of the model, without stored edits, whose code names this one."""
+        return type(self)(copy.deepcopy(self._module, memo), check=False)
 
     @property
     def device(self) -> torch.device:

@@ -208,9 +208,10 @@ def test_two_wrappers_of_one_model_read_their_own_traces() -> None:
     assert torch.equal(values[0], values[2])
 
 
-def test_a_copy_of_a_wrapped_model_is_wrapped_anew() -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_copy_of_a_wrapped_model_is_wrapped_anew(whole: bool) -> None:
     lm = dl.DiffusionLM(tiny("llada", num_hidden_layers=2))
-    other = dl.DiffusionLM(copy.deepcopy(lm._module))
+    other = copy.deepcopy(lm) if whole else dl.DiffusionLM(copy.deepcopy(lm._module))
     with torch.no_grad():
         other.layers[1].attn._module.q_proj.weight.mul_(2)
     found = []
