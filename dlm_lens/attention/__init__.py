@@ -1,6 +1,13 @@
 """Hook points in attention, the attention functions, visibility, column statistics, and the base class of hooks."""
 
-from dlm_lens.attention.block_layout import BlockLayout, Context, has_causal_context, own_blocks
+from dlm_lens.attention.block_layout import (
+    BlockCounts,
+    BlockLayout,
+    Context,
+    RunningBlocks,
+    has_causal_context,
+    own_blocks,
+)
 from dlm_lens.attention.column_masking import ColumnMask, Stage, counted_queries
 from dlm_lens.attention.column_stats import (
     MIN_VIEWERS,
@@ -25,12 +32,15 @@ from dlm_lens.attention.hook import (
 )
 from dlm_lens.attention.hook_attachment import (
     NAMES,
+    OUTSIDE,
     ColumnCall,
     attach_hooks,
     attached_hooks,
     checked,
     refuse_row_lists,
     step_in_stack,
+    warn_of_shifts,
+    warning_of_shifts,
 )
 from dlm_lens.attention.hook_context import HookContext, HookKey, PointContext, RunStep, run_of
 from dlm_lens.attention.hook_delegation import (
@@ -66,7 +76,20 @@ from dlm_lens.attention.layers import (
     writing_module,
 )
 from dlm_lens.attention.left_padding import padding_before, position_ids, predicting_position
-from dlm_lens.attention.mask_visibility import (
+from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
+from dlm_lens.attention.model_access import exclusive, in_use
+from dlm_lens.attention.pattern_reductions import PatternStats, TileStats, pattern_stats
+from dlm_lens.attention.received import attention_lse, received_sums
+from dlm_lens.attention.self_check import check_hook_points, check_ids, find_sites
+from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, beside_sinks, sink
+from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
+from dlm_lens.attention.softmax_variants import rows_of_one
+from dlm_lens.attention.streaming import received_by_class, stream_columns
+from dlm_lens.attention.tile_sums import QUERY_STATS, QueryStat
+from dlm_lens.attention.tiled import pattern_tiles
+from dlm_lens.attention.visibility import (
+    AttentionPass,
+    additive_mask,
     attends_observed_first,
     in_window,
     mask_window_of,
@@ -75,23 +98,11 @@ from dlm_lens.attention.mask_visibility import (
     sees_observed_first,
     sees_window,
     until_window,
+    visible_in,
+    visible_keys,
     window_layout,
     without_later_masks,
 )
-from dlm_lens.attention.masking_stats import hidden_mass, hidden_per_map, hook_keys
-from dlm_lens.attention.model_access import exclusive, in_use
-from dlm_lens.attention.pattern_reductions import PatternStats, TileStats, pattern_stats
-from dlm_lens.attention.received import attention_lse, received_sums
-from dlm_lens.attention.running_blocks import BlockCounts, RunningBlocks
-from dlm_lens.attention.self_check import check_hook_points, check_ids, find_sites
-from dlm_lens.attention.shifted_positions import OUTSIDE, warn_of_shifts, warning_of_shifts
-from dlm_lens.attention.sink_layout import Placement, SinkLayout, SinkToken, beside_sinks, sink
-from dlm_lens.attention.sliding_windows import attending_layers, attends_causally, layer_windows
-from dlm_lens.attention.softmax_variants import rows_of_one
-from dlm_lens.attention.streaming import received_by_class, stream_columns
-from dlm_lens.attention.tile_sums import QUERY_STATS, QueryStat
-from dlm_lens.attention.tiled import pattern_tiles
-from dlm_lens.attention.visibility import AttentionPass, additive_mask, visible_in, visible_keys
 
 __all__ = [
     "HOOK_POINTS",
