@@ -7,12 +7,12 @@ from .experiment import Rendering as Rendering
 from .experiment import Table as Table
 from .experiment import find_experiment as find_experiment
 from .experiment import list_experiments as list_experiments
-from .rendering import load_results as load_results
-from .rendering import render_experiment as render_experiment
 from .results import Record as Record
 from .results import Results as Results
 from .results import read_results as read_results
 from .runner import list_items as list_items
+from .runner import load_results as load_results
+from .runner import render_experiment as render_experiment
 from .runner import run_experiment as run_experiment
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from dlm_lens.experiments.one_token import text_metrics
 from dlm_lens.experiments.one_token.miniature import Miniature, trained
-from dlm_lens.experiments.one_token.sink_statistics import EPS, sink_numbers
+from dlm_lens.experiments.one_token.text_metrics import EPS, sink_numbers
 from dlm_lens.experiments.one_token.toy_language import TASKS, tests, toy, validation
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.locks import alone

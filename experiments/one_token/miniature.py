@@ -206,7 +206,7 @@ def trained(run: Miniature, directory: Path) -> Path:
 def data(run: Miniature) -> tuple[Any, Any]:
     """What a run reads, as a source of `dlm_lens.training`, and its tokenizer."""
     if run.text:
-        from dlm_lens.experiments.one_token.text_rows import encoded
+        from dlm_lens.experiments.one_token.text_corpus import encoded
 
         held = encoded(run.text)
         return held.source(), held.tokenizer

@@ -12,8 +12,8 @@ from scipy import stats
 from dlm_lens.cli.options import loading_options
 from dlm_lens.experiments.experiment import Bench, Experiment, Finding, Rendering, Table
 from dlm_lens.experiments.pages.appendix import Entry, command, corrected, entries, glance, on_correction, section
-from dlm_lens.experiments.rendering import scale_of
 from dlm_lens.experiments.results import Item, Record, Results
+from dlm_lens.experiments.runner import scale_of
 from dlm_lens.option_values import read_setting
 
 PS = (0.001, 0.01, 0.04, 0.049, 0.5)

@@ -8,7 +8,7 @@ import pytest
 from dlm_lens.experiments.denoising_axis.axis_circuits import EXPERIMENT, early_share, more_early, overlap
 from dlm_lens.experiments.denoising_axis.page import RESULTS
 from dlm_lens.experiments.intervals import difference_of_ratios
-from dlm_lens.experiments.rendering import load_results
+from dlm_lens.experiments.runner import load_results
 from dlm_lens.experiments.verdicts import is_above
 from dlm_lens.probes.attribution.edge_graph import EdgeGraph
 

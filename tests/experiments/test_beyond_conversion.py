@@ -18,9 +18,9 @@ from dlm_lens.cli.app import app
 from dlm_lens.experiments import find_experiment, list_items, load_results, plan_experiment
 from dlm_lens.experiments.attention_sinks import conversion_tables, conversion_training
 from dlm_lens.experiments.attention_sinks.conversion_statistics import prompt_statistics, row_losses
+from dlm_lens.experiments.cost_estimate import NetworkCost
 from dlm_lens.experiments.experiment import Cost
 from dlm_lens.experiments.model_settings import settings_of
-from dlm_lens.experiments.network_cost import NetworkCost
 from dlm_lens.experiments.one_token import paper_scale
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.testing import tiny

@@ -16,7 +16,7 @@ from dlm_lens.experiments.intervals import over_seeds, paired_over_seeds, plus_m
 from dlm_lens.experiments.one_token import metrics, paper, tables, toy_language
 from dlm_lens.experiments.one_token.metrics import measured, validation_losses
 from dlm_lens.experiments.one_token.miniature import VARIANTS, Miniature, network
-from dlm_lens.experiments.one_token.sink_statistics import moved
+from dlm_lens.experiments.one_token.text_metrics import moved
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.files.locks import alone
 from tests.experiments.one_token_stories import write_story

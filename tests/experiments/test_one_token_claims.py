@@ -12,10 +12,9 @@ from scipy import stats
 
 from dlm_lens.experiments.experiment import find_experiment
 from dlm_lens.experiments.one_token.page import PAGE, RESULTS, committed, on_text, page
-from dlm_lens.experiments.one_token.text_corpus import read_text
-from dlm_lens.experiments.one_token.text_rows import encoded
-from dlm_lens.experiments.rendering import load_results
+from dlm_lens.experiments.one_token.text_corpus import encoded, read_text
 from dlm_lens.experiments.results import Results
+from dlm_lens.experiments.runner import load_results
 
 TABLES = [f"table{number}" for number in range(1, 6)]
 ENGLISH = "-text"

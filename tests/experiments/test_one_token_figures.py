@@ -16,8 +16,8 @@ from dlm_lens.experiments.intervals import Interval, over_networks
 from dlm_lens.experiments.one_token import figure1, figure3, noop_bound
 from dlm_lens.experiments.one_token.page import RESULTS, twins_line
 from dlm_lens.experiments.one_token.recorded_runs import conversion, over
-from dlm_lens.experiments.rendering import load_results
 from dlm_lens.experiments.results import Record, Results
+from dlm_lens.experiments.runner import load_results
 from dlm_lens.experiments.verdicts import p_value
 from dlm_lens.recording import AttentionPattern, ResidualNorm, UpdateNorm, rerun
 

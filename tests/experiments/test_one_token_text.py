@@ -8,9 +8,19 @@ import pytest
 import torch
 
 from dlm_lens.experiments.one_token import text_corpus as reading
-from dlm_lens.experiments.one_token.text_corpus import LENGTH, Text, read_text
+from dlm_lens.experiments.one_token.text_corpus import (
+    EOS,
+    LENGTH,
+    MASK,
+    PAD,
+    Encoded,
+    Text,
+    build_tokenizer,
+    encode,
+    encoded,
+    read_text,
+)
 from dlm_lens.experiments.one_token.text_metrics import per_byte
-from dlm_lens.experiments.one_token.text_rows import EOS, MASK, PAD, Encoded, build_tokenizer, encode, encoded
 from tests.experiments.one_token_stories import paragraph, write_story
 
 STORY = tuple(map(paragraph, range(80)))

@@ -9,12 +9,11 @@ import torch
 import dlm_lens as dl
 from dlm_lens.adapters import family_of
 from dlm_lens.adapters.model_preparation import finish_model
-from dlm_lens.experiments.one_token import sink_statistics, tables
+from dlm_lens.experiments.one_token import tables, text_metrics
 from dlm_lens.experiments.one_token.miniature import LONGER, VARIANTS, Miniature, data, network, trained
-from dlm_lens.experiments.one_token.text_corpus import LENGTH
+from dlm_lens.experiments.one_token.text_corpus import LENGTH, encoded
 from dlm_lens.experiments.one_token.text_metrics import MASKS, STEPS, canvases, record_canvases, validation_loss
 from dlm_lens.experiments.one_token.text_network import build_network, diffusion
-from dlm_lens.experiments.one_token.text_rows import encoded
 from dlm_lens.training import MaskedDiffusionTrainer, NextToken, Rows
 from dlm_lens.training.sources import Example
 from dlm_lens.training.trainer import EVALUATION_SEED
@@ -184,7 +183,7 @@ def test_sinks_of_a_network_without_attention_to_choose(story: str) -> None:
         torch.nn.init.zeros_(layer.self_attn.k_proj.bias)
     finish_model(model, family_of("sink_qwen"), held.tokenizer)
     recording = record_canvases(model, held.held_out(2))
-    found = sink_statistics.sink_numbers(recording)
+    found = text_metrics.sink_numbers(recording)
     assert recording.received.shape[:2] == (STEPS, 2)
     # Even attention over 64 positions and one learned sink, whose value is zero.
     assert found["share"] == pytest.approx([1 / 65] * 4, abs=1e-4)
@@ -207,7 +206,7 @@ def test_a_planted_sink_is_found_on_every_canvas(story: str) -> None:
             return scores
 
         layer.self_attn.hook_scores.register_forward_hook(plant)
-    found = sink_statistics.sink_numbers(record_canvases(model, rows))
+    found = text_metrics.sink_numbers(record_canvases(model, rows))
     # One sink in one of four heads; it never moves there, and even heads have the same first key throughout.
     assert found["found"] == pytest.approx(1 / 4)
     assert found["moved"] == 0.0

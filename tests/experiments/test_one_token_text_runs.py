@@ -13,13 +13,12 @@ import pytest
 
 from dlm_lens.adapters.forward_cost import ForwardCost
 from dlm_lens.experiments import find_experiment, render_experiment, run_experiment
-from dlm_lens.experiments.network_cost import NetworkCost
+from dlm_lens.experiments.cost_estimate import NetworkCost
 from dlm_lens.experiments.one_token import metrics, tables, text_metrics
 from dlm_lens.experiments.one_token.miniature import LONGER, Miniature
-from dlm_lens.experiments.one_token.text_corpus import LENGTH
+from dlm_lens.experiments.one_token.text_corpus import LENGTH, encoded
 from dlm_lens.experiments.one_token.text_metrics import STEPS
 from dlm_lens.experiments.one_token.text_network import build_network
-from dlm_lens.experiments.one_token.text_rows import encoded
 from dlm_lens.experiments.results import Record, Results
 from tests.experiments.one_token_stories import write_story
 from tests.preloaded import python

@@ -31,9 +31,9 @@ from dlm_lens.experiments import (
     render_experiment,
     run_experiment,
 )
+from dlm_lens.experiments.cost_estimate import NetworkCost
 from dlm_lens.experiments.experiment import Cost
 from dlm_lens.experiments.intervals import paired_difference, ratio_over_prompts, wilson
-from dlm_lens.experiments.network_cost import NetworkCost
 from dlm_lens.experiments.results import Record, ResultsFile
 from dlm_lens.files.atomic_writes import DiskFullError
 from dlm_lens.option_values import read_setting

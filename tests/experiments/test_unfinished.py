@@ -8,11 +8,10 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 
-from dlm_lens.experiments import rendering
 from dlm_lens.experiments.attention_sinks.recorded_runs import per_network
 from dlm_lens.experiments.experiment import Experiment, find_experiment
-from dlm_lens.experiments.rendering import load_results, render_experiment
 from dlm_lens.experiments.results import Record, Results
+from dlm_lens.experiments.runner import load_results, render_experiment
 
 FOLDERS = sorted((Path(__file__).resolve().parents[2] / "experiments").glob("*/results/*/"))
 IDS = [folder.name for folder in FOLDERS]

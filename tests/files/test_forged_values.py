@@ -21,7 +21,7 @@ import dlm_lens as dl
 from dlm_lens.evaluation import Evaluation, Score, score_differences
 from dlm_lens.evaluation.responses import Responses
 from dlm_lens.experiments import find_experiment, render_experiment
-from dlm_lens.experiments.rendering import load_results
+from dlm_lens.experiments.runner import load_results
 from dlm_lens.features import SparseAutoencoder, load_sae, save_sae
 from dlm_lens.files.atomic_writes import write_file
 from dlm_lens.files.sealed_json import CHECKSUM, sealed

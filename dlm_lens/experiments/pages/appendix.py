@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 from dlm_lens.experiments.experiment import Experiment, Finding, Rendering
-from dlm_lens.experiments.rendering import findings_table, load_results, markdown, number_tables, scale_of
 from dlm_lens.experiments.results import PATTERN, Results
+from dlm_lens.experiments.runner import findings_table, load_results, markdown, number_tables, scale_of
 from dlm_lens.experiments.verdicts import RATE, Verdict
 from dlm_lens.files.atomic_writes import write_figure, write_file
 

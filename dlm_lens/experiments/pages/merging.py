@@ -8,8 +8,8 @@ from typing import Any
 
 from dlm_lens.experiments.experiment import Experiment
 from dlm_lens.experiments.model_settings import BY_MODEL, OTHERS, settings_of
-from dlm_lens.experiments.rendering import load_results
 from dlm_lens.experiments.results import Results, ResultsFile
+from dlm_lens.experiments.runner import load_results
 
 
 def merge_results(

@@ -18,8 +18,8 @@ from dlm_lens.experiments.attention_sinks.two_scales import orders_of
 from dlm_lens.experiments.experiment import find_experiment
 from dlm_lens.experiments.intervals import Interval
 from dlm_lens.experiments.one_token import figure1
-from dlm_lens.experiments.rendering import load_results, markdown
 from dlm_lens.experiments.results import PATTERN, Results
+from dlm_lens.experiments.runner import load_results, markdown
 
 NORMS = "one-token-figure1"
 ONE_TOKEN = Path(__file__).resolve().parents[2] / "one_token" / "results"

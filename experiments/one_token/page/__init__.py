@@ -16,7 +16,7 @@ from dlm_lens.experiments.one_token.page.abstract import abstract
 from dlm_lens.experiments.one_token.text_corpus import LENGTH
 from dlm_lens.experiments.one_token.toy_language import ROOT
 from dlm_lens.experiments.pages.appendix import Entry, corrected, entries, entry, glance, on_correction, section
-from dlm_lens.experiments.rendering import render_experiment
+from dlm_lens.experiments.runner import render_experiment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
