@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.timing import machine, print_table, side_by_side
 from dlm_lens.placement import emulates_bfloat16
-from dlm_lens.training.muon import Float32Muon
+from dlm_lens.training.optimizers import Float32Muon
 
 WIDTHS = (128, 192, 512)
 

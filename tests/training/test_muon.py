@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dlm_lens.training import muon
-from dlm_lens.training.muon import Float32Muon, build_muon, orthogonalised
+from dlm_lens.training import optimizers
+from dlm_lens.training.optimizers import Float32Muon, build_muon, orthogonalised
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SHAPES = [(24, 24), (40, 16), (16, 40)]
@@ -95,7 +95,7 @@ def test_a_run_of_torchs_optimiser_goes_on_with_it() -> None:
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_the_kind_follows_the_cpu(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "emulates_bfloat16", lambda: slow)
+    monkeypatch.setattr(optimizers, "emulates_bfloat16", lambda: slow)
     weights = [nn.Parameter(torch.ones(2, 3))]
     made = build_muon(weights, rate=0.1, weight_decay=0.2)
     assert type(made) is (Float32Muon if slow else torch.optim.Muon)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlm_lens.testing import tiny
 from dlm_lens.training import masked_loss
+from dlm_lens.training.head_loss import HeadGradient, tied_gradient
 from dlm_lens.training.losses import loss_forward
-from dlm_lens.training.tied_gradient import HeadGradient, tied_gradient
 
 FAMILIES = [
     "sink_qwen",
@@ -170,7 +170,7 @@ def test_nothing_of_a_loss_is_kept_until_the_garbage_collector_runs(
             made.append(weakref.ref(gradient))
             super().put(gradient)
 
-    monkeypatch.setattr("dlm_lens.training.tied_gradient.HeadGradient", Watched)
+    monkeypatch.setattr("dlm_lens.training.head_loss.HeadGradient", Watched)
     gc.collect()
     gc.disable()
     try:
