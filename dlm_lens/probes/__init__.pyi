@@ -59,8 +59,6 @@ from .replays import replay as replay
 from .score_parts import ScoreParts as ScoreParts
 from .sink_causes import SinkAnatomy as SinkAnatomy
 from .sink_causes import sink_anatomy as sink_anatomy
-from .sink_mass import MixingBound as MixingBound
-from .sink_mass import SinkMass as SinkMass
 from .smearing import TokenSmearing as TokenSmearing
 from .smearing import token_smearing as token_smearing
 from .stability import PatternSimilarity as PatternSimilarity
@@ -71,6 +69,8 @@ from .top_contexts import feature_contexts as feature_contexts
 from .tuned_lens import TunedLens as TunedLens
 from .tuned_lens import train_tuned_lens as train_tuned_lens
 from .untrained import untrained_twin as untrained_twin
+from .updates import MixingBound as MixingBound
+from .updates import SinkMass as SinkMass
 from .updates import SinkUpdates as SinkUpdates
 from .updates import sink_updates as sink_updates
 from .weight_pruning import InputNorms as InputNorms

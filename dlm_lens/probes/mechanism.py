@@ -17,8 +17,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.hooks import mask_random, mask_sinks
 from dlm_lens.printable import shown
 from dlm_lens.probes.replays import Replay, replay
-from dlm_lens.probes.sink_mass import SinkMass
-from dlm_lens.probes.updates import spearman
+from dlm_lens.probes.updates import SinkMass, spearman
 from dlm_lens.recording import ReceivedAttention, rerun
 from dlm_lens.sampling import Comparison, DenoisingRun, denoise
 from dlm_lens.sampling.moved_tokens import at_places
