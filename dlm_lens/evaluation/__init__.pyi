@@ -1,3 +1,4 @@
+from .checkpoint_check import ReferenceLogits as ReferenceLogits
 from .checkpoint_check import check_checkpoint as check_checkpoint
 from .evaluation import Evaluation as Evaluation
 from .evaluation import Score as Score
@@ -7,7 +8,6 @@ from .harness import HarnessLM as HarnessLM
 from .presets import Preset as Preset
 from .presets import find_preset as find_preset
 from .presets import list_presets as list_presets
-from .reference_logits import ReferenceLogits as ReferenceLogits
 from .request_recordings import RecordSettings as RecordSettings
 from .score_differences import score_differences as score_differences
 from .settings import GenerationSettings as GenerationSettings

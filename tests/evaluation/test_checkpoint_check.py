@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 import dlm_lens
 from dlm_lens.cli.app import app
 from dlm_lens.evaluation import ReferenceLogits, check_checkpoint, checkpoint_check
-from dlm_lens.evaluation.checkpoint_check import TEXTS, default_texts, least_successes
-from dlm_lens.evaluation.reference_logits import relative_gap
+from dlm_lens.evaluation.checkpoint_check import TEXTS, default_texts, least_successes, relative_gap
 from dlm_lens.files.sealed_json import DamagedFileError
 from dlm_lens.findings import Finding, checked
 from dlm_lens.testing import tiny
