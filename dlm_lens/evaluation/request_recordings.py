@@ -17,10 +17,9 @@ from dlm_lens.files.locks import held
 from dlm_lens.files.sealed_json import Document, fitted
 from dlm_lens.recording import Recorder
 from dlm_lens.recording.record_runs import DEFAULT, stored_batch
-from dlm_lens.recording.recorder import Storage
+from dlm_lens.recording.recorder import Storage, StoringRecorder, reducer_identities
 from dlm_lens.recording.reducer_registry import named_reducers
 from dlm_lens.recording.storage import save_recording
-from dlm_lens.recording.storing_recorder import StoringRecorder, reducer_identities
 from dlm_lens.sampling.likelihood.estimates import likelihood_method
 
 INDEX = "requests.jsonl"

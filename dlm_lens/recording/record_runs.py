@@ -16,11 +16,10 @@ from dlm_lens.files.paths import check_directory, user_path
 from dlm_lens.recording.concatenation import joined
 from dlm_lens.recording.directories import parts_of
 from dlm_lens.recording.model_identity import check_named
-from dlm_lens.recording.recorder import STORAGE, Recorder, Storage
+from dlm_lens.recording.recorder import STORAGE, Recorder, Storage, StoringRecorder, request_of
 from dlm_lens.recording.recording import Recording
 from dlm_lens.recording.reducers.received import ReceivedAttention
 from dlm_lens.recording.storage import load_part, part_name
-from dlm_lens.recording.storing_recorder import StoringRecorder, request_of
 from dlm_lens.sampling import denoise
 from dlm_lens.sampling.denoising import check_recorded_run
 from dlm_lens.sampling.prompts import read_prompts
