@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.float32_rotation import EqualDtypeCache, Float32RotaryEmbedding
+from dlm_lens.adapters.float32_parts import EqualDtypeCache, Float32RotaryEmbedding
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.attention import (
     SinkLayout,

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.adapters.float32_rotation import EqualDtypeCache
+from dlm_lens.adapters.float32_parts import EqualDtypeCache
 from dlm_lens.attention import BlockLayout, additive_mask, decoder_of, padding_before, position_ids
 from dlm_lens.attention.cache_argument import cache_argument
 from dlm_lens.placement import on_input_device

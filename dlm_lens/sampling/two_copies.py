@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters import family_of
-from dlm_lens.adapters.float32_rotation import EqualDtypeCache
+from dlm_lens.adapters.float32_parts import EqualDtypeCache
 from dlm_lens.attention import (
     BlockLayout,
     Context,

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, cast
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
+from dlm_lens.adapters.float32_parts import use_weighted_norms
 from dlm_lens.adapters.masked_diffusion import MaskedDiffusionFields, MaskedDiffusionMixin, MaskOrderedDecoder
 from dlm_lens.adapters.registry import Family
-from dlm_lens.adapters.weighted_norm import use_weighted_norms
 
 SAMPLER = {"gen_length": 128, "stride": 4, "temperature": 1.0, "top_k": 50, "top_p": 0.95}
 """Of the authors' idlm_blockN4_config.yaml; gen_length is ours."""

@@ -7,6 +7,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from dlm_lens.adapters.float32_parts import use_weighted_norms
 from dlm_lens.adapters.group_limited_experts import EXPERTS
 from dlm_lens.adapters.masked_diffusion import (
     SDAR_MULTI_BLOCK_SAMPLER,
@@ -15,7 +16,6 @@ from dlm_lens.adapters.masked_diffusion import (
     MaskedDiffusionMixin,
 )
 from dlm_lens.adapters.registry import Family
-from dlm_lens.adapters.weighted_norm import use_weighted_norms
 
 
 class SDARConfig(MaskedDiffusionFields, Qwen3Config):

@@ -11,12 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.float32_rotation import Float32RotaryEmbedding
+from dlm_lens.adapters.float32_parts import Float32RotaryEmbedding, use_weighted_norms
 from dlm_lens.adapters.masked_diffusion import SMDM_SAMPLER
 from dlm_lens.adapters.original_fields import OriginalFields
 from dlm_lens.adapters.registry import Family, Shapes, WeightsOnly
 from dlm_lens.adapters.sink_tokens import SinkDecoder, SinkMaskedDiffusion
-from dlm_lens.adapters.weighted_norm import use_weighted_norms
 from dlm_lens.attention import Placement, SinkLayout
 
 

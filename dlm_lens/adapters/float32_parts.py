@@ -1,13 +1,13 @@
-"""Rotation of queries and keys in float32 in a model of half precision (LLaDA, MMaDA, SMDM), and a cache for it."""
+"""Parts that compute in float32 in models of half precision (LLaDA, SMDM, SDAR): rotation with its cache, norms."""
 
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 
 class Float32RotaryEmbedding(LlamaRotaryEmbedding):
@@ -46,3 +46,23 @@ class EqualDtypeCache(DynamicCache):
             key_states.to(value_states.dtype), value_states, layer_idx, *args, **kwargs
         )
         return kept
+
+
+class WeightedRMSNorm(LlamaRMSNorm):
+    """RMSNorm that multiplies by the weight before it casts back, as fused kernels do.
+
+    transformers' norms cast first. In bfloat16 the two differ in the last bit, and logits by some hundredths.
+    """
+
+    def forward(self, hidden_states: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """Return x / sqrt(mean(x^2) + eps) * weight, computed in float32, in the dtype of x."""
+        wide = hidden_states.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (normed * self.weight.float()).to(hidden_states.dtype)
+
+
+def use_weighted_norms(decoder: nn.Module) -> None:
+    """Replace every norm of a decoder that is not loaded yet: of layers, of queries and keys, the last one."""
+    norms = [(name, part) for name, part in decoder.named_modules() if hasattr(part, "variance_epsilon")]
+    for name, norm in norms:
+        decoder.set_submodule(name, WeightedRMSNorm(norm.weight.numel(), norm.variance_epsilon))
