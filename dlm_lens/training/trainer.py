@@ -64,7 +64,8 @@ from dlm_lens.training.sink_probe import probe_batch
 from dlm_lens.training.sources import Cursor, Example, Source, take
 from dlm_lens.training.swiglu import SwiGLU
 from dlm_lens.training.trainer_arguments import training_arguments
-from dlm_lens.training.trainer_checkpoints import CheckpointingTrainer, WeightAverage
+from dlm_lens.training.trainer_checkpoints import CheckpointingTrainer
+from dlm_lens.training.weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 

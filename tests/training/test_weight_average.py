@@ -21,7 +21,7 @@ from dlm_lens.training import (
 )
 from dlm_lens.training.checkpoints import checkpoints
 from dlm_lens.training.trainer import EVALUATION_SEED
-from dlm_lens.training.trainer_checkpoints import RAW, WeightAverage
+from dlm_lens.training.weight_average import RAW, WeightAverage
 from tests.training.job import ROWS, STEPS, job, losses, weights
 
 DECAY = 0.4
