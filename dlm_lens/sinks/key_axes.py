@@ -31,7 +31,7 @@ class KeyAxes:
             follows the end of an AR row, where others of its batch go on, is none of it.
         answer: where tokens move (DreamOn, LLaDA2.2), which keys are of the answer at each step: not the prompt's
             tokens, wherever they are, nor room for masks. None elsewhere: the positions that were open at first.
-        decided: likewise, which masks each step decides.
+        decided: likewise, which masks each step decides as tokens of the result.
         final_tokens: ids of the keys after the last step; None if unknown.
         layers: index of each layer in the model; empty without a layer axis.
         steps: number of each step in its run, which tables and figures show; empty for 0, 1, ....
