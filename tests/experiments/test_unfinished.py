@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 
+from dlm_lens.experiments import runner
 from dlm_lens.experiments.attention_sinks.recorded_runs import per_network
 from dlm_lens.experiments.experiment import Experiment, find_experiment
 from dlm_lens.experiments.results import Record, Results
@@ -93,7 +94,7 @@ def test_an_unfinished_run_renders_and_says_what_is_missing(
             render_experiment(experiment, tmp_path / "run")
         return
     if not drawn_in_turn(folder, share):
-        monkeypatch.setattr(rendering, "write_figure", lambda path, figure: path.touch())
+        monkeypatch.setattr(runner, "write_figure", lambda path, figure: path.touch())
     text = render_experiment(experiment, tmp_path / "run").read_text()
     plt.close("all")
     assert all((tmp_path / "run" / name).exists() for name in re.findall(r"^!\[.*\]\((.*)\)$", text, re.MULTILINE))
