@@ -129,21 +129,22 @@ def widened(
 
 
 def on_canvases(
-    run: "DenoisingRun", values: Shaped[Tensor, "batch position"], missing: float
+    run: "DenoisingRun", values: Shaped[Tensor, "*step batch position"], missing: float
 ) -> Shaped[Tensor, "step batch position"]:
-    """Values of the result's positions at the positions where their tokens were on the canvas of each step.
+    """Values of the result's positions (at each step) where their tokens were on the canvas of each step.
 
     Where a mask became several or was deleted later, no position of the result is its own: `missing`.
     """
+    values = values.expand(run.unmasked.shape)
     if run.origins is None:
-        return values.expand(run.steps, *values.shape)
+        return values
     places = run.token_places[:-1]
     known, where = places != NOWHERE, places.clamp(min=0)
     count = torch.zeros_like(places).scatter_add_(-1, where, known.long())
     own = known & (count.gather(-1, where) == 1)
     found = torch.full(places.shape, missing, dtype=values.dtype)
     step, row, position = own.nonzero(as_tuple=True)
-    found[step, row, places[step, row, position]] = values[row, position]
+    found[step, row, places[step, row, position]] = values[step, row, position]
     return found
 
 
@@ -154,7 +155,8 @@ def decisions_of(
     if run.origins is None:
         return run.unmasked, run.proposals
     step = torch.arange(run.steps, device="cpu")[:, None, None]
-    return on_canvases(run, run.step_of, -1) == step, on_canvases(run, run.tokens, 0)
+    wrote = at_places(run.canvases[1:], run.token_places[1:], 0)  # a later step may rewrite it
+    return on_canvases(run, run.step_of, -1) == step, on_canvases(run, wrote, 0)
 
 
 def open_in_text(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.hooks import mask_top_sinks
+from dlm_lens.sampling.moved_tokens import decisions_of
 from dlm_lens.testing import tiny
 from tests.reference import forward64
 from tests.sampling import test_llada2_levenshtein_golden as golden
@@ -279,3 +280,17 @@ def test_what_cannot_be() -> None:
         dl.denoise(model, [[1, 2]], max_post_steps=-1)
     with pytest.raises(ValueError, match="reference_quirks"):
         dl.denoise(model, [[1, 2]], reference_quirks=True)
+
+
+def test_a_decision_is_of_the_token_that_its_step_wrote() -> None:
+    """Later steps rewrite it: attribution was of the final token, which the step did not propose."""
+    run = resizing()
+    assert run.origins is not None
+    decided, tokens = decisions_of(run)
+    rewritten = 0
+    for step, row, place in decided.nonzero().tolist():
+        (there,) = (run.origins[step, row] == place).nonzero().flatten().tolist()
+        assert int(tokens[step, row, place]) == int(run.canvases[step + 1, row, there])
+        ends = (run.token_places[step, row] == place).nonzero().flatten()
+        rewritten += int(run.tokens[row, ends]) != int(tokens[step, row, place])
+    assert rewritten
