@@ -296,7 +296,7 @@ class ResultsFile:
 
     def _check(self, directory: Path, config: Mapping[str, Any]) -> None:
         for path in sorted(directory.glob(PATTERN)):
-            if not _has_items(path) and (path == self.path or not _is_written(path)):
+            if not _has_items(path) and (path == self.path or _is_written(path) is False):
                 # Left by a start that was refused or killed; this process empties its own file under its lock.
                 if path != self.path:
                     path.unlink()
@@ -412,14 +412,13 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         yield fitted(LINES[kind], found, where, remedy).model_dump()
 
 
-def _is_written(path: Path) -> bool:
-    """Whether a process holds the file open for writing."""
+def _is_written(path: Path) -> bool | None:
+    """Whether a process holds the file open for writing; None where files are not locked (`lock`)."""
     with path.open("rb") as file:
         try:
-            lock(file, wait=False, shared=True)
+            return False if lock(file, wait=False, shared=True) else None
         except BlockingIOError:
             return True
-    return False
 
 
 def _has_items(path: Path) -> bool:

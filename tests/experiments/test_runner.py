@@ -486,6 +486,15 @@ def test_processes_that_ended_without_an_item_do_not_bind_the_directory(tmp_path
         ResultsFile(tmp_path, {"a": 1}, {"world_size": 2}, 0)
 
 
+def test_without_locks_the_file_of_another_process_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dlm_lens.experiments.results.lock", lambda file, **_: False)  # a network disk, Windows
+    with ResultsFile(tmp_path, {"a": 1}, {"world_size": 2}, 1) as other:
+        with pytest.raises(ValueError, match="holds results with a=1, and this run has a=2"):
+            ResultsFile(tmp_path, {"a": 2}, {"world_size": 2}, 0)
+        other.append(Record({"number": 1}, {"square": 1}, 0.1))
+    assert [record.item for record in read_results(tmp_path).records] == [{"number": 1}]
+
+
 @pytest.mark.parametrize("wrong", ["two", [3], True, 2.5])
 def test_a_setting_of_another_kind_is_refused(wrong: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^factor is .*; it must be a whole number, such as factor=1$"):

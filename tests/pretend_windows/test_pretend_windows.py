@@ -31,6 +31,7 @@ FILES = {
     "tests/experiments/test_runner.py": (
         "test_two_processes_never_write_one_file",
         "test_processes_of_one_run_start_beside_each_other",
+        "test_processes_that_ended_without_an_item_do_not_bind_the_directory",
     ),
 }
 """Test files, with those of their tests that are of locks, which Windows has not, or as the comment says.
