@@ -8,7 +8,7 @@ import torch
 from tqdm.auto import tqdm
 
 from dlm_lens.arguments import checked_arguments, chosen_indices
-from dlm_lens.attention import HookLike, checked, exclusive, refuse_row_lists
+from dlm_lens.attention import Hook, HookLike, checked, exclusive, refuse_row_lists
 from dlm_lens.recording.concatenation import fitted, joined
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
@@ -73,15 +73,8 @@ def rerun(
     places = chosen_indices("row", rows, len(run.tokens))
     # A hook may have a value for every row (`mask_sinks(source=)`).
     seen = tuple(range(len(run.tokens))) if stored.hooks and rows_per_pass is None else places
-    size = len(seen) if rows_per_pass is None else rows_per_pass
-    parts = [seen[start : start + size] for start in range(0, len(seen), size)]
-    if len(parts) > 1:
-        refuse_row_lists(stored.hooks, f"rows_per_pass makes {len(parts)} passes; leave it out")
     apart = run.joined_at is not None and any(hook.shifts_with_padding for hook in stored.hooks)
-    if apart or not one_plan:
-        parts = [part for whole in parts for part in _alike(run, whole, apart)]
-    if (apart or not one_plan) and len(parts) > 1:
-        refuse_row_lists(stored.hooks, _why_apart(len(parts), one_plan))
+    parts = _passes(run, stored.hooks, seen, rows_per_pass or len(seen), apart, one_plan)
     found = []
     with tqdm(total=len(chosen) * len(parts), desc="rerun", unit="pass", disable=not progress) as bar:
         for part in parts:
@@ -111,6 +104,24 @@ def rerun(
         hooks=tuple(map(repr, stored.hooks)),
     )
     return recording if seen == places else recording.select(batch=places)
+
+
+def _passes(
+    run: DenoisingRun, hooks: Sequence[Hook], rows: Sequence[int], size: int, apart: bool, one_plan: bool
+) -> list[Sequence[int]]:
+    """The rows of every forward pass: at most `size`, of one plan, and if `apart` on one canvas of their own.
+
+    Raises:
+        ValueError: several passes under a hook with a value for each row.
+    """
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    if len(parts) > 1:
+        refuse_row_lists(hooks, f"rows_per_pass makes {len(parts)} passes; leave it out")
+    if apart or not one_plan:
+        parts = [part for whole in parts for part in _alike(run, whole, apart)]
+        if len(parts) > 1:
+            refuse_row_lists(hooks, _why_apart(len(parts), one_plan))
+    return parts
 
 
 def _why_apart(passes: int, one_plan: bool) -> str:
