@@ -292,8 +292,8 @@ def not_negative(settings: Any, *names: str, zero: str) -> None:
             raise ValueError(f"{name} is {value}; it must be 0 ({zero}) or positive")
 
 
-def nucleus(settings: Any, name: str) -> None:
-    """Raise unless this field is the probability of a nucleus, or a share, above 0 and at most 1 (or None).
+def positive_share(settings: Any, name: str) -> None:
+    """Raise unless this field is a share or the probability of a nucleus: above 0 and at most 1 (or None).
 
     Raises:
         ValueError: naming the field and its value.

@@ -27,7 +27,7 @@ from dlm_lens.sampling.samplers.mdlm import (
     within_nucleus,
 )
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus, of_run
+from dlm_lens.sampling.settings import at_least_one, not_negative, of_run, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 
 
@@ -65,7 +65,7 @@ class BD3LMSettings:
     def __post_init__(self) -> None:
         at_least_one(self, "gen_length", "block_length", "steps", "steps_per_block")
         not_negative(self, "temperature", zero="greedy")
-        nucleus(self, "nucleus_p")
+        positive_share(self, "nucleus_p")
         for name in ("first_hitting", "use_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")

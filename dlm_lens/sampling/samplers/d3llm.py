@@ -18,7 +18,7 @@ from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, one_block
 from dlm_lens.sampling.samplers.i_dlm import first as first_of
 from dlm_lens.sampling.samplers.multi_block import SelectInBlocks, resolve
 from dlm_lens.sampling.samplers.wedlm import WeDLMPropose
-from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
+from dlm_lens.sampling.settings import at_least_one, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 
 
@@ -55,7 +55,7 @@ class D3LLMSettings:
         at_least_one(self, "gen_length", "block_length")
         not_negative(self, "entropy_threshold", zero="one mask a step")
         not_negative(self, "temperature", zero="greedy")
-        nucleus(self, "add_block_threshold")
+        positive_share(self, "add_block_threshold")
 
 
 class SelectLowest(SelectInBlocks):

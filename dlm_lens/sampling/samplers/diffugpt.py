@@ -18,7 +18,7 @@ from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 
 PLACEHOLDER = 0
@@ -46,7 +46,7 @@ class DiffuGPTSettings:
     def __post_init__(self) -> None:
         at_least_one(self, "steps")
         not_negative(self, "temperature", zero="greedy")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
 
 
 class DiffuGPTPropose(torch.nn.Module):

@@ -24,7 +24,7 @@ from dlm_lens.sampling.settings import (
     inner_eps,
     known_remasking,
     not_negative,
-    nucleus,
+    positive_share,
 )
 from dlm_lens.sampling.special_ids import SpecialIds
 
@@ -66,7 +66,7 @@ class DreamSettings:
         check_blocks(self)
         not_negative(self, "temperature", "alg_temp", zero="greedy")
         known_remasking(self.remasking, REMASKING, REMASKING, "Dream")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
         at_least_one(self, "top_k")
         inner_eps(self.eps)
         check_parallel(self)

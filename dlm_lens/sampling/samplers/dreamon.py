@@ -17,7 +17,7 @@ from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
 from dlm_lens.sampling.samplers.dream import DreamPropose, SelectDrawn
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.wedlm import RowDraws
-from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative, nucleus
+from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 
 REMASKING = ("entropy", "maskgit_plus", "topk_margin")
@@ -59,7 +59,7 @@ class DreamOnSettings:
         at_least_one(self, "start_length", "tokens_per_step", "top_k")
         not_negative(self, "temperature", "alg_temp", zero="greedy")
         not_negative(self, "expand_budget", zero="no expansion")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
         known_remasking(self.remasking, REMASKING, REMASKING, "DreamOn")
 
 

@@ -18,7 +18,14 @@ from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.mdlm import NoiseConditionedSampler, SelectLikelier, log_probabilities
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
 from dlm_lens.sampling.samplers.uniform_posterior import Levels, UniformPosteriorPropose
-from dlm_lens.sampling.settings import at_least_one, inner_eps, not_negative, nucleus, of_run, random_settings
+from dlm_lens.sampling.settings import (
+    at_least_one,
+    inner_eps,
+    not_negative,
+    of_run,
+    positive_share,
+    random_settings,
+)
 from dlm_lens.sampling.special_ids import SpecialIds
 
 REMOVALS = ("ancestral", "greedy", "none")
@@ -52,7 +59,7 @@ class DuoSettings:
     def __post_init__(self) -> None:
         at_least_one(self, "gen_length", "steps")
         not_negative(self, "temperature", zero="greedy")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
         inner_eps(self.eps)
         if self.noise_removal not in REMOVALS:
             raise ValueError(f"noise_removal is {self.noise_removal!r}; it must be one of {', '.join(REMOVALS)}")

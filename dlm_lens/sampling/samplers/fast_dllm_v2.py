@@ -21,7 +21,7 @@ from dlm_lens.sampling.samplers.context_blocks import answer_to_write
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SelectAbove
-from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
+from dlm_lens.sampling.settings import at_least_one, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.sub_block_network import SubBlockLogits
 
@@ -69,7 +69,7 @@ class FastDllmV2Settings:
             )
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold}; it is a probability from 0 to 1 (one token a step)")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
         if self.use_block_cache and not self.use_cache:
             raise ValueError(
                 "use_block_cache=True needs the cache of finished blocks, which hooks, recorders and "

@@ -23,7 +23,7 @@ from dlm_lens.sampling.samplers.mixed_noise import MixedNoiseSampler, MixedPropo
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.uniform_noise import positions_after
 from dlm_lens.sampling.samplers.uniform_posterior import drawn_once
-from dlm_lens.sampling.settings import at_least_one, known_remasking, log_snr_bounds, not_negative, nucleus
+from dlm_lens.sampling.settings import at_least_one, known_remasking, log_snr_bounds, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.step_attention import StepAttention
 
@@ -79,7 +79,7 @@ class GiddSettings:
         at_least_one(self, "gen_length", "block_length", "steps_per_block", "tokens_per_step", "top_k")
         not_negative(self, "temperature", zero="greedy")
         not_negative(self, "min_length", zero="no such position")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
         known_remasking(self.remasking, REMASKING, REMASKING, "GIDD")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")

@@ -17,7 +17,7 @@ from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resolve_window
 from dlm_lens.sampling.samplers.sdar import SelectFirst
-from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
+from dlm_lens.sampling.settings import at_least_one, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.step_attention import StepAttention
 
@@ -52,7 +52,7 @@ class IDLMSettings:
         at_least_one(self, "gen_length", "stride")
         not_negative(self, "temperature", zero="greedy")
         not_negative(self, "top_k", zero="all")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
         if not 0 <= self.verify_alpha <= 1:
             raise ValueError(f"verify_alpha is {self.verify_alpha}; it is from 0 (keep all drafts) to 1")
 

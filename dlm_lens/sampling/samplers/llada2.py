@@ -17,7 +17,7 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SdarPropose, SelectAbove
-from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
+from dlm_lens.sampling.settings import at_least_one, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.step_attention import StepAttention
 
@@ -55,7 +55,7 @@ class BlockwiseSettings:
         not_negative(self, "temperature", zero="greedy")
         not_negative(self, "top_k", zero="all")
         not_negative(self, "threshold", zero="write every token at once")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
 
     @classmethod
     def of(cls, settings: Any) -> "BlockwiseSettings":

@@ -20,7 +20,7 @@ from dlm_lens.sampling.samplers.dream import filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings
 from dlm_lens.sampling.samplers.sdar import SdarPropose
-from dlm_lens.sampling.settings import at_least_one, nucleus
+from dlm_lens.sampling.settings import at_least_one, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.step_attention import StepAttention
 
@@ -61,8 +61,8 @@ class MultiBlockSettings:
     def __post_init__(self) -> None:
         at_least_one(self, "running_blocks")
         BlockwiseSettings.of(self)  # which checks its own
-        nucleus(self, "add_block_threshold")
-        nucleus(self, "semi_complete_threshold")
+        positive_share(self, "add_block_threshold")
+        positive_share(self, "semi_complete_threshold")
 
 
 class MultiBlockPropose(SdarPropose):

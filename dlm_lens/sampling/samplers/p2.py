@@ -15,7 +15,7 @@ from dlm_lens.sampling.samplers.base import Sampler, one_block
 from dlm_lens.sampling.samplers.cached_blocks import SpanNoise
 from dlm_lens.sampling.samplers.dream import DreamPropose, DreamSettings
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 
 
@@ -43,7 +43,7 @@ class P2Settings:
     def __post_init__(self) -> None:
         at_least_one(self, "steps", "top_k")
         not_negative(self, "temperature", zero="greedy")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
 
 
 class SelectByArgsort(Select):

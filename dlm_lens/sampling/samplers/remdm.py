@@ -23,7 +23,7 @@ from dlm_lens.sampling.samplers.mdlm import (
     log_probabilities,
     within_nucleus,
 )
-from dlm_lens.sampling.settings import answer_settings, known_remasking, nucleus
+from dlm_lens.sampling.settings import answer_settings, known_remasking, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 
 REMASKING = ("cap", "rescale", "conf", "loop")
@@ -62,7 +62,7 @@ class ReMDMSettings(MDLMSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         known_remasking(self.remasking, REMASKING, REMASKING, "ReMDM")
-        nucleus(self, "nucleus_p")
+        positive_share(self, "nucleus_p")
         if not 0 <= self.eta <= 1:
             raise ValueError(f"eta is {self.eta}; it is a probability, from 0 to 1")
         if not 0 < self.t_off < self.t_on < 1 or not 0 < self.alpha_on < 1:

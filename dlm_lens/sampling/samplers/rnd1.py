@@ -17,7 +17,7 @@ from dlm_lens.sampling.samplers.base import Sampler, one_block
 from dlm_lens.sampling.samplers.dream import filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select, by_confidence
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, nucleus
+from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 
 
@@ -52,7 +52,7 @@ class RND1Settings:
         at_least_one(self, "steps", "top_k")
         not_negative(self, "temperature", zero="the most likely token")
         not_negative(self, "entropy_bound", zero="write the most confident position alone")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
 
 
 class RND1Propose(nn.Module):

@@ -22,7 +22,7 @@ from dlm_lens.sampling.settings import (
     at_least_one,
     known_remasking,
     not_negative,
-    nucleus,
+    positive_share,
     with_token_ids,
 )
 from dlm_lens.sampling.special_ids import SpecialIds
@@ -77,7 +77,7 @@ class SdarSettings:
         not_negative(self, "top_k", zero="all")
         not_negative(self, "entropy_bound", zero="the planned number")
         known_remasking(self.remasking, REMASKING, REMASKING, "SDAR")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold}; it is a probability, from 0 to 1")
 

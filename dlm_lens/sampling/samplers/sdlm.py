@@ -17,7 +17,7 @@ from dlm_lens.sampling.samplers.dream import DreamPropose
 from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resolve_window
 from dlm_lens.sampling.samplers.sdar import SelectFirst
 from dlm_lens.sampling.samplers.wedlm import RowDraws
-from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, nucleus
+from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.step_attention import StepAttention
 
@@ -57,7 +57,7 @@ class SDLMSettings:
     def __post_init__(self) -> None:
         at_least_one(self, "gen_length", "window_length", "top_k")
         not_negative(self, "temperature", zero="greedy")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
         known_remasking(self.remasking, REMASKING, REMASKING, "SDLM")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold is {self.threshold}; it is a confidence, from 0 to 1")

@@ -18,7 +18,7 @@ from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.moving_windows import MovingWindowSampler, resolve_window
 from dlm_lens.sampling.samplers.sdar import SelectAbove
-from dlm_lens.sampling.settings import at_least_one, not_negative, nucleus
+from dlm_lens.sampling.settings import at_least_one, not_negative, positive_share
 from dlm_lens.sampling.special_ids import SpecialIds
 from dlm_lens.sampling.step_attention import StepAttention
 
@@ -59,7 +59,7 @@ class WeDLMSettings:
         not_negative(self, "position_penalty", zero="none")
         not_negative(self, "temperature", zero="greedy")
         not_negative(self, "top_k", zero="all")
-        nucleus(self, "top_p")
+        positive_share(self, "top_p")
 
 
 class RowDraws(OrderedNoise):
