@@ -35,6 +35,7 @@ from .recording import record_forward as record_forward
 from .sampling import DenoisingRun as DenoisingRun
 from .sampling import denoise as denoise
 from .sampling import log_likelihood as log_likelihood
+from .sampling import sampler_settings as sampler_settings
 from .sinks import AboveMean as AboveMean
 from .sinks import AboveStd as AboveStd
 from .sinks import MeanReceived as MeanReceived

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from dlm_lens.arguments import near_name
 from dlm_lens.attention import mask_window_of
 from dlm_lens.declarations import defined_in
 from dlm_lens.printable import shown
@@ -238,6 +239,18 @@ def families() -> tuple[Family, ...]:
     return found
 
 
+def family_named(name: str) -> Family:
+    """The family with a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = {family.name: family for family in families()}
+    if name not in known:
+        raise ValueError(f"family is {shown(name)}{near_name(name, known, {})}; there are {', '.join(known)}")
+    return known[name]
+
+
 def model_type_of(
     values: Mapping[str, Any], source: str, family: str | None = None, tensors: Iterable[str] = ()
 ) -> str:
@@ -294,18 +307,16 @@ def _type_in(name: str, model_type: str, source: str) -> str:
     Raises:
         ValueError: there is no such family, or it does not load the model type.
     """
-    known = {family.name: family for family in families()}
-    if name not in known:
-        raise ValueError(f"family is {shown(name)}; there are {', '.join(known)}")
-    if model_type in known[name].layouts or (known[name].causal and _autoregressive_layout(model_type)):
+    family = family_named(name)
+    if model_type in family.layouts or (family.causal and _autoregressive_layout(model_type)):
         return model_type
-    if model_type not in known[name].adapted:
-        types = sorted({*known[name].layouts, *known[name].adapted})
+    if model_type not in family.adapted:
+        types = sorted({*family.layouts, *family.adapted})
         raise ValueError(
             f"the config.json of {source} says model_type {shown(model_type)}, and {name} has "
             f"{', '.join(types)}: leave family out, or name that of the checkpoint"
         )
-    return known[name].adapted[model_type]
+    return family.adapted[model_type]
 
 
 def _is_adapted(family: Family, source: str, tensors: Iterable[str]) -> bool:

@@ -1,35 +1,60 @@
 """`dlm-lens families`: the model families with their checkpoints, special token ids and samplers."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from dlm_lens.cli.options import JSON
 from dlm_lens.cli.output import show_json
+from dlm_lens.printable import echo
 
 if TYPE_CHECKING:
     from dlm_lens.adapters.registry import Family
+    from dlm_lens.sampling.setting_meanings import SamplerSettings
 
 
-def families_command(as_json: Annotated[bool, JSON] = False) -> None:
+def families_command(
+    name: Annotated[
+        str | None, typer.Argument(help="One family, with the settings of its samplers and what they mean.")
+    ] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
     """List the model families, their checkpoints, special token ids and samplers."""
     from rich.console import Console
     from rich.table import Table
 
     from dlm_lens.adapters import embedded_models
-    from dlm_lens.adapters.registry import families
+    from dlm_lens.adapters.registry import families, family_named
 
+    chosen = families() if name is None else (family_named(name),)
+    explained = [] if name is None else _explained(chosen[0])
     if as_json:
-        listed = [_as_json(family) for family in families()]
-        show_json({"families": listed, "embedded models": list(embedded_models())})
+        listed = [_as_json(family) for family in chosen]
+        others = {"embedded models": list(embedded_models())} if name is None else {}
+        own = {"settings": [asdict(sampler) for sampler in explained]} if explained else {}
+        show_json({"families": listed, **others, **own})
         return
     console = Console()
     with console:  # one write: a reader such as head closes the pipe after the lines that it wants
-        for family in families():
+        for family in chosen:
             grid = Table.grid(padding=(0, 2))
-            for name, value in _rows(family).items():
-                grid.add_row(f"  {name}", value)
+            for what, value in _rows(family).items():
+                grid.add_row(f"  {what}", value)
             console.print(f"[bold]{family.name}[/bold]")
             console.print(grid)
-        console.print(f"[bold]embedded models[/bold]: {', '.join(embedded_models())}")
+        if name is None:
+            console.print(f"[bold]embedded models[/bold]: {', '.join(embedded_models())}")
+    for sampler in explained:
+        echo(f"sampler {sampler}")
+
+
+def _explained(family: "Family") -> Sequence["SamplerSettings"]:
+    from dlm_lens.sampling.algorithm_registry import algorithms
+    from dlm_lens.sampling.setting_meanings import settings_of_sampler
+
+    return [settings_of_sampler(algorithms()[name], defaults) for name, defaults in family.samplers.items()]
 
 
 def _rows(family: "Family") -> dict[str, str]:

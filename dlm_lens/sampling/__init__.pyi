@@ -23,6 +23,9 @@ from .run_parts import part_of_run as part_of_run
 from .samplers.base import Sampler as Sampler
 from .samplers.image_tokens import ImageTokens as ImageTokens
 from .samplers.image_tokens import generate_image_tokens as generate_image_tokens
+from .setting_meanings import SamplerSetting as SamplerSetting
+from .setting_meanings import SamplerSettings as SamplerSettings
+from .setting_meanings import sampler_settings as sampler_settings
 from .stored_run import StoredCanvases as StoredCanvases
 from .stored_run import StoredRun as StoredRun
 
@@ -43,6 +46,8 @@ __all__ = [
     "RunPart",
     "RunState",
     "Sampler",
+    "SamplerSetting",
+    "SamplerSettings",
     "StepObserver",
     "StepPlan",
     "StoredCanvases",
@@ -54,4 +59,5 @@ __all__ = [
     "generate_image_tokens",
     "log_likelihood",
     "part_of_run",
+    "sampler_settings",
 ]

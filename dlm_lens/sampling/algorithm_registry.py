@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 Resolve = Callable[[Mapping[str, Any], Mapping[str, Any], int], dict[str, Any]]
 """Settings of a run from (defaults of the checkpoint, arguments of the caller, masks in the prompt)."""
 
+PLAIN = "the probability of the proposed token in the plain softmax"
+FILTERED = "the probability of the proposed token, after temperature and filters"
+RANKED = f'{PLAIN}; with remasking "random" a uniform number'
+MINUS_ENTROPY = "minus the entropy of the prediction, in nats"
+BESIDE_MASK = "the share of the token's draw beside that of [MASK]"
+OF_THE_TEXT = "the probability that the token is the text's and not noise"
+
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -27,6 +34,8 @@ class Algorithm:
         settings: the frozen dataclass of its settings, which raises ValueError for values that cannot be.
         sampler: the subclass of `Sampler`, called as `sampler(settings, noise, ids, reference_quirks=)`.
         resolve: fills in the settings that the caller left out.
+        confidence: what `DenoisingRun.confidence` is in its runs, where a position is eligible: a phrase that is
+            printed.
         corruption: how its authors mask texts for a Monte Carlo likelihood (`likelihood/corruption.py`), with their
             settings; None if they published none.
         loss: of the masked tokens in that likelihood, a `Loss` of `likelihood/scoring.py`; None for the cross
@@ -37,6 +46,7 @@ class Algorithm:
     settings: type[Any]
     sampler: type[Any]
     resolve: Resolve
+    confidence: str
     corruption: Any = None
     loss: Any = None
 

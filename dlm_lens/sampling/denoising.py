@@ -72,10 +72,7 @@ def denoise(
         block_length: length of the blocks decoded from left to right; it divides gen_length.
         temperature: 0 takes the most likely token, above 0 samples.
         cfg_scale: classifier-free guidance, u + (cfg_scale + 1) (c - u); 0 for none.
-        remasking: the rule that chooses which positions are unmasked: LLaDA "low_confidence" or "random"; Dream
-            "origin", "maskgit_plus", "topk_margin", "entropy" or "confidence_threshold"; SMDM "origin" or "greedy"
-            (also as its code spells it); Sumi "ancestral", "adaptive" or "greedy"; ReMDM "cap", "rescale", "conf"
-            or "loop".
+        remasking: the rule that chooses which positions are unmasked, by the name that the sampler has for it.
         seed: one number, or one per row; None for a fresh number, kept in the run's `settings["seeds"]`.
         logits: evaluate the head only where the sampler needs it, or everywhere.
         on_logits: called as (step, canvas, logits [batch, position, d_vocab]) before they are used; for an AR
@@ -96,38 +93,12 @@ def denoise(
         observers: one or more `RunObserver`s, whose methods are called at every step (`dlm_lens.Recorder` is one).
         resume: the finished steps of an unfinished run with the same prompts and settings; the run continues after
             them.
-        **settings: further settings of the family's sampler; what is None is as the checkpoint has it (LLaDA:
-            logits_eos_inf, confidence_eos_eot_inf; MMaDA: eot_token, which ends a row after the block that ends
-            with it; Dream: top_p, top_k, alg_temp, eps; LLaDA and Dream: cache, threshold, factor (docs/caches.md);
-            SMDM: eps; dllm: schedule, stochastic_transfer, suppress_tokens, begin_suppress_tokens, cfg_keep_tokens;
-            MDLM and SEDD: predictor, noise_removal, eps; ReMDM: eta, t_on, t_off, alpha_on, nucleus_p; Duo and
-            UDLM: noise_removal, eps, top_p; GIDD: min_p, eps, correction_steps, correction_temperature,
-            correction_time, correction_stops, correction_patience, and at 3B and 10B steps_per_block, top_p, top_k,
-            schedule, tokens_per_step, min_length, canvas_length; Sumi: canvas_length, delimiter, schedule,
-            min_log_snr, max_log_snr, tokens_per_step; BD3-LM: first_hitting, steps_per_block, nucleus_p, use_cache;
-            LLaDA2: threshold, steps_per_block, minimal_topk, top_p, top_k, eos_early_stop, and for 2.1
-            editing_threshold, max_post_steps, num_to_transfer, for 2.2 repeats; DMax: threshold, end_threshold,
-            steps_per_block, self_conditioning, use_cache; SDAR: steps_per_block, threshold, entropy_bound, top_k,
-            top_p, stop_tokens, use_cache; DiffusionGemma: steps_per_block, entropy_bound, t_min, t_max,
-            stability_threshold, confidence_threshold, self_conditioning; Fast-dLLM v2: sub_block_length, threshold,
-            top_p, use_cache, use_block_cache; WeDLM: window_length, entropy_threshold, position_penalty, top_k,
-            top_p, stop_tokens; SDLM: window_length, threshold, top_k, top_p, stop_tokens; I-DLM: stride,
-            verify_alpha, top_k, top_p, stop_tokens; DreamOn: start_length, top_k, top_p, alg_temp,
-            tokens_per_step, expand_budget, delete_to_right; d3LLM: add_block_threshold, entropy_threshold, lowest,
-            early_stop; Nemotron-Labs-Diffusion, Efficient-DLM and Stable-DiffCoder: threshold, parallel,
-            stop_tokens, use_cache; AR: use_cache).
+        **settings: further settings of the family's sampler, which `print(dlm_lens.sampler_settings(model))` lists
+            with their meanings; what is None is as the checkpoint has it.
 
     Returns:
         A `DenoisingRun`. Its `confidence` [step, batch, position] is the number by which the sampler ranks, -inf
-        where a position is not eligible. LLaDA, MMaDA, dllm, SMDM, AR: the probability of the proposed token in the
-        plain softmax; P2 and most samplers of blocks: in the filtered one, where they filter; "random" and BD3-LM's
-        first_hitting: a uniform number. Dream, DreamOn and SDLM: of the rule, the probability, the difference of
-        the two largest ("topk_margin"), or minus the entropy in nats (SDLM: 1 - H / ln V). RND1, the entropy bound
-        and d3LLM: minus the entropy; WeDLM: with its penalty; RND1 with a bound: ln p. I-DLM: the probability at
-        the temperature. MDLM, ReMDM, SEDD, BD3-LM: the share of the token's draw beside [MASK]'s. Duo, UDLM, Sumi
-        and GIDD: the probability that the token is the text's and not noise; "adaptive" and Sumi's "greedy": how
-        much the network would change it; GIDD's correction: that of the new token. "origin" and DiffuGPT:
-        -inf, as the order is random.
+        where a position is not eligible: what it is says `dlm_lens.sampler_settings(model).confidence`.
 
     Raises:
         ValueError: a prompt or a setting that cannot work, before anything is computed.

@@ -54,7 +54,7 @@ class LeftmostSampler(Sampler):
         return (eligible.sum(-1) + plan.remaining - 1) // plan.remaining
 
 
-ALGORITHM = Algorithm("leftmost", LeftmostSettings, LeftmostSampler, answer_settings)
+ALGORITHM = Algorithm("leftmost", LeftmostSettings, LeftmostSampler, answer_settings, "minus the position")
 '''
 
 

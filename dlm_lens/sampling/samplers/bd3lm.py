@@ -256,4 +256,11 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
 
 
 # The original draws a time for each block of a text, this one for all of them: the same mean.
-ALGORITHM = Algorithm("bd3lm", BD3LMSettings, BD3LMSampler, resolve, corruption=RateCorruption(eps=1e-3))
+ALGORITHM = Algorithm(
+    "bd3lm",
+    BD3LMSettings,
+    BD3LMSampler,
+    resolve,
+    "as in MDLM's sampler; with first_hitting a uniform number",
+    corruption=RateCorruption(eps=1e-3),
+)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import PLAIN, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import PrefixLogits, most_likely
 from dlm_lens.sampling.noise import Noise, add_gumbel
@@ -19,10 +19,13 @@ from dlm_lens.sampling.special_ids import SpecialIds
 
 @dataclass(frozen=True)
 class CausalSettings:
-    """Settings of AR decoding: greedy at temperature 0, else sampling from softmax(logits / temperature).
+    """Settings of AR decoding.
 
-    `use_cache=False` computes the whole prefix at every step, so that hooks and recorders see the attention of
-    every query and not of the newest alone.
+    Args:
+        gen_length: tokens of the answer.
+        temperature: 0 takes the most likely token, above 0 samples from softmax(logits / temperature).
+        use_cache: False computes the whole prefix at every step, so that hooks and recorders see the attention of
+            every query and not of the newest alone.
 
     Raises:
         ValueError: a value is out of its range.
@@ -176,4 +179,4 @@ def causal_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks
     return values
 
 
-ALGORITHM = Algorithm("causal", CausalSettings, CausalSampler, causal_settings)
+ALGORITHM = Algorithm("causal", CausalSettings, CausalSampler, causal_settings, PLAIN)

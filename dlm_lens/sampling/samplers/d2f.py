@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dlm_lens.attention import Context
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
@@ -72,4 +72,4 @@ class D2FSampler(MultiBlockSampler):
         return super().network(model, first)
 
 
-ALGORITHM = Algorithm("d2f", D2FSettings, D2FSampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm("d2f", D2FSettings, D2FSampler, resolve, FILTERED, corruption=CountCorruption())

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import BlockCounts, BlockLayout, RunningBlocks
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import MINUS_ENTROPY, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import Network
@@ -172,4 +172,4 @@ class D3LLMSampler(Sampler):
         self._closed = state.get("closed")
 
 
-ALGORITHM = Algorithm("d3llm", D3LLMSettings, D3LLMSampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm("d3llm", D3LLMSettings, D3LLMSampler, resolve, MINUS_ENTROPY, corruption=CountCorruption())

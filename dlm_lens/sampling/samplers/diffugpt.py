@@ -30,6 +30,9 @@ class DiffuGPTSettings:
     """Settings of DiffuGPT's `generate_samples`: its diffusion_steps, logits_temp and topp_temp.
 
     Args:
+        steps: denoising steps.
+        gen_length: tokens of the answer.
+        temperature: of the softmax from which tokens are drawn; 0 takes the most likely one.
         top_p: a token is one of the most likely ones that together have at least this probability; None for any.
 
     Raises:
@@ -163,5 +166,10 @@ class DiffuGPTSampler(TimestepSampler):
 
 
 ALGORITHM = Algorithm(
-    "diffugpt", DiffuGPTSettings, DiffuGPTSampler, answer_settings, corruption=RateCorruption(eps=1e-3)
+    "diffugpt",
+    DiffuGPTSettings,
+    DiffuGPTSampler,
+    answer_settings,
+    "-inf: positions are decided at random",
+    corruption=RateCorruption(eps=1e-3),
 )

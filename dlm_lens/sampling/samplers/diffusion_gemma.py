@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.attention import BlockLayout
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import MINUS_ENTROPY, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.encoder_decoder_network import EncoderDecoderLogits, StoredConditioning
 from dlm_lens.sampling.noise import Noise
@@ -271,4 +271,10 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     return values
 
 
-ALGORITHM = Algorithm("diffusion_gemma", DiffusionGemmaSettings, DiffusionGemmaSampler, resolve)
+ALGORITHM = Algorithm(
+    "diffusion_gemma",
+    DiffusionGemmaSettings,
+    DiffusionGemmaSampler,
+    resolve,
+    f"{MINUS_ENTROPY}, at the step's temperature",
+)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import padding_before
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import RANKED, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import Network
@@ -311,4 +311,4 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     return with_token_ids(values, *names)
 
 
-ALGORITHM = Algorithm("dllm", DllmSettings, DllmSampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm("dllm", DllmSettings, DllmSampler, resolve, RANKED, corruption=CountCorruption())

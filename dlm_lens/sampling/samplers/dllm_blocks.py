@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import RANKED, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
@@ -130,5 +130,5 @@ def resolve_blocks(defaults: Mapping[str, Any], given: Mapping[str, Any], masks:
 
 
 ALGORITHM = Algorithm(
-    "dllm_blocks", DllmBlockSettings, DllmBlockSampler, resolve_blocks, corruption=CountCorruption()
+    "dllm_blocks", DllmBlockSettings, DllmBlockSampler, resolve_blocks, RANKED, corruption=CountCorruption()
 )

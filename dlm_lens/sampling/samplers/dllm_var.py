@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import PLAIN, Algorithm
 from dlm_lens.sampling.cached_network import CachedLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
@@ -270,4 +270,6 @@ class DllmVarSampler(RowEndingSampler):
         self._end = int(state["end"]) if "end" in state else None
 
 
-ALGORITHM = Algorithm("dllm_var", DllmVarSettings, DllmVarSampler, answer_to_write, corruption=CountCorruption())
+ALGORITHM = Algorithm(
+    "dllm_var", DllmVarSettings, DllmVarSampler, answer_to_write, PLAIN, corruption=CountCorruption()
+)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import BlockLayout
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
@@ -250,4 +250,4 @@ class DMaxSampler(BlockwiseSampler):
         self._before = Proposal(state["before"], state["sure"]) if "before" in state else None
 
 
-ALGORITHM = Algorithm("dmax", DMaxSettings, DMaxSampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm("dmax", DMaxSettings, DMaxSampler, resolve, FILTERED, corruption=CountCorruption())

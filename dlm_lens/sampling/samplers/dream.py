@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
@@ -36,6 +36,15 @@ class DreamSettings:
     """Settings of Dream's `diffusion_generate`, and of Fast-dLLM's; `remasking` is their `alg`.
 
     Args:
+        steps: denoising steps in all.
+        gen_length: tokens of the answer.
+        temperature: 0 takes the most likely token, above 0 samples.
+        remasking: "origin" unmasks every mask with the schedule's probability; "maskgit_plus", "topk_margin" and
+            "entropy" the most confident by this rule; "confidence_threshold" those of `threshold`.
+        top_p: propose among the most likely tokens up to this probability, with the one that crosses it.
+        top_k: propose among so many of the most likely tokens.
+        alg_temp: above 0 positions are drawn, from softmax(confidence / alg_temp).
+        eps: the last time of the schedule, which begins at 1.
         block_length: length of the blocks that are decoded from left to right, each with steps / blocks steps; None
             for one block.
         cache: "prefix" keeps the keys and values before the block while it is decoded, "dual" those after it too,
@@ -399,6 +408,16 @@ class DreamSampler(CachedSampler, TimestepSampler):
             self.select.all = whole
 
 
+OF_THE_RULE = (
+    f'by remasking: {FILTERED}; "topk_margin": the difference of the two largest; '
+    '"entropy": minus the entropy, in nats; "origin": -inf'
+)
+
 ALGORITHM = Algorithm(
-    "dream", DreamSettings, DreamSampler, resolve, corruption=RateCorruption(eps=1e-3, protect_ends=True)
+    "dream",
+    DreamSettings,
+    DreamSampler,
+    resolve,
+    OF_THE_RULE,
+    corruption=RateCorruption(eps=1e-3, protect_ends=True),
 )

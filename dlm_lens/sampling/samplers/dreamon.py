@@ -14,7 +14,7 @@ from dlm_lens.sampling.moved_tokens import NOWHERE, answer_of
 from dlm_lens.sampling.network import CanvasLogits, network_inputs
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
-from dlm_lens.sampling.samplers.dream import DreamPropose, SelectDrawn
+from dlm_lens.sampling.samplers.dream import OF_THE_RULE, DreamPropose, SelectDrawn
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.wedlm import RowDraws
 from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative, positive_share
@@ -350,4 +350,10 @@ class DreamOnSampler(Sampler):
         self._set_room(self.attention.room.shape[1])
 
 
-ALGORITHM = Algorithm("dreamon", DreamOnSettings, DreamOnSampler, resolve)
+ALGORITHM = Algorithm(
+    "dreamon",
+    DreamOnSettings,
+    DreamOnSampler,
+    resolve,
+    f"{OF_THE_RULE}; where the length may not change, among the tokens that leave it",
+)

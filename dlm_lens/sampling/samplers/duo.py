@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.noise import Noise
@@ -155,4 +155,4 @@ class DuoSampler(NoiseConditionedSampler, UniformNoiseSampler):
         self.propose.levels = self.levels(plan)
 
 
-ALGORITHM = Algorithm("duo", DuoSettings, DuoSampler, random_settings, corruption=UniformCorruption())
+ALGORITHM = Algorithm("duo", DuoSettings, DuoSampler, random_settings, OF_THE_TEXT, corruption=UniformCorruption())

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.samplers.duo import DuoPropose, DuoSampler, DuoSettings, alpha_of
@@ -185,4 +185,6 @@ class PsiSampler(DuoSampler):
             self.propose.kappa = (float(kappa), float(1 - kappa))
 
 
-ALGORITHM = Algorithm("duo_psi", PsiSettings, PsiSampler, random_settings, corruption=UniformCorruption())
+ALGORITHM = Algorithm(
+    "duo_psi", PsiSettings, PsiSampler, random_settings, OF_THE_TEXT, corruption=UniformCorruption()
+)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from dlm_lens.attention import Context
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import RANKED, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.samplers.context_blocks import ContextBlockSampler, answer_to_write
@@ -128,5 +128,10 @@ class EfficientDLMSampler(ContextBlockSampler):
 
 
 ALGORITHM = Algorithm(
-    "efficient_dlm", EfficientDLMSettings, EfficientDLMSampler, answer_to_write, corruption=CountCorruption()
+    "efficient_dlm",
+    EfficientDLMSettings,
+    EfficientDLMSampler,
+    answer_to_write,
+    RANKED,
+    corruption=CountCorruption(),
 )

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import MINUS_ENTROPY, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Draw, Noise, drawn_by_rows
@@ -259,4 +259,10 @@ def entropy_bound_settings(defaults: Mapping[str, Any], given: Mapping[str, Any]
     return values
 
 
-ALGORITHM = Algorithm("entropy_bound", EntropyBoundSettings, EntropyBoundSampler, entropy_bound_settings)
+ALGORITHM = Algorithm(
+    "entropy_bound",
+    EntropyBoundSettings,
+    EntropyBoundSampler,
+    entropy_bound_settings,
+    f"{MINUS_ENTROPY}, at the step's temperature",
+)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.attention import padding_before
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
@@ -353,4 +353,6 @@ class FastDllmV2Sampler(BlockSampler):
         self._seen_until = int(state["seen_until"])
 
 
-ALGORITHM = Algorithm("fast_dllm_v2", FastDllmV2Settings, FastDllmV2Sampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm(
+    "fast_dllm_v2", FastDllmV2Settings, FastDllmV2Sampler, resolve, FILTERED, corruption=CountCorruption()
+)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import Context
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.clean_context_network import CleanContextLogits, clean_context_inputs
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.mixed_noise import MixedCorruption
@@ -411,4 +411,11 @@ class GiddCorruption(MixedCorruption):
         return level, Mixture(torch.full_like(times, -1.0), 1 - slope, slope)
 
 
-ALGORITHM = Algorithm("gidd", GiddSettings, GiddSampler, resolve, corruption=GiddCorruption())
+ALGORITHM = Algorithm(
+    "gidd",
+    GiddSettings,
+    GiddSampler,
+    resolve,
+    f'{OF_THE_TEXT}; with remasking "adaptive" how much the network would change it',
+    corruption=GiddCorruption(),
+)

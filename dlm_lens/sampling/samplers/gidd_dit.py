@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.mixed_noise import MixedCorruption
 from dlm_lens.sampling.network import most_likely
@@ -359,4 +359,11 @@ class HybridCorruption(MixedCorruption):
         return Mixture(*now), Mixture(*rates)
 
 
-ALGORITHM = Algorithm("gidd_dit", GiddDiTSettings, GiddDiTSampler, answer_settings, corruption=HybridCorruption())
+ALGORITHM = Algorithm(
+    "gidd_dit",
+    GiddDiTSettings,
+    GiddDiTSampler,
+    answer_settings,
+    f"{OF_THE_TEXT}; in steps of correction that of the new token",
+    corruption=HybridCorruption(),
+)

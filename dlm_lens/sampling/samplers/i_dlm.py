@@ -216,4 +216,10 @@ class IDLMSampler(MovingWindowSampler):
         self.drafted, self.propose.before = state["drafted"], state["before"]
 
 
-ALGORITHM = Algorithm("i_dlm", IDLMSettings, IDLMSampler, resolve_window)
+ALGORITHM = Algorithm(
+    "i_dlm",
+    IDLMSettings,
+    IDLMSampler,
+    resolve_window,
+    "the probability of the token at the temperature, without filters",
+)

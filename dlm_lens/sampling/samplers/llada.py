@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import RANKED, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
@@ -335,4 +335,4 @@ class LLaDASampler(CachedSampler):
         return not self.adaptive or bool((masks if self._done is None else masks & ~self._done[:, None]).any())
 
 
-ALGORITHM = Algorithm("llada", LLaDASettings, LLaDASampler, block_settings, corruption=CountCorruption())
+ALGORITHM = Algorithm("llada", LLaDASettings, LLaDASampler, block_settings, RANKED, corruption=CountCorruption())

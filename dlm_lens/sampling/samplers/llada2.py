@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
@@ -275,4 +275,4 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     return values
 
 
-ALGORITHM = Algorithm("llada2", LLaDA2Settings, LLaDA2Sampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm("llada2", LLaDA2Settings, LLaDA2Sampler, resolve, FILTERED, corruption=CountCorruption())

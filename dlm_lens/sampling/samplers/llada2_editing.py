@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
@@ -154,5 +154,5 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
 
 
 ALGORITHM = Algorithm(
-    "llada2_editing", LLaDA2EditingSettings, LLaDA2EditingSampler, resolve, corruption=CountCorruption()
+    "llada2_editing", LLaDA2EditingSettings, LLaDA2EditingSampler, resolve, FILTERED, corruption=CountCorruption()
 )

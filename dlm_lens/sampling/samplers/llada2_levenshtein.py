@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.moved_tokens import NOWHERE
@@ -303,5 +303,6 @@ ALGORITHM = Algorithm(
     LLaDA2LevenshteinSettings,
     LLaDA2LevenshteinSampler,
     resolve,
+    FILTERED,
     corruption=CountCorruption(),
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlm_lens.adapters.dit import NOISE_EPS, sigma_of, takes_noise_level
 from dlm_lens.attention.model_access import has_listeners
 from dlm_lens.placement import input_device
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import BESIDE_MASK, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
 from dlm_lens.sampling.network import CanvasLogits, LogitsRequest, Rows, by_rows, most_likely
@@ -354,4 +354,6 @@ class MDLMSampler(NoiseConditionedSampler):
         self.propose.times = self.times(plan)  # type: ignore[assignment]
 
 
-ALGORITHM = Algorithm("mdlm", MDLMSettings, MDLMSampler, answer_settings, corruption=LogLinearCorruption())
+ALGORITHM = Algorithm(
+    "mdlm", MDLMSettings, MDLMSampler, answer_settings, BESIDE_MASK, corruption=LogLinearCorruption()
+)

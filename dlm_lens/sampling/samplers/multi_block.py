@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from dlm_lens.attention import BlockCounts, RunningBlocks
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
@@ -294,4 +294,11 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     return {**defaults, **given}
 
 
-ALGORITHM = Algorithm("multi_block", MultiBlockSettings, MultiBlockSampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm(
+    "multi_block",
+    MultiBlockSettings,
+    MultiBlockSampler,
+    resolve,
+    f"{FILTERED}, among those other than [MASK]",
+    corruption=CountCorruption(),
+)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import Context, predicting_position
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import PLAIN, Algorithm
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
@@ -161,5 +161,6 @@ ALGORITHM = Algorithm(
     NemotronLabsDiffusionSettings,
     NemotronLabsDiffusionSampler,
     answer_to_write,
+    PLAIN,
     corruption=CountCorruption(),
 )

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
@@ -155,4 +155,4 @@ class P2Sampler(Sampler):
         return after.masked_fill(again, self.mask_id), proposal, unmasked
 
 
-ALGORITHM = Algorithm("p2", P2Settings, P2Sampler, answer_settings, corruption=CountCorruption())
+ALGORITHM = Algorithm("p2", P2Settings, P2Sampler, answer_settings, FILTERED, corruption=CountCorruption())

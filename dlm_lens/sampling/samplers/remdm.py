@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import BESIDE_MASK, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
 from dlm_lens.sampling.network import Rows
@@ -313,4 +313,6 @@ class ReMDMSampler(MDLMSampler):
         return masked > kept
 
 
-ALGORITHM = Algorithm("remdm", ReMDMSettings, ReMDMSampler, answer_settings, corruption=LogLinearCorruption())
+ALGORITHM = Algorithm(
+    "remdm", ReMDMSettings, ReMDMSampler, answer_settings, BESIDE_MASK, corruption=LogLinearCorruption()
+)

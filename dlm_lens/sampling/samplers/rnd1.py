@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import MINUS_ENTROPY, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
@@ -214,4 +214,11 @@ class RND1Sampler(Sampler):
         return (left - kept).clamp(min=0)
 
 
-ALGORITHM = Algorithm("rnd1", RND1Settings, RND1Sampler, answer_settings, corruption=CountCorruption())
+ALGORITHM = Algorithm(
+    "rnd1",
+    RND1Settings,
+    RND1Sampler,
+    answer_settings,
+    f"{MINUS_ENTROPY}, after temperature and filters; with entropy_bound ln p of the proposed token",
+    corruption=CountCorruption(),
+)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import by_rows
@@ -319,4 +319,11 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
     return with_token_ids({**defaults, **given, "steps": given.get("steps", defaults.get("steps"))}, "stop_tokens")
 
 
-ALGORITHM = Algorithm("sdar", SdarSettings, SdarSampler, resolve, corruption=CountCorruption())
+ALGORITHM = Algorithm(
+    "sdar",
+    SdarSettings,
+    SdarSampler,
+    resolve,
+    f'{FILTERED}; with remasking "entropy_bounded" minus their entropy',
+    corruption=CountCorruption(),
+)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import additive_mask, position_ids, sees_window, until_window
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import FILTERED, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.dream import DreamPropose
@@ -141,4 +141,10 @@ class SDLMSampler(MovingWindowSampler):
         return until_window(content, masked, self.attention.window + 1)
 
 
-ALGORITHM = Algorithm("sdlm", SDLMSettings, SDLMSampler, resolve_window)
+ALGORITHM = Algorithm(
+    "sdlm",
+    SDLMSettings,
+    SDLMSampler,
+    resolve_window,
+    f'{FILTERED}; with remasking "entropy" 1 - H / ln V with their entropy H',
+)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
 from dlm_lens.adapters.families.sedd import log_scores
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import BESIDE_MASK, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
 from dlm_lens.sampling.network import Rows
@@ -191,6 +191,7 @@ ALGORITHM = Algorithm(
     SEDDSettings,
     SEDDSampler,
     answer_settings,
+    BESIDE_MASK,
     corruption=LogLinearCorruption(stratified=False),
     loss=score_entropy,
 )

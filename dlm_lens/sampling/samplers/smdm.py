@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import PLAIN, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import RateCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
@@ -22,6 +22,14 @@ REMASKING = ("origin", "greedy", "greddy")
 @dataclass(frozen=True)
 class SMDMSettings:
     """Settings of SMDM's `diff_sample`; `remasking` is its `alg`, whose "greddy" is our "greedy".
+
+    Args:
+        steps: denoising steps.
+        gen_length: tokens of the answer.
+        temperature: 0 takes the most likely token, above 0 samples.
+        cfg_scale: guidance, u + (cfg_scale + 1) (c - u); 0 for none.
+        remasking: "origin" unmasks every mask with the schedule's probability; "greedy" the most probable ones.
+        eps: the last time of the schedule, which begins at 1.
 
     Raises:
         ValueError: a value is out of its range.
@@ -131,4 +139,11 @@ class SMDMSampler(TimestepSampler):
         return (masks * self.fractions[plan.index].to(masks.device)).long()
 
 
-ALGORITHM = Algorithm("smdm", SMDMSettings, SMDMSampler, answer_settings, corruption=RateCorruption())
+ALGORITHM = Algorithm(
+    "smdm",
+    SMDMSettings,
+    SMDMSampler,
+    answer_settings,
+    f'{PLAIN}; with remasking "origin" -inf',
+    corruption=RateCorruption(),
+)

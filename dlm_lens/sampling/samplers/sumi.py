@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.network import most_likely
@@ -252,4 +252,11 @@ def sumi_settings(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: 
     return values
 
 
-ALGORITHM = Algorithm("sumi", SumiSettings, SumiSampler, sumi_settings, corruption=UniformCorruption())
+ALGORITHM = Algorithm(
+    "sumi",
+    SumiSettings,
+    SumiSampler,
+    sumi_settings,
+    f'how much the network would change the token; with remasking "ancestral" {OF_THE_TEXT}',
+    corruption=UniformCorruption(),
+)

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
@@ -90,4 +90,6 @@ class UDLMSampler(DuoSampler):
         return super().levels(plan)
 
 
-ALGORITHM = Algorithm("udlm", DuoSettings, UDLMSampler, random_settings, corruption=UniformCorruption())
+ALGORITHM = Algorithm(
+    "udlm", DuoSettings, UDLMSampler, random_settings, OF_THE_TEXT, corruption=UniformCorruption()
+)

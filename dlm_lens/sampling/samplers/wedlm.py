@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from dlm_lens.sampling.algorithm_registry import Algorithm
+from dlm_lens.sampling.algorithm_registry import MINUS_ENTROPY, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
@@ -158,4 +158,11 @@ class WeDLMSampler(MovingWindowSampler):
         return self.attention.seen_content(content, masked, masked.shape[1])
 
 
-ALGORITHM = Algorithm("wedlm", WeDLMSettings, WeDLMSampler, resolve_window, corruption=CountCorruption())
+ALGORITHM = Algorithm(
+    "wedlm",
+    WeDLMSettings,
+    WeDLMSampler,
+    resolve_window,
+    f"{MINUS_ENTROPY}, minus position_penalty times the places after the first mask",
+    corruption=CountCorruption(),
+)
