@@ -1,7 +1,7 @@
 """The Triton kernels: in Triton's interpreter in a process of their own, compiled, and on a GPU where there is one.
 
 TRITON_INTERPRET must be set before triton is imported, hence the process:
-`python -m tests.attention.test_triton_kernels`.
+`python -m tests.attention.test_triton_kernels PART`.
 """
 
 import os
@@ -65,6 +65,11 @@ CASES = (
 )
 
 
+INTERPRETED = (*((case, torch.float32) for case in CASES), *((case, torch.float16) for case in CASES[1::2]))
+PARTS = 4
+"""Processes in which the interpreter, which is slow, runs these."""
+
+
 def by_query(pattern: Tensor, first: int, canvas: int) -> Tensor:
     """The statistics of every query of a pattern in float64, in the order of `QUERY_STATS`."""
     key = torch.arange(pattern.shape[-1])
@@ -124,19 +129,21 @@ def check_far_rows(device: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @needs_triton
-def test_in_the_interpreter() -> None:
-    """All cases in float32; every other in float16, of which the kernels load and multiply the entries alone.
+@pytest.mark.parametrize("part", range(PARTS))
+def test_in_the_interpreter(part: int) -> None:
+    """All cases in float32, every other in float16, of which the kernels load and multiply the entries alone.
 
     The interpreter's product of bfloat16 returns garbage.
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.attention.test_triton_kernels"], capture_output=True, text=True,
+        [sys.executable, "-m", "tests.attention.test_triton_kernels", str(part)], capture_output=True, text=True,
         env=environment, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"{len(CASES) + len(CASES[1::2])} cases agree"
+    assert done.stdout.splitlines()[-1] == f"{len(INTERPRETED[part::PARTS])} cases agree"
 
 
 @pytest.mark.gpu
@@ -229,9 +236,9 @@ def test_they_compile_for_bfloat16_without_a_gpu(kernel: str, capability: int) -
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    chosen = {torch.float32: CASES, torch.float16: CASES[1::2]}
-    for kind, cases in chosen.items():
-        for each in cases:
-            check(each, kind, "cpu")
-    check_far_rows("cpu")
-    sys.stdout.write(f"{sum(map(len, chosen.values()))} cases agree\n")
+    chosen = INTERPRETED[int(sys.argv[1]) :: PARTS]
+    for one, kind in chosen:
+        check(one, kind, "cpu")
+    if int(sys.argv[1]) == 0:
+        check_far_rows("cpu")
+    sys.stdout.write(f"{len(chosen)} cases agree\n")
