@@ -1,5 +1,6 @@
 """The site's own parts: every error sentence, every picture, every public name has its place."""
 
+import dataclasses
 import importlib
 import re
 from pathlib import Path
@@ -7,10 +8,20 @@ from pathlib import Path
 import pytest
 
 import dlm_lens as dl
+from dlm_lens.sampling import algorithms
 from dlm_lens.testing import tiny
 
 pytest.importorskip("sphinx", reason="the site needs the extra docs")
-from dlm_lens_site import api_pages, docstrings, error_pages, error_sentences, gallery, references, repository_pages
+from dlm_lens_site import (
+    api_pages,
+    docstrings,
+    error_pages,
+    error_sentences,
+    gallery,
+    references,
+    repository_pages,
+    sampler_pages,
+)
 from dlm_lens_site import structure as structure_of_site
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +94,16 @@ def test_every_sentence_has_a_cause_and_one_place(sentences):
     rooms = {path.parent.name for path in (ROOT / "dlm_lens").glob("*/__init__.py")}
     prefixes = {prefix for group in error_pages.GROUPS for prefix in group.modules}
     assert rooms <= prefixes, f"no group of errors for {rooms - prefixes}"
+
+
+def test_every_sampler_and_setting_is_on_the_page_of_the_samplers():
+    page = sampler_pages.sampler_page()["samplers.md"]
+    for name, algorithm in algorithms().items():
+        section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.{6,}) \|$", section, re.MULTILINE)
+        assert [row[0] for row in rows] == [one.name for one in dataclasses.fields(algorithm.settings)]
+    assert "| `block_length` | `128` (a2d_qwen3); `32` (modernbert) | tokens of a block" in page
+    assert "| [`duo_psi`](#duo_psi) | [duo](../families.md#duo) |" in page
 
 
 def test_every_public_name_is_in_the_reference():

@@ -17,10 +17,13 @@ from dlm_lens.sampling.special_ids import SpecialIds
 class D2FSettings(MultiBlockSettings):
     """Settings of D2F (2508.09192; SJTU-DENG-Lab/Discrete-Diffusion-Forcing, eval_dream.py and eval_llada.py).
 
-    They are those of `MultiBlockSettings`. Blocks are counted from the first position of the answer, and the last
-    may be shorter. The authors have no limit of `running_blocks`, and other names: `max_new_tokens` (`gen_length`),
-    `block_size` (`block_length`), `block_add_threshold` (`add_block_threshold`), `decoded_token_threshold`
-    (`semi_complete_threshold`) and `skip_threshold` (`threshold`).
+    They are those of `MultiBlockSettings`. The authors have no limit of `running_blocks`, and other names:
+    `block_add_threshold` (`add_block_threshold`), `decoded_token_threshold` (`semi_complete_threshold`) and
+    `skip_threshold` (`threshold`).
+
+    Args:
+        gen_length: tokens of the answer (`max_new_tokens`); the last block may be shorter.
+        block_length: tokens of a block (`block_size`), counted from the first position of the answer.
 
     Raises:
         ValueError: a value is out of its range.

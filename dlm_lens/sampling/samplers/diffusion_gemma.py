@@ -36,7 +36,8 @@ class DiffusionGemmaSettings:
         gen_length: tokens of the answer (`max_new_tokens`); the last canvas is decoded whole, `texts` end before.
         block_length: tokens of a canvas (`canvas_length`).
         steps_per_block: denoising steps of a canvas, at most (`max_denoising_steps`).
-        entropy_bound: as in `EntropyBoundSettings`, like the others.
+        entropy_bound: a step accepts the k positions of lowest entropy, for the largest k with H_1 + ... + H_k-1
+            at most this, in nats.
         t_min: temperature of a canvas's last step.
         t_max: temperature before its first one.
         stability_threshold: for how many steps the most likely tokens stay before a row is done with a canvas.

@@ -25,7 +25,8 @@ class EntropyBoundSettings:
     Args:
         steps: denoising steps, at most.
         gen_length: tokens of the answer, which is one canvas.
-        entropy_bound: of what is accepted at a step, in nats; see `SelectEntropyBound`.
+        entropy_bound: a step accepts the k positions of lowest entropy, for the largest k with H_1 + ... + H_k-1
+            at most this, in nats.
         t_min: temperature of the last step.
         t_max: temperature before the first one.
         stability_threshold: a row is done when the most likely tokens of all positions are those of this many steps

@@ -33,8 +33,8 @@ class RND1Settings:
         greedy: take the most likely token at every temperature.
         top_k: keep the k most likely tokens.
         top_p: then those whose probabilities sum to this, with the one that crosses it.
-        entropy_bound: write the most confident positions that it admits, instead of a number of positions; their
-            `eb_gamma`, in nats. See `SelectConfidentBound`.
+        entropy_bound: write the k most confident positions, for the largest k with H_1 + ... + H_k - max H_i at
+            most this, instead of a planned number; their `eb_gamma`, in nats.
 
     Raises:
         ValueError: a value is out of its range.

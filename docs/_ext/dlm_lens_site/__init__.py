@@ -1,8 +1,8 @@
 """The Sphinx extension of the site: generated pages, links out of `docs/`, docstrings, the structure.
 
 `docs/*.md` are plain Markdown that reads well where the repository is shown. What only the site has is made here
-when it is built, into `docs/_pages` (git-ignored): the reference, the command line, the errors, copies of the
-Markdown pages outside `docs/`. No network is used.
+when it is built, into `docs/_pages` (git-ignored): the reference, the command line, the samplers, the errors,
+copies of the Markdown pages outside `docs/`. No network is used.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from dlm_lens_site import (
     gallery,
     references,
     repository_pages,
+    sampler_pages,
     structure,
 )
 from dlm_lens_site.files import PAGES, write_pages
@@ -27,6 +28,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the parts to Sphinx's events."""
     app.connect("config-inited", _generated(api_pages.api_pages, command_line.command_line_page))
     app.connect("config-inited", _generated(error_pages.error_pages, repository_pages.copies))
+    app.connect("config-inited", _generated(sampler_pages.sampler_page))
     app.connect("source-read", gallery.add_the_pictures)
     app.connect("source-read", repository_pages.links_of_a_page)
     app.connect("source-read", structure.add_the_tables_of_contents)

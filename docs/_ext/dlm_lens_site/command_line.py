@@ -20,7 +20,7 @@ def command_line_page() -> dict[str, str]:
     lines += ["| command | what it does |", "|---|---|"]
     for name in COMMANDS:
         summary = _text(group.commands[name].help).split("\n\n")[0].replace("\n", " ")
-        lines.append(f"| [`dlm-lens {name}`](#dlm-lens-{name}) | {_cell(summary)} |")
+        lines.append(f"| [`dlm-lens {name}`](#dlm-lens-{name}) | {cell(summary)} |")
     for name in COMMANDS:
         lines += ["", f"## dlm-lens {name}", "", *_section(name, group.commands[name])]
     return {"command-line.md": "\n".join(lines) + "\n"}
@@ -40,12 +40,10 @@ def _section(name: str, command: Any) -> list[str]:
     ]
     lines += ["| argument or option | default | meaning |", "|---|---|---|"]
     for one in arguments:
-        lines.append(
-            f"| `{one.name.upper()}` | {'' if one.required else _default(one)} | {_cell(one.help or '')} |"
-        )
+        lines.append(f"| `{one.name.upper()}` | {'' if one.required else _default(one)} | {cell(one.help or '')} |")
     for one in options:
         names = ", ".join(f"`{text}`" for text in (*one.opts, *one.secondary_opts))
-        lines.append(f"| {names} | {_default(one)} | {_cell(one.help or '')} |")
+        lines.append(f"| {names} | {_default(one)} | {cell(one.help or '')} |")
     return lines
 
 
@@ -58,5 +56,6 @@ def _default(one: Any) -> str:
     return f"`{value}`" if isinstance(value, (str, int, float)) and value not in (False, "") else ""
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """A text in a cell of a Markdown table, without markup but its single backticks."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")

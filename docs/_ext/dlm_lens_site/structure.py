@@ -56,7 +56,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "diffusion_gemma",
     ),
     "Questions to solve": ("tasks/index",),
-    "Reference": ("_pages/api/index", "_pages/command-line", "gallery", "troubleshooting"),
+    "Reference": ("_pages/api/index", "_pages/command-line", "_pages/samplers", "gallery", "troubleshooting"),
     "Papers and results": (
         "papers",
         "results",
