@@ -25,7 +25,7 @@ from dlm_lens.sampling import network
 from dlm_lens.sampling.noise import RowNoise
 from dlm_lens.sampling.samplers import dream as dream_sampler
 from dlm_lens.sampling.samplers import llada as llada_sampler
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 from dlm_lens.testing import tiny
 
 VOCABULARY = 126_464

@@ -20,7 +20,7 @@ from dlm_lens.placement import execution_device
 from dlm_lens.sampling import denoise
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.scoring import LOGITS, POSITIONS
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 
 
 class Cut(NamedTuple):

@@ -21,12 +21,12 @@ from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.settings import (
     OBSERVERS,
     RESUME,
+    SpecialIds,
     check_model,
     listed_observers,
     only_known,
     row_seeds,
 )
-from dlm_lens.sampling.special_ids import SpecialIds
 
 
 @checked_arguments(logits=one_of("needed", "all"), observers=OBSERVERS, resume=RESUME)

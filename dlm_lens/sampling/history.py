@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.model_names import name_of
 from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 
 
 def revised_positions(

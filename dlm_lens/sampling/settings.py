@@ -1,7 +1,10 @@
-"""Settings of a run: the caller's, then the checkpoint's, then the family's; and the checks that samplers share."""
+"""Settings of a run: the caller's, then the checkpoint's, then the family's; the checks that samplers share.
+
+`SpecialIds` are the token ids that samplers and results treat specially: [MASK], the ends of a text and of a turn.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dlm_lens.arguments import Rule, is_seed, listed_indices, near_name
@@ -322,3 +325,32 @@ def inner_eps(eps: float) -> None:
     """
     if not 0 < eps < 1:
         raise ValueError(f"eps is {eps}; it must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Token ids that are treated specially.
+
+    Args:
+        mask: of [MASK]; None for an AR model.
+        eos: of the end of the text, the first if there are several.
+        eot: of the end of a turn.
+        ends: every id that ends a text.
+    """
+
+    mask: int | None
+    eos: int | None = None
+    eot: int | None = None
+    ends: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: Any) -> "SpecialIds":
+        """The ids of a model's config."""
+        mask, eos, eot = (getattr(config, f"{name}_token_id", None) for name in ("mask", "eos", "eot"))
+        ends = eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+        return cls(mask, first_id(eos), eot, tuple(int(end) for end in ends))
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The ids that end a text or a turn."""
+        return self.ends if self.eot is None else (*self.ends, int(self.eot))

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 from dlm_lens.sampling.token_text import FRAGMENT, TokenTexts
 
 TOKEN_CLASSES = (

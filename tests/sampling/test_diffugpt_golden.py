@@ -13,7 +13,7 @@ from torch import Tensor
 import dlm_lens
 from dlm_lens.sampling.noise import SharedNoise
 from dlm_lens.sampling.samplers.diffugpt import DiffuGPTPropose, DiffuGPTSettings
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 from dlm_lens.testing import tiny
 
 GOLDEN = Path(__file__).parent.parent / "golden"

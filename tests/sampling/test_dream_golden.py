@@ -12,7 +12,7 @@ from torch import Tensor
 import dlm_lens
 from dlm_lens.sampling.noise import SharedNoise
 from dlm_lens.sampling.samplers.dream import DreamPropose, DreamSampler, DreamSettings
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 from dlm_lens.testing import tiny
 from tests.sampling.checkpoints import loaded
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.sampling.noise import RowNoise
 from dlm_lens.sampling.samplers.i_dlm import IDLMPropose, IDLMSettings
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 from dlm_lens.testing import tiny
 from dlm_lens.training import MaskedDiffusionLoss
 from tests.adapters.test_sdlm import visible_to

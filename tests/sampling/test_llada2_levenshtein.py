@@ -153,7 +153,7 @@ def edited(
 def test_what_is_between_given_tokens_is_resized_alone() -> None:
     from dlm_lens.sampling.noise import RowNoise
     from dlm_lens.sampling.samplers.llada2_levenshtein import LLaDA2LevenshteinSampler, LLaDA2LevenshteinSettings
-    from dlm_lens.sampling.special_ids import SpecialIds
+    from dlm_lens.sampling.settings import SpecialIds
 
     settings = LLaDA2LevenshteinSettings(gen_length=8, block_length=8)
     sampler = LLaDA2LevenshteinSampler(settings, RowNoise((0,)), SpecialIds(MASK))

@@ -13,7 +13,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.sampling.noise import SharedNoise
 from dlm_lens.sampling.samplers.p2 import P2Sampler, P2Settings
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 from dlm_lens.testing import tiny
 from tests.sampling.checkpoints import loaded
 

@@ -13,7 +13,7 @@ import dlm_lens as dl
 from dlm_lens.hooks import mask_positions, mask_tokens, mask_top_sinks
 from dlm_lens.sampling.noise import RowNoise
 from dlm_lens.sampling.samplers.wedlm import WeDLMPropose, WeDLMSettings
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 from dlm_lens.testing import tiny
 from dlm_lens.training.losses import masked_loss
 from dlm_lens.training.objective import MaskedDiffusionLoss, Noised

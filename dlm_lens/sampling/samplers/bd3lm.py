@@ -27,8 +27,7 @@ from dlm_lens.sampling.samplers.mdlm import (
     within_nucleus,
 )
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import at_least_one, not_negative, of_run, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one, not_negative, of_run, positive_share
 
 
 @dataclass(frozen=True)

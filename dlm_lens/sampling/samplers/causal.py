@@ -13,8 +13,7 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import PrefixLogits, most_likely
 from dlm_lens.sampling.noise import Noise, add_gumbel
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
-from dlm_lens.sampling.settings import first_id, not_negative
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, first_id, not_negative
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.cached_blocks import SelectConfident, SpanNoise
 from dlm_lens.sampling.samplers.llada import GumbelPropose, GumbelSettings
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import with_token_ids
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, with_token_ids
 
 
 class ContextBlockSettings(GumbelSettings, Protocol):

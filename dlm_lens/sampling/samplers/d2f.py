@@ -10,7 +10,7 @@ from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.multi_block import MultiBlockSampler, MultiBlockSettings, resolve
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds
 
 
 @dataclass(frozen=True, kw_only=True)

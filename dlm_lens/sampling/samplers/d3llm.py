@@ -18,8 +18,7 @@ from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, one_block
 from dlm_lens.sampling.samplers.i_dlm import first as first_of
 from dlm_lens.sampling.samplers.multi_block import SelectInBlocks, resolve
 from dlm_lens.sampling.samplers.wedlm import WeDLMPropose
-from dlm_lens.sampling.settings import at_least_one, not_negative, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one, not_negative, positive_share
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, answer_settings, at_least_one, not_negative, positive_share
 
 PLACEHOLDER = 0
 """The id that the authors' scripts have where text is to be written; it stays at the first position of a row."""

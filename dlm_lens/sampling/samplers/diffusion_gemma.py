@@ -21,8 +21,7 @@ from dlm_lens.sampling.samplers.entropy_bound import (
     EntropyBoundSettings,
     entropy_bound_settings,
 )
-from dlm_lens.sampling.settings import at_least_one, of_run
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one, of_run
 
 CONDITIONS = ("logits", "top", "none")
 """What the decoder can be conditioned on."""

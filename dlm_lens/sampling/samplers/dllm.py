@@ -19,8 +19,14 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
 from dlm_lens.sampling.samplers.llada import REMASKING, GumbelPropose, without
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative, with_token_ids
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import (
+    SpecialIds,
+    answer_settings,
+    at_least_one,
+    known_remasking,
+    not_negative,
+    with_token_ids,
+)
 
 SCHEDULES = ("linear", "cosine")
 

@@ -16,8 +16,7 @@ from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.context_blocks import answer_to_write
 from dlm_lens.sampling.samplers.dllm import DllmSampler, DllmSettings, OrderedNoise, resolve
-from dlm_lens.sampling.settings import at_least_one
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from dlm_lens.sampling.samplers.base import FirstCanvas, RowEndingSampler
 from dlm_lens.sampling.samplers.cached_blocks import SelectConfident
 from dlm_lens.sampling.samplers.context_blocks import answer_to_write
 from dlm_lens.sampling.samplers.llada import GumbelPropose
-from dlm_lens.sampling.settings import at_least_one
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one
 from dlm_lens.sampling.step_attention import StepAttention
 
 

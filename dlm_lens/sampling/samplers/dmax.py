@@ -18,8 +18,7 @@ from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Revise
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings, resolve
 from dlm_lens.sampling.samplers.sdlm import SelectPrefix
-from dlm_lens.sampling.settings import at_least_one
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one
 
 CONDITIONS = ("confidence", "none")
 """What a step can be conditioned on."""

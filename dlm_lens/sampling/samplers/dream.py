@@ -18,6 +18,7 @@ from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
 from dlm_lens.sampling.settings import (
+    SpecialIds,
     answer_settings,
     at_least_one,
     check_blocks,
@@ -26,7 +27,6 @@ from dlm_lens.sampling.settings import (
     not_negative,
     positive_share,
 )
-from dlm_lens.sampling.special_ids import SpecialIds
 
 REMASKING = ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
 

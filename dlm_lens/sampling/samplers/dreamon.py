@@ -17,8 +17,14 @@ from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler
 from dlm_lens.sampling.samplers.dream import OF_THE_RULE, DreamPropose, SelectDrawn
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.wedlm import RowDraws
-from dlm_lens.sampling.settings import answer_settings, at_least_one, known_remasking, not_negative, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import (
+    SpecialIds,
+    answer_settings,
+    at_least_one,
+    known_remasking,
+    not_negative,
+    positive_share,
+)
 
 REMASKING = ("entropy", "maskgit_plus", "topk_margin")
 

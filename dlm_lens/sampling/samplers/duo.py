@@ -19,6 +19,7 @@ from dlm_lens.sampling.samplers.mdlm import NoiseConditionedSampler, SelectLikel
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
 from dlm_lens.sampling.samplers.uniform_posterior import Levels, UniformPosteriorPropose
 from dlm_lens.sampling.settings import (
+    SpecialIds,
     at_least_one,
     inner_eps,
     not_negative,
@@ -26,7 +27,6 @@ from dlm_lens.sampling.settings import (
     positive_share,
     random_settings,
 )
-from dlm_lens.sampling.special_ids import SpecialIds
 
 REMOVALS = ("ancestral", "greedy", "none")
 

@@ -14,8 +14,7 @@ from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Draw, Noise, drawn_by_rows
 from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler
-from dlm_lens.sampling.settings import at_least_one, not_negative
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one, not_negative
 
 
 @dataclass(frozen=True)

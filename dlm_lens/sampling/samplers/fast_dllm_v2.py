@@ -21,8 +21,7 @@ from dlm_lens.sampling.samplers.context_blocks import answer_to_write
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SelectAbove
-from dlm_lens.sampling.settings import at_least_one, not_negative, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one, not_negative, positive_share
 from dlm_lens.sampling.sub_block_network import SubBlockLogits
 
 STEP_BLOCK = 32

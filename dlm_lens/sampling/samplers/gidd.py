@@ -23,8 +23,14 @@ from dlm_lens.sampling.samplers.mixed_noise import MixedNoiseSampler, MixedPropo
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.uniform_noise import positions_after
 from dlm_lens.sampling.samplers.uniform_posterior import drawn_once
-from dlm_lens.sampling.settings import at_least_one, known_remasking, log_snr_bounds, not_negative, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import (
+    SpecialIds,
+    at_least_one,
+    known_remasking,
+    log_snr_bounds,
+    not_negative,
+    positive_share,
+)
 from dlm_lens.sampling.step_attention import StepAttention
 
 REMASKING = ("ancestral", "adaptive")

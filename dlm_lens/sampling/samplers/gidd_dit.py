@@ -19,8 +19,7 @@ from dlm_lens.sampling.samplers.base import one_block
 from dlm_lens.sampling.samplers.mdlm import Float32Noise, NoiseConditionedSampler, log_probabilities
 from dlm_lens.sampling.samplers.mixed_noise import MixedNoiseSampler, MixedPropose, Mixture
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import answer_settings, not_negative, of_run
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, answer_settings, not_negative, of_run
 
 LEAST_UNIFORM = math.exp(-20)
 """The original's least `p_uniform`."""

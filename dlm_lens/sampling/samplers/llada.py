@@ -15,8 +15,14 @@ from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise, add_gumbel
 from dlm_lens.sampling.samplers.cached_blocks import CachedSampler, SelectConfident, SpanNoise, check_parallel
 from dlm_lens.sampling.samplers.selection import Select
-from dlm_lens.sampling.settings import at_least_one, block_settings, check_blocks, known_remasking, not_negative
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import (
+    SpecialIds,
+    at_least_one,
+    block_settings,
+    check_blocks,
+    known_remasking,
+    not_negative,
+)
 
 REMASKING = ("low_confidence", "random")
 

@@ -17,8 +17,7 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas
 from dlm_lens.sampling.samplers.blocks import BlockSampler
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SdarPropose, SelectAbove
-from dlm_lens.sampling.settings import at_least_one, not_negative, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one, not_negative, positive_share
 from dlm_lens.sampling.step_attention import StepAttention
 
 

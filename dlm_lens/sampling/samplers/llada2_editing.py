@@ -16,8 +16,7 @@ from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Revise
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings
-from dlm_lens.sampling.settings import at_least_one, not_negative
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one, not_negative
 
 QUIRK_ROUNDS = 16
 """How often each position of a block can be opened again by the authors' code before we leave the block."""

@@ -18,8 +18,7 @@ from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import Revise
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings, resolve
-from dlm_lens.sampling.settings import at_least_one, not_negative
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one, not_negative
 
 REPEATS = ("random", "least_confident")
 """How the position is chosen that gets another token where a block would repeat itself."""

@@ -18,8 +18,7 @@ from dlm_lens.sampling.network import CanvasLogits, LogitsRequest, Rows, by_rows
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas, Sampler, one_block
 from dlm_lens.sampling.samplers.dllm import OrderedNoise
-from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, not_negative, of_run
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, answer_settings, at_least_one, inner_eps, not_negative, of_run
 
 
 @dataclass(frozen=True)

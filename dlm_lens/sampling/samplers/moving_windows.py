@@ -11,8 +11,7 @@ from dlm_lens.attention import position_ids
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import CanvasLogits
 from dlm_lens.sampling.samplers.base import FirstCanvas, RowEndingSampler, one_block
-from dlm_lens.sampling.settings import with_token_ids
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, with_token_ids
 
 
 class WindowLogits(CanvasLogits):

@@ -20,8 +20,7 @@ from dlm_lens.sampling.samplers.dream import filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.llada2 import BlockwiseSampler, BlockwiseSettings
 from dlm_lens.sampling.samplers.sdar import SdarPropose
-from dlm_lens.sampling.settings import at_least_one, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, at_least_one, positive_share
 from dlm_lens.sampling.step_attention import StepAttention
 
 

@@ -23,8 +23,7 @@ from dlm_lens.sampling.samplers.mdlm import (
     log_probabilities,
     within_nucleus,
 )
-from dlm_lens.sampling.settings import answer_settings, known_remasking, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, answer_settings, known_remasking, positive_share
 
 REMASKING = ("cap", "rescale", "conf", "loop")
 

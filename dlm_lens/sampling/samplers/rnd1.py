@@ -17,8 +17,7 @@ from dlm_lens.sampling.samplers.base import Sampler, one_block
 from dlm_lens.sampling.samplers.dream import filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select, by_confidence
-from dlm_lens.sampling.settings import answer_settings, at_least_one, not_negative, positive_share
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, answer_settings, at_least_one, not_negative, positive_share
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from dlm_lens.sampling.samplers.dream import FilteredPropose, filtered, filters
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.settings import (
+    SpecialIds,
     at_least_one,
     known_remasking,
     not_negative,
     positive_share,
     with_token_ids,
 )
-from dlm_lens.sampling.special_ids import SpecialIds
 
 REMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential", "entropy_bounded")
 

@@ -16,8 +16,7 @@ from dlm_lens.sampling.likelihood.corruption import LogLinearCorruption
 from dlm_lens.sampling.network import Rows
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.mdlm import AncestralPropose, MDLMSampler, MDLMSettings, Times, log_probabilities
-from dlm_lens.sampling.settings import answer_settings
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, answer_settings
 
 
 @dataclass(frozen=True)

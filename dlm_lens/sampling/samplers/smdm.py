@@ -13,8 +13,14 @@ from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Noise, add_gumbel
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.timesteps import TimestepSampler
-from dlm_lens.sampling.settings import answer_settings, at_least_one, inner_eps, known_remasking, not_negative
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import (
+    SpecialIds,
+    answer_settings,
+    at_least_one,
+    inner_eps,
+    known_remasking,
+    not_negative,
+)
 
 REMASKING = ("origin", "greedy", "greddy")
 

@@ -18,8 +18,14 @@ from dlm_lens.sampling.samplers.mdlm import SelectLikelier
 from dlm_lens.sampling.samplers.selection import Select
 from dlm_lens.sampling.samplers.uniform_noise import UniformNoiseSampler, positions_after
 from dlm_lens.sampling.samplers.uniform_posterior import Levels, UniformPosteriorPropose, UniformPropose, drawn_once
-from dlm_lens.sampling.settings import at_least_one, known_remasking, log_snr_bounds, not_negative, random_settings
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import (
+    SpecialIds,
+    at_least_one,
+    known_remasking,
+    log_snr_bounds,
+    not_negative,
+    random_settings,
+)
 
 REMASKING = ("ancestral", "adaptive", "greedy")
 SCHEDULES = ("linear", "cosine")

@@ -14,8 +14,7 @@ from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.duo import DuoPropose, DuoSampler, DuoSettings
 from dlm_lens.sampling.samplers.mdlm import Float32Noise
 from dlm_lens.sampling.samplers.uniform_posterior import Levels
-from dlm_lens.sampling.settings import random_settings
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, random_settings
 
 
 def reference_levels(settings: DuoSettings, index: int) -> Levels:

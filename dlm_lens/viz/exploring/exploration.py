@@ -16,8 +16,7 @@ from dlm_lens.probes import LogitLens, logit_lens
 from dlm_lens.sampling import Comparison, DenoisingRun
 from dlm_lens.sampling.algorithm_registry import sampler_class
 from dlm_lens.sampling.prompts import Prompts, read_prompts
-from dlm_lens.sampling.settings import row_seeds
-from dlm_lens.sampling.special_ids import SpecialIds
+from dlm_lens.sampling.settings import SpecialIds, row_seeds
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import Detector
 from dlm_lens.viz.attention_snapshot import snapshot
