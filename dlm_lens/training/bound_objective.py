@@ -13,7 +13,7 @@ from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.adapters.registry import fills_masks
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.likelihood.mixed_noise import MixedCorruption
+from dlm_lens.sampling.likelihood.nelbo import MixedCorruption
 from dlm_lens.sampling.likelihood.noisy_texts import Integrand
 from dlm_lens.sampling.samplers.mixed_noise import noise_mask_id
 from dlm_lens.training.fitting_objective import fitting_objective

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
-from dlm_lens.sampling.likelihood.mixed_noise import mixed_nelbo
+from dlm_lens.sampling.likelihood.nelbo import mixed_nelbo
 from dlm_lens.sampling.likelihood.noisy_texts import drawn_texts
 from dlm_lens.sampling.samplers.gidd import GiddCorruption
 from dlm_lens.sampling.samplers.mixed_noise import Mixture

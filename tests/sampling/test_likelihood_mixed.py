@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
-from dlm_lens.sampling.likelihood.mixed_noise import mixed_nelbo
+from dlm_lens.sampling.likelihood.nelbo import mixed_nelbo
 from dlm_lens.sampling.likelihood.noisy_texts import drawn_texts
 from dlm_lens.sampling.samplers.gidd_dit import HybridCorruption
 from dlm_lens.sampling.samplers.mixed_noise import Mixture

@@ -11,8 +11,8 @@ import torch
 
 import dlm_lens as dl
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
+from dlm_lens.sampling.likelihood.nelbo import UniformCorruption, nelbo
 from dlm_lens.sampling.likelihood.noisy_texts import NoisyQuery, NoisyScorer, drawn_texts
-from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption, nelbo
 from dlm_lens.testing import tiny
 from tests.dit64 import dit64
 from tests.sampling.checkpoints import loaded

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dlm_lens as dl
 from dlm_lens.hooks import mask_positions
-from dlm_lens.sampling.likelihood.uniform_noise import nelbo
+from dlm_lens.sampling.likelihood.nelbo import nelbo
 from dlm_lens.sampling.samplers.sumi import SumiSettings
 from dlm_lens.testing import tiny
 from tests.reference import forward64

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import dlm_lens as dl
-from dlm_lens.sampling.likelihood.uniform_noise import nelbo
+from dlm_lens.sampling.likelihood.nelbo import nelbo
 from dlm_lens.sampling.samplers.duo import DuoSettings, levels_of
 from dlm_lens.sampling.samplers.udlm import reference_levels, reference_posterior
 from dlm_lens.sampling.samplers.uniform_posterior import Levels, posterior

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
+from dlm_lens.sampling.likelihood.nelbo import UniformCorruption
 from dlm_lens.sampling.samplers.duo import DuoPropose, DuoSampler, DuoSettings, alpha_of
 from dlm_lens.sampling.samplers.uniform_posterior import Levels, posterior
 from dlm_lens.sampling.settings import random_settings

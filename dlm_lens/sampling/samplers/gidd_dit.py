@@ -12,7 +12,7 @@ from torch import Tensor
 from dlm_lens.adapters.families.gidd_dit import hybrid_rates, hybrid_shares
 from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
-from dlm_lens.sampling.likelihood.mixed_noise import MixedCorruption
+from dlm_lens.sampling.likelihood.nelbo import MixedCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.base import one_block

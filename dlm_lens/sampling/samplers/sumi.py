@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
+from dlm_lens.sampling.likelihood.nelbo import UniformCorruption
 from dlm_lens.sampling.network import most_likely
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import one_block

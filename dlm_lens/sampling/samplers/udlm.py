@@ -9,7 +9,7 @@ from torch import Tensor
 from dlm_lens.adapters.dit import NOISE_EPS, sigma_of
 from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
-from dlm_lens.sampling.likelihood.uniform_noise import UniformCorruption
+from dlm_lens.sampling.likelihood.nelbo import UniformCorruption
 from dlm_lens.sampling.noise import Noise, SharedNoise
 from dlm_lens.sampling.samplers.duo import DuoPropose, DuoSampler, DuoSettings
 from dlm_lens.sampling.samplers.mdlm import Float32Noise
