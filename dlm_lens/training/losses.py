@@ -14,7 +14,7 @@ from dlm_lens.adapters.head import head_states, logit_scaling
 from dlm_lens.attention import SinkLayout, decoder_of, has_causal_context
 from dlm_lens.placement import input_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of
-from dlm_lens.sampling.clean_context_network import clean_context_inputs
+from dlm_lens.sampling.block_network import clean_context_inputs
 from dlm_lens.sampling.two_copies import attention_in_copies, two_copies
 from dlm_lens.training.head_loss import bound_loss, tied_gradient, token_loss, weighted_cross_entropy
 from dlm_lens.training.objective import NextToken, Objective, check_trained_whole

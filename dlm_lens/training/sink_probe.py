@@ -17,7 +17,7 @@ from torch import Tensor
 from dlm_lens.attention import SinkLayout, decoder_of
 from dlm_lens.placement import input_device
 from dlm_lens.recording import ReceivedAttention, ValueNorm, record_forward
-from dlm_lens.sampling.clean_context_network import clean_context_inputs
+from dlm_lens.sampling.block_network import clean_context_inputs
 from dlm_lens.training.bound_objective import ModelBoundLoss
 from dlm_lens.training.objective import ModelMaskedLoss
 from dlm_lens.training.sources import Example, Rows

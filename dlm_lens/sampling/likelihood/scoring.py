@@ -14,8 +14,7 @@ from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import BlockLayout, Hook, attached_hooks, attends_observed_first, padding_before
 from dlm_lens.placement import canvas_device, execution_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of
-from dlm_lens.sampling.block_network import BlockLogits, FirstBlockLogits
-from dlm_lens.sampling.clean_context_network import CleanContextLogits
+from dlm_lens.sampling.block_network import BlockLogits, CleanContextLogits, FirstBlockLogits
 from dlm_lens.sampling.likelihood.answer_pairs import Pair
 from dlm_lens.sampling.network import ROWS, CanvasLogits, NonFiniteLogitsError, keep_freed_memory
 from dlm_lens.sampling.prompts import padding_id

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlm_lens.attention import Context
 from dlm_lens.sampling.algorithm_registry import OF_THE_TEXT, Algorithm
-from dlm_lens.sampling.clean_context_network import CleanContextLogits, clean_context_inputs
+from dlm_lens.sampling.block_network import CleanContextLogits, clean_context_inputs
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.nelbo import MixedCorruption
 from dlm_lens.sampling.network import most_likely
