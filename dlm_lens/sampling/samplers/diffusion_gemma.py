@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.attention import BlockLayout
 from dlm_lens.sampling.algorithm_registry import MINUS_ENTROPY, Algorithm
 from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.encoder_decoder_network import EncoderDecoderLogits, StoredConditioning
@@ -182,10 +181,10 @@ class DiffusionGemmaSampler(EntropyBoundSampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """As many steps of every canvas as it can have; a step computes its canvas and sees all before it."""
-        layout: BlockLayout | None = self.block_layout
-        assert layout is not None
-        found = block_plans(layout, prompt_length, positions, self.settings.steps)
-        return [replace(plan, computed=plan.span) for plan in found]
+        spans = self.block_layout.spans(prompt_length, positions)
+        return [
+            replace(plan, computed=plan.span) for plan in block_plans(spans, [self.settings.steps] * len(spans))
+        ]
 
     def repeated_after(self, done: Sequence[StepPlan]) -> list[int]:
         """The finished steps of the last canvas: the next step is conditioned on the chain of them."""

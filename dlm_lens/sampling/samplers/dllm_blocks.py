@@ -13,8 +13,7 @@ from dlm_lens.sampling.algorithm_registry import RANKED, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import Noise
-from dlm_lens.sampling.samplers.blocks import BlockSampler
-from dlm_lens.sampling.samplers.context_blocks import answer_to_write
+from dlm_lens.sampling.samplers.blocks import BlockSampler, answer_to_write
 from dlm_lens.sampling.samplers.dllm import DllmSampler, DllmSettings, OrderedNoise, resolve
 from dlm_lens.sampling.settings import SpecialIds, at_least_one
 

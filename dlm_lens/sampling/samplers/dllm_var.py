@@ -15,8 +15,8 @@ from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import Network, network_inputs
 from dlm_lens.sampling.noise import Noise
 from dlm_lens.sampling.samplers.base import FirstCanvas, RowEndingSampler
+from dlm_lens.sampling.samplers.blocks import answer_to_write
 from dlm_lens.sampling.samplers.cached_blocks import SelectConfident
-from dlm_lens.sampling.samplers.context_blocks import answer_to_write
 from dlm_lens.sampling.samplers.llada import GumbelPropose
 from dlm_lens.sampling.settings import SpecialIds, at_least_one
 from dlm_lens.sampling.step_attention import StepAttention

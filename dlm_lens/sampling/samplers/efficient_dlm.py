@@ -10,7 +10,7 @@ from dlm_lens.attention import Context
 from dlm_lens.sampling.algorithm_registry import RANKED, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.samplers.context_blocks import ContextBlockSampler, answer_to_write
+from dlm_lens.sampling.samplers.blocks import ContextBlockSampler, answer_to_write, block_plans
 from dlm_lens.sampling.samplers.llada import REMASKING
 from dlm_lens.sampling.settings import at_least_one, known_remasking, not_negative
 
@@ -86,13 +86,10 @@ class EfficientDLMSampler(ContextBlockSampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block, at most."""
-        self._answer, found = prompt_length, list[StepPlan]()
+        self._answer = prompt_length
         spans = self.block_layout.spans(prompt_length, positions)
-        self._numbers = numbers = tuple(self._steps(span, positions) for span in spans)
-        for block, (span, steps) in enumerate(zip(spans, numbers, strict=True)):
-            for step in range(steps):
-                found.append(StepPlan(len(found), sum(numbers), block, span, steps - step, seen=span[1]))
-        return found
+        self._numbers = tuple(self._steps(span, positions) for span in spans)
+        return block_plans(spans, self._numbers)
 
     def count(
         self, eligible: Bool[Tensor, "batch position"], masked: Bool[Tensor, "batch position"], plan: StepPlan

@@ -16,8 +16,7 @@ from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.network import by_rows, most_likely
 from dlm_lens.sampling.noise import Draw, Noise, SharedNoise, drawn_by_rows
 from dlm_lens.sampling.samplers.base import FirstCanvas
-from dlm_lens.sampling.samplers.blocks import BlockSampler
-from dlm_lens.sampling.samplers.context_blocks import answer_to_write
+from dlm_lens.sampling.samplers.blocks import BlockSampler, answer_to_write
 from dlm_lens.sampling.samplers.dream import filtered
 from dlm_lens.sampling.samplers.llada import without
 from dlm_lens.sampling.samplers.sdar import BlockDraws, SelectAbove

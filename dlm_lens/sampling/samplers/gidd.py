@@ -307,8 +307,8 @@ class GiddSampler(MixedNoiseSampler):
 
     def plans(self, prompt_length: int, positions: int) -> list[StepPlan]:
         """Every step of every block."""
-        stop = prompt_length + self.settings.answer
-        found = block_plans(self.block_layout, prompt_length, stop, self.settings.steps_per_block)
+        spans = self.block_layout.spans(prompt_length, prompt_length + self.settings.answer)
+        found = block_plans(spans, [self.settings.steps_per_block] * len(spans))
         return [replace(plan, seen=None) for plan in found]
 
     def running(self, masked: Bool[Tensor, "batch position"], plan: StepPlan) -> Bool[Tensor, "batch position"]:

@@ -1,6 +1,6 @@
 """Nemotron-Labs-Diffusion's sampler: blocks after a causal context, whose first token the context predicts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
 from dlm_lens.sampling.noise import SharedNoise
 from dlm_lens.sampling.samplers.base import FirstCanvas
-from dlm_lens.sampling.samplers.context_blocks import ContextBlockSampler, answer_to_write
+from dlm_lens.sampling.samplers.blocks import ContextBlockSampler, answer_to_write, block_plans
 from dlm_lens.sampling.samplers.llada import GumbelPropose, without
 from dlm_lens.sampling.settings import at_least_one, not_negative
 
@@ -124,13 +124,14 @@ class NemotronLabsDiffusionSampler(ContextBlockSampler):
 
         With `reference_quirks` one more, since a first token that is [MASK] is decoded like the others.
         """
-        self._answer, found = prompt_length, list[StepPlan]()
+        self._answer = prompt_length
         spans = self.block_layout.spans(prompt_length, positions)
         numbers = [stop - start + self.reference_quirks for start, stop in spans]
-        for block, ((start, stop), steps) in enumerate(zip(spans, numbers, strict=True)):
-            for step in range(steps):
-                span = (start, stop) if step else (start, start + 1)
-                found.append(StepPlan(len(found), sum(numbers), block, span, steps - step, seen=span[1]))
+        found = block_plans(spans, numbers)
+        for index, plan in enumerate(found):
+            if plan.remaining == numbers[plan.block]:
+                stop = plan.span[0] + 1
+                found[index] = replace(plan, span=(plan.span[0], stop), seen=stop)
         return found
 
     def count(

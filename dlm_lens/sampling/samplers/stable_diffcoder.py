@@ -10,7 +10,7 @@ from dlm_lens.attention import Context
 from dlm_lens.sampling.algorithm_registry import RANKED, Algorithm
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.likelihood.corruption import CountCorruption
-from dlm_lens.sampling.samplers.context_blocks import answer_to_write
+from dlm_lens.sampling.samplers.blocks import answer_to_write
 from dlm_lens.sampling.samplers.efficient_dlm import EfficientDLMSampler, EfficientDLMSettings
 
 
