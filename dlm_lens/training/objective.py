@@ -13,7 +13,7 @@ from torch import Tensor
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.attention import SinkLayout, computed_span, has_causal_context, mask_window_of
 from dlm_lens.sampling.two_copies import Blocks, predicting_output
-from dlm_lens.training.field_types import check_types
+from dlm_lens.training.config_files import check_types
 from dlm_lens.training.fitting_objective import check_causal, fitting_objective
 from dlm_lens.training.sources import Rows
 

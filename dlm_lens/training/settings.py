@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dlm_lens.attention import Placement
-from dlm_lens.training.field_types import check_types
+from dlm_lens.training.config_files import check_types
 from dlm_lens.training.objective import MaskedDiffusionLoss, check_choices
 from dlm_lens.training.objectives import AnyObjective
 from dlm_lens.training.sources import Packing

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlm_lens.sampling.algorithm_registry import algorithm_of
 from dlm_lens.sampling.likelihood.noisy_texts import NoisyCorruption
-from dlm_lens.training.field_types import check_types
+from dlm_lens.training.config_files import check_types
 from dlm_lens.training.fitting_objective import fitting_objective
 from dlm_lens.training.objective import (
     TOKENS,

@@ -270,7 +270,6 @@ GROUPS = (
         (
             "training.config_files",
             "training.settings",
-            "training.field_types",
             "training.data",
             "training.dataset_files",
         ),
