@@ -10,9 +10,14 @@ from torch import Tensor, nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Glm4MoeModel
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 
-from dlm_lens.adapters.block_routed_experts import BlockRoutedLayer, blocks_of_pass
 from dlm_lens.adapters.config_fields import without_foreign_fields
-from dlm_lens.adapters.group_limited_experts import EXPERTS, GroupLimitedExperts, fused_projections
+from dlm_lens.adapters.group_limited_experts import (
+    EXPERTS,
+    BlockRoutedLayer,
+    GroupLimitedExperts,
+    blocks_of_pass,
+    fused_projections,
+)
 from dlm_lens.adapters.masked_diffusion import (
     DMAX_SAMPLER,
     LLADA2_EDITING_SAMPLER,
