@@ -424,11 +424,29 @@ CONVERSIONS = (
 )
 """The fused projection, whose rows are those of q, then of k, then of v."""
 
-SPECIAL_IDS = {50258: {"mask": 50257, "bos": 50256, "eos": 50256}}
-"""GPT-2's vocabulary and the mask."""
+TENSOR_NAMES: Mapping[str, Any] = {
+    "renames": RENAMES, "renames_of_options": RENAMES_OF_MODULATION, "conversions": CONVERSIONS,
+}  # fmt: skip
+"""Fields of a `Family`: how the tensors of the original checkpoints are read."""
+
+BARE_TENSOR_NAMES: Mapping[str, Any] = {
+    **TENSOR_NAMES,
+    **{
+        field: tuple((pattern.replace(r"backbone\.", ""), name) for pattern, name in TENSOR_NAMES[field])
+        for field in ("renames", "renames_of_options")
+    },
+}
+"""Likewise, of checkpoints whose tensors have no prefix."""
 
 TOKENIZERS = {50258: ("openai-community/gpt2", "gpt2")}
 """The released checkpoints hold no tokenizer."""
 
 MASK_TOKEN = "[MASK]"
 """Of GPT-2's tokenizer, which has none; the original uses the id alone."""
+
+GPT2_TOKENS: Mapping[str, Any] = {
+    "special_ids": {50258: {"mask": 50257, "bos": 50256, "eos": 50256}},
+    "mask_token": MASK_TOKEN,
+    "tokenizers": TOKENIZERS,
+}
+"""Fields of a `Family`: GPT-2's vocabulary and the mask."""

@@ -2,16 +2,7 @@
 
 from typing import Any, ClassVar
 
-from dlm_lens.adapters.dit import (
-    CONVERSIONS,
-    MASK_TOKEN,
-    RENAMES,
-    RENAMES_OF_MODULATION,
-    SPECIAL_IDS,
-    TOKENIZERS,
-    DiTConfig,
-    DiTForMaskedLM,
-)
+from dlm_lens.adapters.dit import GPT2_TOKENS, TENSOR_NAMES, DiTConfig, DiTForMaskedLM
 from dlm_lens.adapters.masked_diffusion import BD3LM_SAMPLER, MDLM_SAMPLER
 from dlm_lens.adapters.registry import Family
 
@@ -90,10 +81,6 @@ FAMILY = Family(
         "kuleshov-group/bd3lm-owt-block_size16",
         "kuleshov-group/bd3lm-owt-block_size1024-pretrain",
     ),
-    special_ids=SPECIAL_IDS,
-    mask_token=MASK_TOKEN,
-    tokenizers=TOKENIZERS,
-    renames=RENAMES,
-    renames_of_options=RENAMES_OF_MODULATION,
-    conversions=CONVERSIONS,
+    **GPT2_TOKENS,
+    **TENSOR_NAMES,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from dlm_lens.adapters.dit import CONVERSIONS, RENAMES, RENAMES_OF_MODULATION, TOKENIZERS, DiTConfig, DiTForMaskedLM
+from dlm_lens.adapters.dit import TENSOR_NAMES, TOKENIZERS, DiTConfig, DiTForMaskedLM
 from dlm_lens.adapters.registry import Family
 
 DUO_SAMPLER = {
@@ -69,7 +69,5 @@ FAMILY = Family(
     special_ids={50258: {"bos": 50256, "eos": 50256, "pad": 50257}},
     pad_token="[PAD]",
     tokenizers=TOKENIZERS,
-    renames=RENAMES,
-    renames_of_options=RENAMES_OF_MODULATION,
-    conversions=CONVERSIONS,
+    **TENSOR_NAMES,
 )

@@ -6,14 +6,7 @@ from typing import Any, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from dlm_lens.adapters.dit import (
-    CONVERSIONS,
-    MASK_TOKEN,
-    RENAMES,
-    RENAMES_OF_MODULATION,
-    DiTConfig,
-    DiTForMaskedLM,
-)
+from dlm_lens.adapters.dit import BARE_TENSOR_NAMES, MASK_TOKEN, DiTConfig, DiTForMaskedLM
 from dlm_lens.adapters.registry import Family
 from dlm_lens.printable import shown
 
@@ -148,8 +141,6 @@ FAMILY = Family(
     ),
     special_ids={50259: {"mask": 50258, "pad": 50257, "bos": 50256, "eos": 50256}},
     mask_token=MASK_TOKEN,
-    renames=tuple((pattern.replace(r"backbone\.", ""), name) for pattern, name in RENAMES),
-    renames_of_options=tuple((pattern.replace(r"backbone\.", ""), name) for pattern, name in RENAMES_OF_MODULATION),
-    conversions=CONVERSIONS,
+    **BARE_TENSOR_NAMES,
     tiny={"p_uniform": 0.1},
 )

@@ -2,16 +2,7 @@
 
 from typing import ClassVar
 
-from dlm_lens.adapters.dit import (
-    CONVERSIONS,
-    MASK_TOKEN,
-    RENAMES,
-    RENAMES_OF_MODULATION,
-    SPECIAL_IDS,
-    TOKENIZERS,
-    DiTConfig,
-    DiTForMaskedLM,
-)
+from dlm_lens.adapters.dit import GPT2_TOKENS, TENSOR_NAMES, DiTConfig, DiTForMaskedLM
 from dlm_lens.adapters.masked_diffusion import MDLM_SAMPLER, REMDM_SAMPLER
 from dlm_lens.adapters.registry import Family
 
@@ -38,10 +29,6 @@ FAMILY = Family(
         "kuleshov-group/mdlm-no_flashattn-fp32-owt",
         "kuleshov-group/mdlm-noeos-owt",
     ),
-    special_ids=SPECIAL_IDS,
-    mask_token=MASK_TOKEN,
-    tokenizers=TOKENIZERS,
-    renames=RENAMES,
-    renames_of_options=RENAMES_OF_MODULATION,
-    conversions=CONVERSIONS,
+    **GPT2_TOKENS,
+    **TENSOR_NAMES,
 )

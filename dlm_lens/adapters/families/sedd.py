@@ -9,17 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.adapters.config_fields import check_fields
-from dlm_lens.adapters.dit import (
-    CONVERSIONS,
-    HUB_NAMES,
-    MASK_TOKEN,
-    RENAMES,
-    RENAMES_OF_MODULATION,
-    SPECIAL_IDS,
-    TOKENIZERS,
-    DiTConfig,
-    DiTForMaskedLM,
-)
+from dlm_lens.adapters.dit import BARE_TENSOR_NAMES, GPT2_TOKENS, HUB_NAMES, DiTConfig, DiTForMaskedLM
 from dlm_lens.adapters.masked_diffusion import MDLM_SAMPLER
 from dlm_lens.adapters.registry import Family, Shapes, WeightsOnly
 from dlm_lens.printable import shown
@@ -157,11 +147,7 @@ FAMILY = Family(
     layouts={"sedd": (SEDDConfig, SEDDForMaskedLM)},
     samplers={"sedd": SEDD_SAMPLER},
     hub_names=("louaaron/sedd-small", "louaaron/sedd-medium"),
-    special_ids=SPECIAL_IDS,
-    mask_token=MASK_TOKEN,
-    tokenizers=TOKENIZERS,
-    renames=tuple((pattern.replace(r"backbone\.", ""), name) for pattern, name in RENAMES),
-    renames_of_options=tuple((pattern.replace(r"backbone\.", ""), name) for pattern, name in RENAMES_OF_MODULATION),
-    conversions=CONVERSIONS,
+    **GPT2_TOKENS,
+    **BARE_TENSOR_NAMES,
     weights_only=WeightsOnly("sedd", recognise, SIZES, complete),
 )

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from dlm_lens.adapters.dit import CONVERSIONS, RENAMES, RENAMES_OF_MODULATION, DiTConfig, DiTForMaskedLM
+from dlm_lens.adapters.dit import TENSOR_NAMES, DiTConfig, DiTForMaskedLM
 from dlm_lens.adapters.registry import Family
 
 UDLM_SAMPLER = {
@@ -61,7 +61,5 @@ FAMILY = Family(
     special_ids={30522: {"bos": 101, "eos": 102, "pad": 0}},
     tokenizers={30522: ("google-bert/bert-base-uncased", "bert")},
     text_options={"add_special_tokens": False},  # [SEP] would end the text before its continuation
-    renames=RENAMES,
-    renames_of_options=RENAMES_OF_MODULATION,
-    conversions=CONVERSIONS,
+    **TENSOR_NAMES,
 )
