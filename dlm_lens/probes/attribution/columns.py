@@ -15,6 +15,7 @@ from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.attribution.contract import Contract
 from dlm_lens.probes.attribution.gradients import Backward
+from dlm_lens.probes.attribution.node_effects import strongest
 from dlm_lens.probes.attribution.patching import NodeSet
 from dlm_lens.probes.attribution.setup import ALONE, BothSides, Setup, canvas_part
 from dlm_lens.probes.attribution.softmax import SoftmaxEffects
@@ -72,9 +73,7 @@ class ColumnEffects(ShowsItself):
         Raises:
             ValueError: `top` is negative, or no whole number.
         """
-        flat = self.hidden.abs().nan_to_num(-1.0).flatten()
-        count = int((flat >= 0).sum())
-        order = flat.argsort(descending=True, stable=True)[: count if top is None else min(top, count)]
+        order = strongest(self.hidden, top)
         step, batch, layer, head, key = torch.unravel_index(order, self.hidden.shape)
         text, canvas = TokenTexts(self.run.tokenizer), self.run.tokens.shape[1]
         names = {"step": [self.steps[i] for i in step.tolist()], "batch": batch.tolist()}

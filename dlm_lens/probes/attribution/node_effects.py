@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import AT_MOST, checked_arguments, instance
@@ -30,6 +30,13 @@ SITES: dict[str, Site] = {
 
 OF_HEADS = ("z", "q", "k", "v")
 """The kinds with a node per head; of k and v per key/value head."""
+
+
+def strongest(effects: Float[Tensor, "*axes"], top: int | None) -> Int[Tensor, "effect"]:
+    """Indices of the flattened effects by their absolute value, the largest first: the `top`, or all but NaN."""
+    flat = effects.abs().nan_to_num(-1.0).flatten()
+    count = int((flat >= 0).sum())
+    return flat.argsort(descending=True, stable=True)[: count if top is None else min(top, count)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +108,7 @@ class NodeEffects(ShowsItself):
         Raises:
             ValueError: `top` is negative, or no whole number.
         """
-        flat = self.effects.abs().nan_to_num(-1.0).flatten()
-        count = int((flat >= 0).sum())
-        order = flat.argsort(descending=True, stable=True)[: count if top is None else min(top, count)]
+        order = strongest(self.effects, top)
         where = torch.unravel_index(order, self.effects.shape)
         columns: dict[str, Any] = {"step": [self.steps[i] for i in where[0].tolist()], "batch": where[1].tolist()}
         columns["layer"] = [self.layers[i] for i in where[2].tolist()]
