@@ -38,10 +38,10 @@ from .position_masking import MaskTokens as MaskTokens
 from .position_masking import mask_positions as mask_positions
 from .position_masking import mask_tokens as mask_tokens
 from .positions import PositionClass as PositionClass
+from .positions import RowPositions as RowPositions
+from .positions import by_row as by_row
 from .random_columns import MaskRandom as MaskRandom
 from .random_columns import mask_random as mask_random
-from .row_positions import RowPositions as RowPositions
-from .row_positions import by_row as by_row
 from .scaling import ScaleAttention as ScaleAttention
 from .scaling import ZeroValue as ZeroValue
 from .scaling import scale_attention as scale_attention

@@ -13,13 +13,13 @@ from dlm_lens.hooks.positions import (
     ActivationSite,
     GivenPositions,
     Positions,
+    RowPositions,
     activation_site,
     printed_call,
     read_positions,
     spread,
     where,
 )
-from dlm_lens.hooks.row_positions import RowPositions
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,7 @@ from torch import Tensor
 from dlm_lens.arguments import is_whole, store_plain_numbers
 from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkToken, Stage, run_of
 from dlm_lens.hooks.base import call_of, check_stage, makes_hook
-from dlm_lens.hooks.positions import Position, check_sinks_known
-from dlm_lens.hooks.row_positions import RowPositions
-from dlm_lens.hooks.token_selection import classes_of
+from dlm_lens.hooks.positions import Position, RowPositions, check_sinks_known, classes_of
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "mask": (), "prompt": (), "eos": ("end of text",), "punctuation": ("punctuation",),

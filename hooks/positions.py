@@ -1,15 +1,122 @@
-"""Positions at which a hook of activations acts: canvas positions, learned sink tokens, or a class of positions."""
+"""Positions at which a hook of activations acts: canvas positions, learned sink tokens, or a class of positions.
+
+`by_row` gives every row its own, counted from the row's first token. `classes=` of the sink hooks are columns whose
+token at the step belongs to some classes.
+"""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from dlm_lens.arguments import plain_number
-from dlm_lens.attention import PointContext, RunStep, SinkToken, run_of
-from dlm_lens.hooks.row_positions import RowPositions
+from dlm_lens.arguments import plain_number, store_plain_numbers
+from dlm_lens.attention import PointContext, RunStep, SinkToken, padding_before, run_of
+from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
+
+
+@dataclass(frozen=True)
+class RowPositions:
+    """Positions of every row, or of all rows alike; build it with `by_row`.
+
+    Args:
+        rows: for each row of a run its positions, from 0 at the row's first token or negative from the end; or one
+            list for all rows.
+
+    Raises:
+        ValueError: no list, or something that is no position.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        store_plain_numbers(self)
+        given: tuple[Any, ...] = self.rows
+        rows = tuple((row,) if isinstance(row, int) else row for row in given)
+        if not rows or any(isinstance(row, str) or not isinstance(row, Iterable) for row in rows):
+            raise ValueError(f"by_row{given!r:.80}: give a list of positions for each row: by_row([3, 4], [7])")
+        rows = tuple(tuple(map(plain_number, row)) for row in rows)
+        for position in (position for row in rows for position in row):
+            if isinstance(position, bool) or not isinstance(position, int):
+                raise ValueError(f"by_row: {position!r:.80} is no position; give whole numbers")
+        object.__setattr__(self, "rows", rows)
+
+    def __repr__(self) -> str:
+        return f"by_row({', '.join(repr(list(row)) for row in self.rows)})"
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rows have the same positions."""
+        return len(self.rows) == 1
+
+    def on_canvas(self, rows: int, length: int, hook: PointContext, who: Any) -> Bool[Tensor, "row position"]:
+        """Where they are on a canvas of so many positions; those that an AR run has yet to write are left out.
+
+        Raises:
+            ValueError: another number of rows, a row that has no such position, or outside a run, where the padding
+                is not known.
+        """
+        run = run_of(hook, who).for_rows(rows)
+
+        def compute() -> Tensor:
+            self._check_rows(run, who)
+            whole = length if run.whole is None else run.whole
+            starts = padding_before(run.valid).tolist()
+            ends = [length] * len(starts) if run.ends is None else run.ends.tolist()
+            return self._placed(starts, ends, length, whole, who)
+
+        found: Tensor = run.once(("by row", self, rows, length), compute)
+        return found
+
+    def check_run(self, run: RunStep, canvas: int, who: Any) -> None:
+        """Refuse a run without these rows, or whose finished canvas of so many positions lacks one of them.
+
+        Raises:
+            ValueError: naming the row.
+        """
+        self._check_rows(run, who)
+        starts = padding_before(run.valid).tolist()
+        self._placed(starts, [canvas] * len(starts), canvas, canvas, who)
+
+    def _check_rows(self, run: RunStep, who: Any) -> None:
+        rows, count = len(run.tokens) // run.halves, len(self.rows)
+        if count not in (1, rows):
+            raise ValueError(f"{who}: positions for {count} rows, and the run has {rows}; give a list for each row")
+
+    def _placed(
+        self, starts: list[int], ends: list[int], length: int, whole: int, who: Any
+    ) -> Bool[Tensor, "row position"]:
+        chosen = torch.zeros(len(starts), length, dtype=torch.bool)
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            for position in self.rows[row % len(self.rows)]:
+                place = position + (start if position >= 0 else end)
+                if not start <= place < whole:
+                    there = f"row {row} has {whole - start} positions after its padding"
+                    raise ValueError(f"{who}: position {position} is not there; {there}")
+                if place < length:
+                    chosen[row, place] = True
+        return chosen
+
+
+def by_row(*rows: int | Iterable[int]) -> RowPositions:
+    """Positions that are counted from the first token of every row, wherever its padding ends.
+
+    `by_row([3, 4], [7])` is positions 3 and 4 of the first row and 7 of the second, in a run of two prompts;
+    `by_row([3])` is position 3 of every row. Negative ones count from the end of the canvas that the network sees;
+    where blocks are counted from the text, from the end of each row's own block. Hooks take it where they take
+    positions: `mask_positions(by_row([3], [5]))`, `ablate("resid", by_row([3], [5]))`; they act in runs only, and
+    with lists for several rows in one batch only.
+
+    Args:
+        *rows: a list of positions for each row, which may be empty; or one list for all rows.
+
+    Raises:
+        ValueError: no list, or something that is no position.
+    """
+    return RowPositions(tuple(rows))  # type: ignore[arg-type]
+
 
 PositionClass = Literal["masked", "visible", "prompt", "answer", "open", "decided"]
 """Positions that are masked at the step, that are not, of the prompt, or of the answer (AR: written by the run).
@@ -173,3 +280,54 @@ def printed_call(name: str, site: str | None, positions: Positions, *more: str) 
 def shown_tensor(tensor: Tensor) -> str:
     """A tensor in a hook's repr: its shape and norm, which distinguish two in a record."""
     return f"Tensor({list(tensor.shape)}, norm={float(tensor.detach().float().norm()):.4g})"
+
+
+Classes = str | Sequence[str] | None
+"""What a user gives as `classes=`: names of `TOKEN_CLASSES`, one name, or None for all tokens."""
+
+
+def checked_classes(classes: Any, known: Sequence[str] = TOKEN_CLASSES) -> tuple[str, ...] | None:
+    """The names as a tuple, each once; None for all tokens. "open" is "mask": open positions, whatever they hold.
+
+    Raises:
+        ValueError: no name, or an unknown one.
+    """
+    if classes is None:
+        return None
+    names = (classes,) if isinstance(classes, str) else tuple(classes) if isinstance(classes, Sequence) else ()
+    names = tuple("mask" if name == "open" and "mask" in known else name for name in names)
+    if not names or any(name not in known for name in names):
+        raise ValueError(f"classes is {classes!r:.200}; it must be one or several of {', '.join(map(repr, known))}")
+    return tuple(dict.fromkeys(names))
+
+
+def classes_of(run: RunStep) -> TokenClasses:
+    """The classes of the run's token ids; every id is looked up once a run."""
+    found: TokenClasses = run.memory.setdefault("classes of tokens", TokenClasses.of(run.config, run.tokenizer))
+    return found
+
+
+def columns_of_classes(
+    classes: tuple[str, ...], keys: int, hook: PointContext, who: Any
+) -> Bool[Tensor, "row 1 key"]:
+    """The columns whose token at this step belongs to the classes, in the network's order of positions.
+
+    Masked positions are "mask"; learned sink tokens "learned sink". In both halves of guidance the tokens are those
+    of the canvas.
+
+    Raises:
+        ValueError: there is no run, or no tokenizer where a class needs one.
+    """
+    run = run_of(hook, who)
+
+    def chosen() -> Bool[Tensor, "row position"]:
+        try:
+            return classes_of(run).among(run.tokens, run.masked, classes)
+        except ValueError as error:
+            raise ValueError(f"{who}: {error}") from None
+
+    on_canvas = run.once(("tokens of classes", classes), chosen)
+    found = torch.zeros(len(on_canvas), 1, keys, dtype=torch.bool, device=on_canvas.device)
+    found[:, 0, hook.sinks.canvas(keys)] = on_canvas
+    found[:, 0, hook.sinks.sinks(keys)] = "learned sink" in classes
+    return found

@@ -24,9 +24,9 @@ from dlm_lens.attention import (
 )
 from dlm_lens.hooks.base import call_of, check_stage, makes_hook
 from dlm_lens.hooks.limits import Limited
+from dlm_lens.hooks.positions import Classes, checked_classes, columns_of_classes
 from dlm_lens.hooks.sink_masking import MaskSinks
 from dlm_lens.hooks.sink_sources import columns_of_pass
-from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.hooks.window import KeepOnly
 from dlm_lens.placement import float64_device, in_float64
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES

@@ -20,6 +20,7 @@ from dlm_lens.attention import (
     top_columns,
 )
 from dlm_lens.hooks.base import call_of, check_stage, makes_hook
+from dlm_lens.hooks.positions import Classes, checked_classes, columns_of_classes
 from dlm_lens.hooks.sink_sources import (
     MeasuredSinks,
     columns_of_pass,
@@ -30,7 +31,6 @@ from dlm_lens.hooks.sink_sources import (
     step_place,
     warn_of_model,
 )
-from dlm_lens.hooks.token_selection import Classes, checked_classes, columns_of_classes
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Level, Received, Sinks, TopK, received_of
 from dlm_lens.sinks.detectors.base import as_detector, of_every_key
