@@ -18,7 +18,7 @@ import typer
 
 from dlm_lens.experiments.results import Settings
 from dlm_lens.files.locks import alone
-from dlm_lens.option_values import read_setting
+from dlm_lens.option_values import process_of_run, read_setting
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"sinks": 0},
@@ -245,7 +245,7 @@ def kept(start: str, variant: str, seed: int, step: int, settings: Settings) -> 
     found = directory / KEPT / f"step-{step}"
     if found.is_dir():
         return found
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if process_of_run()[1] > 1:
         raise ValueError(
             f"{found} is missing, and the processes of an experiment take an item each: train in one process first "
             f"(`python -m {__name__} {start}`), then start this command again"

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.finetuned_models import base_and_tuning
-from dlm_lens.experiments.attention_sinks.instruct_sinks import BOUNDS, MEASURES, OVERLAPS, ratio
 from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, VARIANTS, condition_cells, conditions
+
+from dlm_lens.experiments.attention_sinks.instruct_sinks import BOUNDS, MEASURES, OVERLAPS, ratio
 from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, change_by_prompt, correct_by_prompt
 from dlm_lens.experiments.attention_sinks.prompt_scores import difference as answers_apart
 from dlm_lens.experiments.attention_sinks.table1 import HEAD, rows_of
+from dlm_lens.experiments.attention_sinks.twin_networks import base_and_tuning
 from dlm_lens.experiments.experiment import Finding, Rendering, Table
 from dlm_lens.experiments.intervals import Interval, mean_over_prompts, paired_difference
 from dlm_lens.experiments.results import Results

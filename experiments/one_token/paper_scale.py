@@ -1,7 +1,6 @@
 """The paper's settings: train a config with `dlm_lens.training`, evaluate it as the table's cells say."""
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from dlm_lens.experiments.experiment import Cost, Table
 from dlm_lens.experiments.results import Item, Results, Settings
+from dlm_lens.option_values import process_of_run
 
 SFT = "sft-gsm8k"
 
@@ -71,7 +71,7 @@ def _trained(item: Item, settings: Settings, *, fine_tuned: bool) -> Path:
     found = last_checkpoint(wanted.output)
     if found is not None and _finished(found, wanted, fine_tuned):
         return found
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if process_of_run()[1] > 1:
         config, given = _config(item, settings)
         command = " --set ".join([f"accelerate launch ... -m dlm_lens.cli train {config}", *given])
         raise ValueError(

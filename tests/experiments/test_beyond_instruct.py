@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE
 
 import dlm_lens as dl
 from dlm_lens.experiments import Bench, find_experiment, list_items
-from dlm_lens.experiments.attention_sinks import finetuned_models, instruct_sinks, instruct_tables
+from dlm_lens.experiments.attention_sinks import instruct_sinks, instruct_tables, twin_networks
 from dlm_lens.experiments.attention_sinks.beyond_instruct import pairs
-from dlm_lens.experiments.attention_sinks.masking_conditions import BASE
 from dlm_lens.experiments.attention_sinks.problems import problems_of
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.training.checkpoints import read_run, step_of
@@ -112,11 +112,11 @@ def test_models_without_common_positions_are_refused() -> None:
 def test_twins_differ_in_what_is_masked_and_are_trained_once(tmp_path: Path) -> None:
     given = settings(trained=str(tmp_path), sft_steps=2, sft_batch=2)
     shares = {
-        ending: finetuned_models.training_settings(ending, given, tmp_path).objective.whole_share
-        for ending in finetuned_models.OBJECTIVES
+        ending: twin_networks.training_settings(ending, given, tmp_path).objective.whole_share
+        for ending in twin_networks.OBJECTIVES
     }
     assert shares == {"+sft": 0.0, "+pretraining": 0.3}
-    bench = finetuned_models.FinetunedBench(Bench(), given)
+    bench = twin_networks.FinetunedBench(Bench(), given)
     tuned = bench.model("toy+sft")
     base = dl.load("toy")
     changed = [not torch.equal(a, b) for a, b in zip(tuned.parameters(), base.parameters(), strict=True)]
@@ -126,7 +126,7 @@ def test_twins_differ_in_what_is_masked_and_are_trained_once(tmp_path: Path) -> 
     assert step_of(checkpoint) == 2
     assert read_run(checkpoint)["settings"]["objective"]["whole_share"] == 0.0
     before = (checkpoint / "run.json").stat().st_mtime_ns
-    assert finetuned_models.trained("toy", "+sft", given) == checkpoint
+    assert twin_networks.trained("toy", "+sft", given) == checkpoint
     assert (checkpoint / "run.json").stat().st_mtime_ns == before
     assert bench.model("toy").config.hidden_size == base.config.hidden_size
 
@@ -135,10 +135,10 @@ def test_twins_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     given = settings(trained=str(tmp_path))
     for base in ("toy-ar", "GSAI-ML/LLaDA-8B-Base"):
         with pytest.raises(ValueError, match="BASE,INSTRUCT"):
-            finetuned_models.trained(base, "+sft", given)
+            twin_networks.trained(base, "+sft", given)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="run the command once in one process"):
-        finetuned_models.trained("toy", "+sft", given)
+        twin_networks.trained("toy", "+sft", given)
 
 
 def test_differences_are_paired_by_prompt_and_prompts_without_a_value_left_out() -> None:
