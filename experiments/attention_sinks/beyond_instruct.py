@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.masking_conditions import conditions
-
 from dlm_lens.experiments.attention_sinks import instruct_sinks, recorded_runs, table1
 from dlm_lens.experiments.attention_sinks.instruct_tables import render
+from dlm_lens.experiments.attention_sinks.masking_conditions import conditions
 from dlm_lens.experiments.attention_sinks.problems import holds_problems, starts
 from dlm_lens.experiments.attention_sinks.twin_networks import FinetunedBench, base_and_tuning
 from dlm_lens.experiments.experiment import Cost, Experiment, run_script

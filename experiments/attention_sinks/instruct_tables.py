@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, VARIANTS, condition_cells, conditions
-
 from dlm_lens.experiments.attention_sinks.instruct_sinks import BOUNDS, MEASURES, OVERLAPS, ratio
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE, VARIANTS, condition_cells, conditions
 from dlm_lens.experiments.attention_sinks.prompt_scores import Prompt, change_by_prompt, correct_by_prompt
 from dlm_lens.experiments.attention_sinks.prompt_scores import difference as answers_apart
 from dlm_lens.experiments.attention_sinks.table1 import HEAD, rows_of

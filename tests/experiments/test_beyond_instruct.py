@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from dlm_lens.experiments.attention_sinks.masking_conditions import BASE
 
 import dlm_lens as dl
 from dlm_lens.experiments import Bench, find_experiment, list_items
 from dlm_lens.experiments.attention_sinks import instruct_sinks, instruct_tables, twin_networks
 from dlm_lens.experiments.attention_sinks.beyond_instruct import pairs
+from dlm_lens.experiments.attention_sinks.masking_conditions import BASE
 from dlm_lens.experiments.attention_sinks.problems import problems_of
 from dlm_lens.experiments.results import Record, Results
 from dlm_lens.training.checkpoints import read_run, step_of
