@@ -20,6 +20,7 @@ from dlm_lens.cli.options import (
 from dlm_lens.cli.output import show_csv, show_tables
 from dlm_lens.cli.recordings import detector_of, load_recording
 from dlm_lens.option_values import one_of
+from dlm_lens.viz.plot_options import FOLLOWS, PLOT_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +53,7 @@ def paths_command(
         float,
         typer.Option(min=0.0, max=1.0, help="A sink lasts while it is above this share of its threshold."),
     ] = 0.75,
+    follow: Annotated[str, typer.Option(help=PLOT_OPTIONS["follow"])] = "position",
     layer: Annotated[int | None, LAYER] = None,
     head: Annotated[int | None, HEAD] = None,
     row: Annotated[int | None, typer.Option(min=0, help="Only this sequence of the recording.")] = None,
@@ -73,12 +75,14 @@ def paths_command(
     """
     check_place(layer, head, level)
     one_of("--by", by, GROUPINGS)
+    one_of("--follow", follow, FOLLOWS)
     check_csv(csv, TABLES, as_json)
     if hysteresis == 0:
         raise ValueError("--hysteresis is 0.0; it is above 0 and at most 1")
     check_rule(recording, detector, level, queries)
 
-    from dlm_lens.sinks import received_of, trajectories
+    from dlm_lens.sinks import trajectories
+    from dlm_lens.viz.selection import as_received
 
     rule = detector_of(detector)
     if rule.reads_hidden_states:
@@ -86,7 +90,7 @@ def paths_command(
             f"--detector {detector}: paths follow received attention, and this rule reads hidden states"
         )
     place = {"batch": row, "layer": layer, "head": head}
-    received = _part(received_of(load_recording(recording), queries), place)  # type: ignore[arg-type]
+    received = _part(as_received(load_recording(recording), queries, follow), place)  # type: ignore[arg-type]
     paths = trajectories(received, rule, level=level, hysteresis=hysteresis)  # type: ignore[arg-type]
     tables = tables_of(paths, by)
     if csv is not None:

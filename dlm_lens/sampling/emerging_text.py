@@ -98,6 +98,23 @@ def changed_by(
     return (new | again) & was_open & ~opened, (new | again) & ~was_open & other
 
 
+def changed_on_canvas(
+    run: "DenoisingRun", row: int
+) -> tuple[Bool[Tensor, "step position"], Bool[Tensor, "step position"]]:
+    """`changed_by` of every step at the positions of its own canvas; what it deletes is among the rewritten."""
+    if run.origins is None:
+        return run.unmasked[:, row], run.revised[:, row]
+    new, again = torch.zeros(2, *run.unmasked[:, row].shape, dtype=torch.bool)
+    for step in range(run.steps):
+        came = came_by(run, row, step, step)
+        there = came != NOWHERE
+        again[step] = ~run.masked[step, row]
+        again[step, came[there]] = False
+        for flags, changed in zip((new, again), changed_by(run, row, step), strict=True):
+            flags[step, came[there & changed]] = True
+    return new, again
+
+
 def emerging_cells(run: "DenoisingRun", row: int, step: int) -> list[Cell]:
     """The answer after a step: open positions as ▢, end of text as ∎, a tail of equal tokens once with its count.
 

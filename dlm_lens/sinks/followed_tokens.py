@@ -8,9 +8,28 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.attention import beside_sinks
+from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.moved_tokens import NOWHERE, at_places, history_places
+from dlm_lens.sinks.from_recording import received_of
 from dlm_lens.sinks.received import Received
+
+FOLLOWED_TOKENS = "tokens followed where they move"
+"""The end of a rule whose keys are tokens."""
+
+
+def received_by_token(recording: Any, queries: QueryClass = "all") -> Received:
+    """`of_tokens` of the attention that a recording holds.
+
+    Raises:
+        TypeError: something else than a `Recording`.
+        ValueError: it has no received attention of these queries.
+    """
+    if not isinstance(recording, Recording):
+        raise TypeError(
+            f'follow="token" reads where tokens went in a Recording, not in a {type(recording).__name__}'
+        )
+    return of_tokens(received_of(recording, queries), recording.run)
 
 
 def of_tokens(received: Received, run: DenoisingRun) -> Received:
@@ -40,7 +59,7 @@ def of_tokens(received: Received, run: DenoisingRun) -> Received:
         if (given := getattr(received, name)) is not None:
             there = at_places(given[..., : run.tokens.shape[-1]], places[:-1], False)
             flags[name] = beside_sinks(there, sinks, value=False)
-    content = at_places(run.attention_mask[None], places[:1], True)[0]
+    content = at_places(run.attention_mask[None], places[:1], True)[0] & (places != NOWHERE).any(0)
     return replace(
         received,
         values=moved(received.values, torch.nan),
@@ -50,6 +69,7 @@ def of_tokens(received: Received, run: DenoisingRun) -> Received:
         **flags,
         valid=beside_sinks(content, sinks, value=True),
         final_tokens=beside_sinks(tokens[-1], sinks),
+        follow="token",
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -15,6 +15,9 @@ from dlm_lens.sampling.run_rows import until_ends
 from dlm_lens.shapes import check_shapes, tensor_axes
 
 AXES = ("step", "batch", "layer", "head", "key")
+
+Follow = Literal["position", "token"]
+"""What a key is: a position of the canvas, or what is there, also where the sampler moves it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,6 +46,7 @@ class KeyAxes:
         row_prompts: the number of each row's prompt (`DenoisingRun.row_prompts`), which intervals resample; None:
             every row is one of its own.
         model: name of the model (`DenoisingRun.model`); "" if unknown.
+        follow: "position": keys are those of the canvas. "token": they count what the canvases of all steps held.
 
     Raises:
         ValueError: unknown axes, or shapes that contradict each other.
@@ -66,6 +70,7 @@ class KeyAxes:
     decided: Bool[Tensor, "step batch key"] | None = field(default=None, repr=False, metadata={IN_IDENTITY: False})
     model: str = field(default="", metadata={IN_IDENTITY: False})
     rows: tuple[int, ...] = field(default=(), metadata={IN_IDENTITY: False})
+    follow: Follow = field(default="position", metadata={IN_IDENTITY: False})
 
     def __post_init__(self) -> None:
         if tuple(name for name in AXES if name in self.dims) != tuple(self.dims):

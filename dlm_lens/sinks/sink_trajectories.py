@@ -20,8 +20,8 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.detection import COLUMNS, Sinks, find_sinks, scores_of
 from dlm_lens.sinks.detectors.base import Detector, as_detector
-from dlm_lens.sinks.followed_tokens import of_tokens
-from dlm_lens.sinks.key_axes import KeyAxes, axis_sizes, with_all_axes
+from dlm_lens.sinks.followed_tokens import FOLLOWED_TOKENS, received_by_token
+from dlm_lens.sinks.key_axes import Follow, KeyAxes, axis_sizes, with_all_axes
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.lifetimes import (
     KINDS,
@@ -40,9 +40,6 @@ from dlm_lens.sinks.received import Level, Received, Scale, in_model
 
 By = Literal["pattern", "head", "layer", "all"]
 """One line of a summary: a pattern of one sequence, a (layer, head) or a layer over all sequences, or all."""
-
-Follow = Literal["position", "token"]
-"""What is followed: a position of the canvas, or what is there, also where the sampler moves it."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "pattern": ("batch", "layer", "head"),
@@ -75,7 +72,6 @@ class Trajectories(ShowsItself, KeyAxes):
         scale, level, queries, padding: as in `Sinks`.
         detector: the rule of the onset.
         hysteresis: factor of the rule's setting below which an active position ends.
-        follow: whether positions are those of the canvas, or count what the canvases of all steps held.
 
     Raises:
         ValueError: the shapes contradict each other.
@@ -104,7 +100,6 @@ class Trajectories(ShowsItself, KeyAxes):
     hysteresis: float
     queries: str = "all"
     padding: Int[Tensor, "batch"] | None = None
-    follow: Follow = "position"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,8 +126,8 @@ class Trajectories(ShowsItself, KeyAxes):
         """Rule, hysteresis, scale, level and counted queries as text, for captions."""
         has = self.hysteresis != 1 and self.detector.hysteresis_setting is not None  # `TopK` has no threshold
         off = f"off below {self.hysteresis:g} of its threshold" if has else "no hysteresis"
-        keys = "" if self.follow == "position" else "; tokens followed where they move"
-        return f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; queries: {self.queries}{keys}"
+        rule = f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
+        return rule if self.follow == "position" else f"{rule}; {FOLLOWED_TOKENS}"
 
     @property
     def canvas(self) -> int:
@@ -176,12 +171,13 @@ class Trajectories(ShowsItself, KeyAxes):
         """One line per lifetime, ordered by pattern, first step and position.
 
         Columns: batch, layer, head (those in `dims`); `position`, counted from the prompt's first token, and
-        `canvas_position` on the canvas (NA for a learned sink token); `token` and `masked` at the onset and
-        `token_last` at the last step (where known); `first_step`, `last_step`, `steps`; `peak` and `mean` score,
-        `peak_step`; `main_steps`, at how many steps it was the largest; `transient` (at most 2 steps); `born` and
-        `died`, whether onset and end were observed (not at the ends of the run); `trajectory`, which lifetimes
-        linked by moves share; `came_from` (on the canvas `canvas_came_from`) and `moved_by`, the position before
-        the move and the distance (positive to the right), NA without a move.
+        `canvas_position` on the canvas (NA for a learned sink token; tokens that are followed have no
+        `canvas_position`); `token` and `masked` at the onset and `token_last` at the last step (where known);
+        `first_step`, `last_step`, `steps`; `peak` and `mean` score, `peak_step`; `main_steps`, at how many steps it
+        was the largest; `transient` (at most 2 steps); `born` and `died`, whether onset and end were observed (not
+        at the ends of the run); `trajectory`, which lifetimes linked by moves share; `came_from` (on the canvas
+        `canvas_came_from`) and `moved_by`, the position before the move and the distance (positive to the right),
+        NA without a move.
         """
         lifetimes = self.lives
         columns: dict[str, Any] = dict(self.place(lifetimes.pattern))
@@ -202,9 +198,13 @@ class Trajectories(ShowsItself, KeyAxes):
         columns |= {"born": lifetimes.born, "died": lifetimes.died, "trajectory": self.trajectory}
         came_from = pd.Series(lifetimes.position[self.before], dtype="Int64").mask(self.before < 0)
         columns |= {"came_from": came_from, "moved_by": position - came_from}
-        table = pd.DataFrame({**columns, "row": row})
-        table = from_prompt(table, self.padding, self.canvas, ("position", "came_from"), rows="row")
-        return table.drop(columns="row")
+        return self._from_prompt({**columns, "row": row}, "position", "came_from")
+
+    def _from_prompt(self, columns: dict[str, Any], *names: str) -> pd.DataFrame:
+        """The table of these columns, `from_prompt`; of tokens no position is one of the canvas."""
+        table = from_prompt(pd.DataFrame(columns), self.padding, self.canvas, names, rows="row")
+        of_canvas = [f"canvas_{name}" for name in names] if self.follow == "token" else []
+        return table.drop(columns=["row", *of_canvas], errors="ignore")
 
     def switches(self) -> pd.DataFrame:
         """One line per switch: a change of the largest sink between two positions that are active before and after.
@@ -232,9 +232,7 @@ class Trajectories(ShowsItself, KeyAxes):
             text, ids = TokenTexts(self.tokenizer), self.tokens.numpy()
             for name, key in keys.items():
                 columns[f"{name}_token"] = [text(int(i)) for i in ids[step, row, key]]
-        table = pd.DataFrame({**columns, "row": row})
-        table = from_prompt(table, self.padding, self.canvas, ("from_position", "to_position"), rows="row")
-        return table.drop(columns="row")
+        return self._from_prompt({**columns, "row": row}, "from_position", "to_position")
 
     def summary(self, by: By = "head") -> pd.DataFrame:
         """Means over patterns, per pattern, per (layer, head), per layer, or over all.
@@ -294,8 +292,7 @@ class Trajectories(ShowsItself, KeyAxes):
             "static_share": self.static_share.flatten().numpy(),
         }
         columns |= path | {"drift_right": np.where(np.isnan(drift), np.nan, drift > 0)}
-        table = pd.DataFrame(columns)
-        return from_prompt(table, self.padding, self.canvas, ("static_position",), rows="row").drop(columns="row")
+        return self._from_prompt(columns, "static_position")
 
 
 def _indices_below(count: int, given: Any) -> bool:
@@ -344,7 +341,8 @@ def trajectories(
         hysteresis: factor of the rule's setting below which an active sink ends; 1 for none.
         follow: "position", of the canvas. "token", of a `Recording` whose sampler inserts and deletes masks
             (DreamOn, LLaDA2.2): a position is then that of a token or mask among all that the row's canvases ever
-            held, in their order, so that a sink whose token the sampler moves has not moved.
+            held, in their order, so that a sink whose token the sampler moves has not moved. Where nothing moves,
+            the two are the same, and the result says "position".
 
     Raises:
         TypeError: another input, no detector, a second one, or one without hysteresis; follow="token" of something
@@ -373,7 +371,6 @@ def trajectories(
         scale=given.scale,
         detector=given.detector,
         hysteresis=hysteresis,
-        follow=follow,
         **given.context,
     )
 
@@ -429,17 +426,15 @@ class _Input:
 
 
 def _input_of(sinks: Any, detector: Detector | str | None, level: Level, follow: Follow) -> _Input:
-    if follow == "token" and not isinstance(sinks, Recording):
-        raise TypeError(f'follow="token" reads where tokens went in a Recording, not in a {type(sinks).__name__}')
+    if follow == "token":
+        if (detector := as_detector(detector)).reads_hidden_states:
+            raise TypeError(f'follow="token" follows received attention, and {detector} reads hidden states')
+        sinks = received_by_token(sinks)
     if isinstance(sinks, Recording):
         detector = as_detector(detector)
-        scores = scores_of(sinks, detector, level)
-        if not isinstance(scores, KeyStatistic):
-            sinks = scores if follow == "position" else of_tokens(scores, sinks.run)
-        elif follow == "token":
-            raise TypeError(f'follow="token" follows received attention, and {detector} reads hidden states')
-        else:
-            sinks, detector = find_sinks(scores, detector, level=level), None
+        sinks = scores_of(sinks, detector, level)
+        if isinstance(sinks, KeyStatistic):
+            sinks, detector = find_sinks(sinks, detector, level=level), None
     if isinstance(sinks, Received):
         detector = as_detector(detector)
         received = sinks.at_level(level)

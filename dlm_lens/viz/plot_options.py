@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from dlm_lens.sampling import DenoisingRun
     from dlm_lens.sinks import Detector, Level, Received, Sinks
     from dlm_lens.sinks.detector_registry import DetectorText
+    from dlm_lens.sinks.key_axes import Follow
 
 LEVELS = ("head", "layer", "model")
 
 PICKS = ("strongest", "moving")
+
+FOLLOWS = ("position", "token")
 
 
 def _option(read: Callable[[str, str], Any], text: str) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class PlotOptions:
         detector: the rule that finds sinks; None for `AboveMean(3.0)`.
         queries: which queries count in received attention.
         level: whose patterns are judged, in pictures of all heads: head, layer (mean over heads) or model.
+        follow: what is followed over steps: a position of the canvas, or a token, also where the sampler moves it.
         hooks: expression of the hooks for pictures that run the model, or "run" for those of the recording.
         model: name of the model for pictures that run it; None for the recording's.
         loading: further arguments of `dlm_lens.load` for it.
@@ -131,6 +135,14 @@ class PlotOptions:
             "model.",
         ),
     )
+    follow: "Follow" = field(
+        default="position",
+        metadata=_option(
+            partial(one_of, allowed=FOLLOWS),
+            "What is followed: position, of the canvas (the default), or token, also where the sampler moves it "
+            "(DreamOn, LLaDA2.2).",
+        ),
+    )
     hooks: str | None = field(
         default=None,
         metadata=_option(
@@ -176,10 +188,10 @@ class PlotOptions:
 
     @cached_property
     def received(self) -> "Received":
-        """Received attention of the queries that count."""
+        """Received attention of the queries that count, of positions or tokens."""
         from dlm_lens.viz.selection import as_received
 
-        return as_received(self.recording, self.queries)
+        return as_received(self.recording, self.queries, self.follow)
 
     def sinks(self) -> "Sinks":
         """The sinks of the recording by the rule, at the level and with the queries that are given.

@@ -14,7 +14,8 @@ from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.recording.query_classes import stored_name
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import Level, Received, Trajectories, received_of
-from dlm_lens.sinks.key_axes import AXES, KeyAxes
+from dlm_lens.sinks.followed_tokens import received_by_token
+from dlm_lens.sinks.key_axes import AXES, Follow, KeyAxes
 
 
 @dataclass(frozen=True)
@@ -105,16 +106,18 @@ def over_before(row: int) -> str:
     return f"row {row} was over before the first of these steps; give another row, or earlier steps"
 
 
-def as_received(given: Any, queries: QueryClass = "all") -> Received:
-    """A `Received` as it is, or the received attention of these queries of a `Recording`.
+def as_received(given: Any, queries: QueryClass = "all", follow: Follow = "position") -> Received:
+    """A `Received` as it is, or the received attention of these queries of a `Recording`, by position or token.
 
     Raises:
-        TypeError: neither of them.
+        TypeError: neither of them, or tokens of something else than a `Recording`.
         ValueError: a recording without received attention of these queries, a `Received` of other queries, or no
             steps, rows, layers, heads or keys.
     """
     given = meant(given)
-    if isinstance(given, Recording):
+    if follow == "token":
+        given = received_by_token(given, queries)
+    elif isinstance(given, Recording):
         given = received_of(given, queries)
     check_queries(given, queries)
     if not isinstance(given, Received):

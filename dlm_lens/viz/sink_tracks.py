@@ -5,14 +5,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.arguments import chosen_indices
+from dlm_lens.arguments import chosen_indices, meant
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
+from dlm_lens.sampling.emerging_text import changed_on_canvas
+from dlm_lens.sampling.moved_tokens import at_places, history_places
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
+from dlm_lens.sinks.followed_tokens import FOLLOWED_TOKENS
+from dlm_lens.sinks.key_axes import Follow
 from dlm_lens.viz.selection import as_received, check_queries, choose, index_of, level_of, row_number
 
 Source = Received | Recording | Sinks | Trajectories
@@ -44,6 +48,8 @@ class Track:
         layers: the layers that a mean is over; empty where they are not known.
         heads: the heads that a mean is over, where they are known not to be all of the model's; else empty.
         scored: whether any key has a score.
+        follow: whether keys are positions or, as `trajectories` follows them, tokens.
+        places: of tokens, the canvas position of each at each step, padding included; -1 for none. None if unknown.
     """
 
     largest: list[int]
@@ -64,6 +70,8 @@ class Track:
     layers: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
     scored: bool = True
+    follow: Follow = "position"
+    places: Int[Tensor, "step key"] | None = None
 
     def from_first_token(self, padding: int) -> "Track":
         """The same track with keys that count from the row's first token instead of the canvas's."""
@@ -77,7 +85,17 @@ class Track:
         )
 
     def blocks(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int] | None]:
-        """The part of each step's block in this row, as (start, stop); None where the row has ended."""
+        """The part of each step's block in this row, as (start, stop); None where the row has ended.
+
+        Raises:
+            ValueError: keys are tokens whose places are not known.
+        """
+        if self.follow == "token":
+            places = self._known_places("blocks")
+            inside = [(at >= start) & (at < stop) for at, (start, stop) in zip(places, spans, strict=True)]
+            keys = [each.nonzero().flatten().tolist() for each in inside]
+            ran = zip(keys, self.running, strict=True)
+            return [(found[0], found[-1] + 1) if found and here else None for found, here in ran]
         canvas = self.content[: len(self.content) - self.sinks]
         low, high = (min(canvas), max(canvas) + 1) if canvas else (0, 0)
         own = [(max(start - self.padding, low), min(stop - self.padding, high)) for start, stop in spans]
@@ -87,7 +105,7 @@ class Track:
         """The (step, key) of chosen canvas positions, with keys that count from the row's first token.
 
         Raises:
-            ValueError: of another number of steps.
+            ValueError: of another number of steps, or keys are tokens whose places are not known.
         """
         if chosen is None:
             return []
@@ -96,7 +114,23 @@ class Track:
                 f"revised has {len(chosen)} steps, the figure has {len(self.largest)}; give run.revised[:, row] of "
                 "its run"
             )
+        if self.follow == "token":
+            chosen = at_places(chosen[:, None], self._known_places("revised")[:, None], False)[:, 0]
+            return [(step, key) for step, key in chosen.nonzero().tolist()]
         return [(step, position - self.padding) for step, position in chosen.nonzero().tolist()]
+
+    def _known_places(self, given: str) -> Int[Tensor, "step key"]:
+        if self.places is None:
+            raise ValueError(
+                f"{given} is of canvas positions, and these Trajectories are of tokens; leave it out, or give the "
+                'recording and follow="token"'
+            )
+        return self.places
+
+
+def revised_of(given: Source, row: int) -> Bool[Tensor, "step position"] | None:
+    """Which decided tokens of a row each step of a recording rewrote or opened again; None for other inputs."""
+    return changed_on_canvas(given.run, row)[1] if isinstance(given, Recording) else None
 
 
 def row_blocks(run: DenoisingRun, row: int) -> list[tuple[int, int]]:
@@ -120,15 +154,17 @@ def track_of(
     head: int | None,
     row: int,
     queries: QueryClass = "all",
+    follow: Follow = "position",
 ) -> Track:
     """The track of one layer, head and row.
 
     Raises:
-        TypeError: an input without steps, or a detector with `Sinks` or `Trajectories`.
+        TypeError: an input without steps, a detector with `Sinks` or `Trajectories`, or tokens of something else
+            than a recording.
         ValueError: an unknown layer, head or row, another level, or a class of queries for what has its own.
     """
     check_queries(given, queries)
-    if isinstance(given, Sinks | Trajectories):
+    if isinstance(given, Sinks | Trajectories) and follow == "position":
         if detector is not None:
             raise TypeError(
                 f"these {type(given).__name__} were found by {given.detector}; a detector goes with a Received"
@@ -138,28 +174,31 @@ def track_of(
             if isinstance(given, Sinks)
             else _of_trajectories(given, layer, head, row)
         )
-    shown = choose(given, layer, head, row, queries)
+    shown = choose(as_received(given, queries, follow), layer, head, row)
     padding = 0 if shown.received.padding is None else int(shown.received.padding[0])
     rule = AboveMean(3.0) if detector is None else detector
     found = find_sinks(shown.received, rule, level=shown.level)
     track = _track(found, {}, shown.content.tolist(), shown.final).from_first_token(padding)
     # A step at which too few queries see each key has no score, but is no end.
     running = [step < shown.steps for step in range(len(track.largest))]
-    return replace(track, running=running, row=shown.row, layers=shown.layers, heads=shown.heads)
+    places = history_places(meant(given).run)[:-1, row, padding:] if track.follow == "token" else None
+    return replace(track, running=running, row=shown.row, layers=shown.layers, heads=shown.heads, places=places)
 
 
-def trajectories_of(given: Source, detector: Detector | str | None, queries: QueryClass = "all") -> Trajectories:
+def trajectories_of(
+    given: Source, detector: Detector | str | None, queries: QueryClass = "all", follow: Follow = "position"
+) -> Trajectories:
     """The trajectories of the sinks, by the same rule as `track_of`.
 
     Raises:
         TypeError: an input without steps, or a detector with `Trajectories`.
     """
     check_queries(given, queries)
-    if isinstance(given, Trajectories):
+    if isinstance(given, Trajectories) and follow == "position":
         return given
-    if isinstance(given, Sinks):
+    if isinstance(given, Sinks) and follow == "position":
         return trajectories(given, detector)
-    return trajectories(as_received(given, queries), AboveMean(3.0) if detector is None else detector)
+    return trajectories(as_received(given, queries, follow), AboveMean(3.0) if detector is None else detector)
 
 
 def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Track:
@@ -197,7 +236,8 @@ def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list
         content=content,
         tokens=tokens,
         tokenizer=sinks.tokenizer,
-        rule=f"{sinks.detector}; scale: {sinks.scale}; queries: {sinks.queries}",
+        rule=_rule(sinks),
+        follow=sinks.follow,
         level=sinks.level,
         sinks=sinks.sinks,
         running=_until_last((~scores.isnan()).any(-1)),
@@ -230,7 +270,8 @@ def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, r
         content=content.nonzero().flatten().tolist(),
         tokens=None if final is None else final[row].tolist(),
         tokenizer=paths.tokenizer,
-        rule=f"{paths.detector}; scale: {paths.scale}; queries: {paths.queries}",
+        rule=_rule(paths),
+        follow=paths.follow,
         level=paths.level,
         sinks=paths.sinks,
         running=_until_last(paths.defined[:, row, layers, heads]),
@@ -240,6 +281,11 @@ def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, r
         steps=paths.steps,
         scored=bool(paths.defined[:, row, layers, heads].any()),
     ).from_first_token(0 if paths.padding is None else int(paths.padding[row]))
+
+
+def _rule(found: Sinks | Trajectories) -> str:
+    rule = f"{found.detector}; scale: {found.scale}; queries: {found.queries}"
+    return rule if found.follow == "position" else f"{rule}; {FOLLOWED_TOKENS}"
 
 
 def _until_last(defined: Bool[Tensor, "step"]) -> list[bool]:

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 import dlm_lens as dl
 from dlm_lens.cli import app as cli
 from dlm_lens.hooks import parse_hooks
+from tests.sampling.test_dreamon import GREEDY, resizing
+from tests.sampling.test_dreamon import PROMPTS as GAPS
 
 PROMPTS = [
     "leo has 26 cups . leo loses 6 . how many cups now ? :",
@@ -105,6 +107,30 @@ def test_text_lists_the_first_ones_and_csv_all(saved: tuple[str, Any]) -> None:
         CliRunner().invoke(cli.app, ["paths", path, "--csv", "lives", "--json"], catch_exceptions=False)
     with pytest.raises(ValueError, match="reads hidden states"):
         CliRunner().invoke(cli.app, ["paths", path, "--detector", "low-key-norm"], catch_exceptions=False)
+
+
+def test_tokens_are_followed_where_they_move(tmp_path: Path) -> None:
+    rec = dl.record(
+        resizing(seed=6), GAPS, [dl.ReceivedAttention(queries=("all", "masked"), min_viewers=1)], **GREEDY
+    )
+    rec.save(tmp_path / "rec")
+    given = ("paths", str(tmp_path / "rec"), "--detector", "above-mean:1", "--json")
+    found = {follow: json.loads(output(*given, "--follow", follow)) for follow in ("position", "token")}
+    for follow, one in found.items():
+        paths = dl.trajectories(rec, "above-mean:1", follow=follow)  # type: ignore[arg-type]
+        lifetimes = paths.table()
+        assert one["rule"] == paths.rule
+        assert ("tokens followed" in one["rule"]) == (follow == "token")
+        assert [line["position"] for line in one["lives"]] == lifetimes["position"].tolist()
+        assert ("canvas_position" in one["lives"][0]) == (follow == "position")  # rows are padded
+        assert [line["lives"] for line in one["summary"]] == pytest.approx(paths.summary()["lives"].tolist())
+    assert [line["position"] for line in found["token"]["lives"]] != [
+        line["position"] for line in found["position"]["lives"]
+    ]
+    assert json.loads(output(*given)) == found["position"]
+    masked = json.loads(output(*given, "--follow", "token", "--queries", "masked", "--row", "0"))
+    assert masked["rule"].endswith("queries: masked; tokens followed where they move")
+    assert {line["batch"] for line in masked["lives"]} == {0}
 
 
 def test_sinks_of_one_layer_and_head(saved: tuple[str, Any]) -> None:

@@ -36,6 +36,7 @@ def received() -> Received:
         model="toy",
         answer=torch.rand(2, 3, 5, generator=random) > 0.5,
         decided=torch.rand(2, 3, 5, generator=random) > 0.5,
+        follow="token",
     )
 
 

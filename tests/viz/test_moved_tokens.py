@@ -1,5 +1,6 @@
-"""Texts and reports of runs whose tokens move, against lists of tokens: a move is no decision."""
+"""Texts, reports and figures of runs whose tokens move, against lists of tokens: a move is no decision."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 
 import dlm_lens as dl
 from dlm_lens.sampling import part_of_run
+from dlm_lens.sampling.moved_tokens import history_places
 from dlm_lens.viz.figures.attribution import _step_label
 from dlm_lens.viz.figures.labels import token_labels
 from dlm_lens.viz.reporting.data import Subject, content_of
+from dlm_lens.viz.sink_tracks import row_blocks, track_of
 from tests.sampling import test_llada2_levenshtein as levenshtein
 from tests.sampling.test_dreamon import GREEDY, PROMPTS, resizing
 from tests.sampling.test_moved_tokens import Element, by_hand
@@ -94,6 +97,111 @@ def test_a_report_follows_masks_that_move(recorded: tuple[dl.recording.Recording
                 assert moved[step, key] == (keys[made[0]] if len(made) == 1 else len(found["positions"]))
                 moves += len(made) == 1 and keys[made[0]] != key
     assert moves
+
+
+def marked(figure: Any, kind: str) -> list[tuple[int, int]]:
+    """The (step, key) of a kind of marks in the first panel."""
+    found = [dots for dots in figure.axes[0].collections if dots.get_gid() == kind]
+    return [(round(x), round(y)) for dots in found for x, y in dots.get_offsets().tolist()]
+
+
+@pytest.mark.parametrize("row", range(len(PROMPTS)))
+def test_sink_positions_of_tokens_are_where_the_tokens_were(
+    recorded: tuple[dl.recording.Recording, Histories], row: int
+) -> None:
+    recording, run = recorded[0], recorded[0].run
+    by_position = track_of(recording, "above-mean:1", 1, 1, row)
+    by_token = track_of(recording, "above-mean:1", 1, 1, row, "all", "token")
+    padding, places = int(run.padding[row]), history_places(run)[:-1, row]
+    largest = [key if key < 0 else int(places[step, key + padding]) for step, key in enumerate(by_token.largest)]
+    assert largest == [key if key < 0 else key + padding for key in by_position.largest]
+    assert by_token.masked is not None
+    known = (places != -1).nonzero().tolist()
+    assert [bool(by_token.masked[step, key - padding]) for step, key in known if key >= padding] == [
+        bool(run.masked[step, row, places[step, key]]) for step, key in known if key >= padding
+    ]
+    spans = row_blocks(run, row)
+    for step, block in enumerate(by_token.blocks(spans)):
+        inside = [
+            key - padding for key in range(padding, places.shape[1]) if places[step, key] in range(*spans[step])
+        ]
+        expected = (inside[0], inside[-1] + 1) if inside and step < int(run.row_steps[row]) else None
+        assert block == expected
+    figure = dl.viz.sink_positions(
+        recording, "above-mean:1", layer=1, head=1, row=row, follow="token", blocks=spans
+    )
+    marks = marked(figure, "sink") + marked(figure, "largest")
+    assert sorted(marks) == [(step, key) for step, key in enumerate(by_token.largest) if key >= 0]
+    assert figure.axes[0].get_ylabel() == "token, in the order of the canvases"
+    about = figure.axes[0].get_title("left").replace("\n", " ")
+    assert "Token with the highest score" in about
+    assert "tokens followed where they move" in about
+    assert f"{len(by_token.content)} tokens" in about
+    ever = [any(places[:, key] >= 0) for key in range(padding, places.shape[1])]
+    assert len(by_token.content) == sum(ever)
+
+
+def test_a_token_that_only_moves_is_not_marked_as_rewritten(
+    recorded: tuple[dl.recording.Recording, Histories],
+) -> None:
+    run = recorded[0].run
+    assert run.revised.any()
+    for row in range(len(PROMPTS)):
+        figure = dl.viz.sink_positions(recorded[0], layer=1, head=1, row=row)
+        assert marked(figure, "revised") == []
+        assert figure.axes[0].get_ylabel() == "position"
+
+
+def test_trajectories_of_tokens_take_no_canvas_positions(
+    recorded: tuple[dl.recording.Recording, Histories],
+) -> None:
+    recording = recorded[0]
+    paths = dl.trajectories(recording, "above-mean:1", follow="token")
+    figure = dl.viz.sink_positions(paths, layer=1, head=1, row=2)
+    assert figure.axes[0].get_ylabel().startswith("token")
+    by_token = track_of(recording, "above-mean:1", 1, 1, 2, "all", "token")
+    drawn = track_of(paths, None, 1, 1, 2)
+    assert drawn.passes == by_token.passes
+    wrong: list[dict[str, Any]] = [
+        {"blocks": row_blocks(recording.run, 2)},
+        {"revised": recording.run.revised[:, 2]},
+    ]
+    for given in wrong:
+        with pytest.raises(ValueError, match=f"{next(iter(given))} is of canvas positions"):
+            dl.viz.sink_positions(paths, layer=1, head=1, row=2, **given)
+    with pytest.raises(TypeError, match="in a Recording, not in a Trajectories"):
+        dl.viz.sink_positions(paths, layer=1, head=1, follow="token")
+
+
+def rewritten_by_hand(run: dl.DenoisingRun, row: int) -> list[tuple[int, int]]:
+    """The (step, canvas position) whose decided token a step deletes, opens again or replaces by another."""
+    found = []
+    for step in range(int(run.row_steps[row])):
+        came: Sequence[int] = run.origins[step, row].tolist()  # type: ignore[index]
+        for place in range(int(run.padding[row]), len(came)):
+            there = [at for at, origin in enumerate(came) if origin == place]
+            token = run.canvases[step, row, place]
+            same = [not run.masked[step + 1, row, at] and run.canvases[step + 1, row, at] == token for at in there]
+            if not run.masked[step, row, place] and not (there and all(same)):
+                found.append((step, place))
+    return found
+
+
+def test_what_llada2_2_rewrites_is_marked_where_it_was() -> None:
+    recording = dl.record(
+        levenshtein.model_of(), levenshtein.PROMPTS, [dl.ReceivedAttention(min_viewers=1)], **levenshtein.RUN
+    )
+    run = recording.run
+    raw, places = run.revised.nonzero().tolist(), history_places(run)
+    for row in range(len(run.tokens)):
+        expected, padding = rewritten_by_hand(run, row), int(run.padding[row])
+        assert expected
+        assert sorted(expected) != sorted((step, at) for step, of_row, at in raw if of_row == row)
+        figure = dl.viz.sink_positions(recording, layer=1, head=1, row=row)
+        assert sorted(marked(figure, "revised")) == sorted((step, at - padding) for step, at in expected)
+        figure = dl.viz.sink_positions(recording, layer=1, head=1, row=row, follow="token")
+        keys = [(step, places[step, row].tolist().index(at) - padding) for step, at in expected]
+        assert sorted(marked(figure, "revised")) == sorted(keys)
 
 
 def test_what_llada2_2_decides_deletes_and_rewrites_is_where_it_was() -> None:

@@ -66,10 +66,10 @@ def _drawable(character: str, font: str) -> bool:
     return font_manager.get_font(font).get_char_index(ord(character)) != 0
 
 
-def counted_keys(keys: int, sinks: int) -> str:
-    """The numbers of positions and of learned sink tokens among the keys, for captions."""
+def counted_keys(keys: int, sinks: int, key: str = "position") -> str:
+    """The numbers of positions (or what else keys are) and of learned sink tokens among the keys, for captions."""
     learned = f" and {counted(sinks, 'learned sink token')}" if sinks else ""
-    return f"{counted(keys - sinks, 'position')}{learned}"
+    return f"{counted(keys - sinks, key)}{learned}"
 
 
 def numbered(name: Literal["layer", "head"], numbers: Sequence[int]) -> str:

@@ -13,10 +13,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from dlm_lens.arguments import Rule, checked_arguments, instance, is_whole
+from dlm_lens.arguments import Rule, checked_arguments, instance, is_whole, one_of
 from dlm_lens.printable import counted, shown
 from dlm_lens.recording import QueryClass, Recording
+from dlm_lens.sampling.moved_tokens import NOWHERE
 from dlm_lens.sinks import Detector, Received, Sinks, Trajectories
+from dlm_lens.sinks.key_axes import Follow
 from dlm_lens.viz.figures.labels import (
     PLAIN,
     caption,
@@ -28,14 +30,14 @@ from dlm_lens.viz.figures.labels import (
     whole_ticks,
 )
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
-from dlm_lens.viz.plot_options import PlotOptions
+from dlm_lens.viz.plot_options import FOLLOWS, PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, most_moving
-from dlm_lens.viz.sink_tracks import Source, Track, row_blocks, track_of, trajectories_of
+from dlm_lens.viz.sink_tracks import Source, Track, revised_of, row_blocks, track_of, trajectories_of
 
 MOST_MODELS = 6
 
-SINK, LARGEST, MASKED, BLOCK = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d"
+SINK, LARGEST, MASKED, BLOCK, ABSENT = "#b2182b", "#7f7f7f", "#d3e3f0", "#4d4d4d", "#e8e8e8"
 
 
 def _spans(value: Any) -> bool:
@@ -45,9 +47,10 @@ def _spans(value: Any) -> bool:
 BY_NAME = instance(Mapping, "a dict by the names of the models")
 SPANS = Rule("a list of (start, stop), or None", _spans)
 MARKED = instance(Tensor, "a tensor of truth values [step, position], or None")
+FOLLOW = one_of(*FOLLOWS)
 
 
-@checked_arguments(blocks=SPANS, revised=MARKED)
+@checked_arguments(blocks=SPANS, revised=MARKED, follow=FOLLOW)
 @own_colours()
 def sink_positions(
     sinks: Received | Recording | Sinks | Trajectories,
@@ -57,6 +60,7 @@ def sink_positions(
     head: int | Literal["moving"] | None = "moving",
     row: int = 0,
     queries: QueryClass = "all",
+    follow: Follow = "position",
     blocks: Sequence[tuple[int, int]] | None = None,
     revised: Bool[Tensor, "step position"] | None = None,
     title: str = "",
@@ -76,10 +80,12 @@ def sink_positions(
         head: index of the head; None for the mean over heads.
         row: index of the sequence in the batch.
         queries: which queries count, of a recording; others have their own.
+        follow: "position", of the canvas, or of a recording "token", as `trajectories` follows them: an axis of all
+            tokens and masks that the row's canvases ever held, in their order.
         blocks: the row's block at each step as (start, stop) canvas positions, to draw the borders:
             `row_blocks(run, row)`, or `DenoisingRun.spans` where all rows have the same.
         revised: which decided tokens of the row each step rewrote, `run.revised[:, row]`, to mark them; by default
-            a recording's own.
+            a recording's own, without tokens that a step only moves.
         title: the beginning of the caption, such as the model's name.
 
     Raises:
@@ -93,12 +99,10 @@ def sink_positions(
             raise ValueError(
                 f"layer={shown(layer)}, head={shown(head)}: give both, or neither for the head that moves most"
             )
-        layer, head = most_moving(trajectories_of(sinks, detector, queries), row)
-    track = track_of(sinks, detector, layer, head, row, queries)
+        layer, head = most_moving(trajectories_of(sinks, detector, queries, follow), row)
+    track = track_of(sinks, detector, layer, head, row, queries, follow)
     steps, positions = len(track.largest), len(track.content)
-    if revised is None and isinstance(sinks, Recording):
-        revised = sinks.run.revised[:, row]
-    rewritten = track.marks(revised)
+    rewritten = track.marks(revised_of(sinks, row) if revised is None else revised)
     if blocks is not None and len(blocks) != steps:
         raise ValueError(f"{len(blocks)} blocks for {steps} steps; give one (start, stop) per step, run.spans")
     width, height = min(14.0, max(6.0, 0.09 * steps + 2.5)), min(10.0, max(3.4, 0.055 * positions + 1.6))
@@ -110,15 +114,15 @@ def sink_positions(
         _what([track]),
         f"rule: {track.rule}",
         level_label(track.level, layer, head, track.layers, track.heads) + ", whose sinks move most" * chosen,
-        f"{counted_keys(positions, track.sinks)}, {counted(sum(track.running), 'step')}, n = 1 sequence "
-        f"(row {track.row})",
+        f"{counted_keys(positions, track.sinks, track.follow)}, {counted(sum(track.running), 'step')}, n = 1 "
+        f"sequence (row {track.row})",
         f"sink in {sum(track.passes)} of {counted(sum(track.running), 'step')}",
     ]
     figure.axes[0].set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
     return figure
 
 
-@checked_arguments(models=BY_NAME, heads=BY_NAME, rows=BY_NAME, blocks=BY_NAME)
+@checked_arguments(models=BY_NAME, heads=BY_NAME, rows=BY_NAME, blocks=BY_NAME, follow=FOLLOW)
 @own_colours()
 def sink_positions_by_model(
     models: Mapping[str, Source],
@@ -127,6 +131,7 @@ def sink_positions_by_model(
     heads: Mapping[str, tuple[int | None, int | None]],
     rows: Mapping[str, int] | None = None,
     queries: QueryClass = "all",
+    follow: Follow = "position",
     blocks: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     title: str = "",
 ) -> Figure:
@@ -138,6 +143,7 @@ def sink_positions_by_model(
         heads: name -> (layer, head), with None as in `sink_positions`.
         rows: name -> sequence of the batch; 0 by default.
         queries: which queries count, as in `sink_positions`.
+        follow: positions or tokens, as in `sink_positions`.
         blocks: name -> the row's block at each step, as in `sink_positions`.
         title: the beginning of the caption.
 
@@ -160,17 +166,18 @@ def sink_positions_by_model(
     tracks, edits = {}, False
     for axes, (name, given) in zip(panels, models.items(), strict=False):
         rule = detector if not hasattr(given, "detector") else None
-        track = tracks[name] = track_of(given, rule, *heads[name], rows.get(name, 0), queries)
+        row = rows.get(name, 0)
+        track = tracks[name] = track_of(given, rule, *heads[name], row, queries, follow)
         spans = blocks.get(name, ())
         if spans and len(spans) != len(track.largest):
             raise ValueError(f"{name}: {len(spans)} blocks for {len(track.largest)} steps; give run.spans")
-        rewritten = track.marks(given.run.revised[:, rows.get(name, 0)] if isinstance(given, Recording) else None)
+        rewritten = track.marks(revised_of(given, row))
         edits = edits or bool(rewritten)
         draw_track(axes, track, 2.6, spans, rewritten)
         about = [
             name,
             level_label(track.level, *heads[name], track.layers, track.heads).removeprefix("level: "),
-            counted_keys(len(track.content), track.sinks),
+            counted_keys(len(track.content), track.sinks, track.follow),
             f"sink in {sum(track.passes)} of {counted(sum(track.running), 'step')}",
         ]
         axes.set_title(caption(about, 4.2), loc="left", fontsize=7.5, **PLAIN)
@@ -188,7 +195,7 @@ def sink_positions_by_model(
 @plot(
     "sink-positions",
     "position of the largest sink at every step (Figure 7); several recordings side by side",
-    options=("layer", "head", "row", "pick", "detector", "queries"),
+    options=("layer", "head", "row", "pick", "detector", "queries", "follow"),
     needs="received",
     several=True,
 )
@@ -202,17 +209,21 @@ def _draw(options: PlotOptions) -> Figure:
             head=head,
             row=options.row,
             queries=options.queries,
+            follow=options.follow,
             blocks=row_blocks(options.run, options.row),
-            revised=options.run.revised[:, options.row],
             title=options.name,
         )
-    received = {name: as_received(recording, options.queries) for name, recording in options.recordings.items()}
+    received = {
+        name: as_received(recording, options.queries, options.follow)
+        for name, recording in options.recordings.items()
+    }
     return sink_positions_by_model(
         options.recordings,
         options.rule,
         heads={name: options.place(of_model) for name, of_model in received.items()},
         rows=dict.fromkeys(received, options.row),
         queries=options.queries,
+        follow=options.follow,
         blocks={name: row_blocks(recording.run, options.row) for name, recording in options.recordings.items()},
         title=", ".join(options.chosen) if options.title is None else options.title,
     )
@@ -249,14 +260,18 @@ def _shade_masked(axes: Axes, track: Track) -> None:
     if track.masked is None:
         return
     steps, keys = track.masked.shape
+    kinds = track.masked.long()
+    if track.places is not None:
+        there = track.places != NOWHERE
+        kinds[:, : there.shape[1]][~there & there.any(0)] = 2
     draw_cells(
         axes,
         torch.arange(steps + 1).numpy() - 0.5,
         torch.arange(keys + 1).numpy() - 0.5,
-        track.masked.T.numpy().astype(float),
-        cmap=ListedColormap(["white", MASKED]),
+        kinds.T.numpy().astype(float),
+        cmap=ListedColormap(["white", MASKED, ABSENT]),
         vmin=0,
-        vmax=1,
+        vmax=2,
         zorder=0,
     )
 
@@ -302,7 +317,8 @@ def _name_axes(axes: Axes, track: Track, height: float) -> None:
     axes.tick_params(labelsize=7)
     axes.set_xlabel("step", fontsize=8)
     learned = "; above the line: learned sink" if track.sinks else ""
-    axes.set_ylabel(f"position{learned}", fontsize=8)
+    what = "token, in the order of the canvases" if track.follow == "token" else "position"
+    axes.set_ylabel(f"{what}{learned}", fontsize=8)
     if track.tokens is not None:
         _name_tokens(axes, track, spacing=(high - low + 2) / (height * 7))
 
@@ -318,6 +334,8 @@ def explain_tracks(figure: Figure, tracks: Sequence[Track], *, blocks: bool, rev
     if any(track.masked is not None for track in tracks):
         label = open_label(*(track.uniform_noise for track in tracks))
         handles.append(Patch(facecolor=MASKED, label=label))
+    if any(track.places is not None for track in tracks):
+        handles.append(Patch(facecolor=ABSENT, label="not on the canvas"))
     if blocks:
         handles.append(Patch(facecolor="none", edgecolor=BLOCK, linestyle="--", label="block being decoded"))
     if revised:
@@ -333,7 +351,8 @@ def explain_tracks(figure: Figure, tracks: Sequence[Track], *, blocks: bool, rev
 def _what(tracks: Sequence[Track]) -> str:
     """What the marks are, for captions."""
     extreme = dict.fromkeys("lowest" if track.low else "highest" for track in tracks)
-    return f"Position with the {' or '.join(extreme)} score"
+    keys = " or ".join(dict.fromkeys(track.follow for track in tracks))
+    return f"{keys.capitalize()} with the {' or '.join(extreme)} score"
 
 
 def _name_tokens(axes: Axes, track: Track, spacing: float) -> None:

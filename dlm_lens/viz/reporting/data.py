@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import is_whole
@@ -16,7 +16,7 @@ from dlm_lens.printable import printable, shown
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.algorithm_registry import sampler_class
-from dlm_lens.sampling.emerging_text import came_by, changed_by
+from dlm_lens.sampling.emerging_text import came_by, changed_on_canvas
 from dlm_lens.sampling.moved_tokens import NOWHERE
 from dlm_lens.sampling.run_rows import first_prompt
 from dlm_lens.sampling.token_text import TokenTexts
@@ -225,8 +225,8 @@ def _canvas(subject: Subject, shown: Tensor, pack: Pack) -> dict[str, Any]:
     run, row, sinks = subject.run, subject.row, subject.received.sinks
     canvases = beside_sinks(run.canvases[:, row], sinks)[:, shown]
     ids, index = canvases.unique(return_inverse=True)
-    places, moved = _places(run, row, shown)
-    flags = (run.masked[:, row], *places)
+    moved = _moved(run, row, shown)
+    flags = (run.masked[:, row], *changed_on_canvas(run, row))
     masked, unmasked, revised = (beside_sinks(each, sinks, value=False)[:, shown] for each in flags)
     positions, padding = run.tokens.shape[1], int(run.padding[row])
     before = [key < run.prompt_length for key in shown.tolist()]
@@ -247,31 +247,24 @@ def _canvas(subject: Subject, shown: Tensor, pack: Pack) -> dict[str, Any]:
     }
 
 
-def _places(
-    run: DenoisingRun, row: int, shown: Int[Tensor, "shown"]
-) -> tuple[tuple[Bool[Tensor, "step position"], Bool[Tensor, "step position"]], Int[Tensor, "step shown"] | None]:
-    """Which positions each step decides, and which it rewrites or opens again; where it moves what is shown.
+def _moved(run: DenoisingRun, row: int, shown: Int[Tensor, "shown"]) -> Int[Tensor, "step shown"] | None:
+    """The places that the shown keys of each canvas have among those of the next one; None where nothing moves.
 
-    Where tokens move, positions are those of the step's own canvas, as the page shows it, and the shown keys have
-    places among those of the next canvas: after the last of them what is on it nowhere, or in several.
+    What is on it nowhere, or in several, has the place after the last of them.
     """
     if run.origins is None:
-        return (run.unmasked[:, row], run.revised[:, row]), None
-    new, again = torch.zeros(2, *run.unmasked[:, row].shape, dtype=torch.bool)
-    moved = torch.full_like(new, len(shown), dtype=torch.long)
-    canvas = shown[shown < new.shape[1]]
-    key_of = torch.zeros(new.shape[1], dtype=torch.long).scatter(0, canvas, torch.arange(len(canvas)))
+        return None
+    positions = run.tokens.shape[1]
+    moved = torch.full((run.steps, positions), len(shown))
+    canvas = shown[shown < positions]
+    key_of = torch.zeros(positions, dtype=torch.long).scatter(0, canvas, torch.arange(len(canvas)))
     for step in range(run.steps):
         came = came_by(run, row, step, step)
         there = came != NOWHERE
-        count = came[there].bincount(minlength=len(came))
-        for flags, changed in zip((new, again), changed_by(run, row, step), strict=True):
-            flags[step, came[there & changed]] = True
-        again[step] |= ~run.masked[step, row] & (count == 0)
-        alone = there & (count[came] == 1)
+        alone = there & (came[there].bincount(minlength=positions)[came] == 1)
         moved[step, came[alone]] = key_of[alone]
     sinks = torch.arange(len(canvas), len(shown)).expand(run.steps, -1)
-    return (new, again), torch.cat([moved[:, canvas], sinks], 1)
+    return torch.cat([moved[:, canvas], sinks], 1)
 
 
 def levels_of(received: Received) -> list[dict[str, Any]]:
