@@ -274,11 +274,15 @@ def _given(
     shape = (len(recording.steps), len(recording.rows), len(recording.layers))
     shape = (*shape, *((len(heads),) if per_head else ()), recording.sizes["key"])
     if isinstance(sinks, Sinks):
+        if sinks.level == "model":
+            raise ValueError(
+                "the sinks are of the model's mean pattern (level 'model'), and a norm is of a head or a layer; "
+                "find them at level 'head' or 'layer'"
+            )
         if tuple(sinks.is_sink.shape) != shape or sinks.layers != recording.layers:
             raise ValueError(
                 f"the sinks have shape {list(sinks.is_sink.shape)} {sinks.dims} and layers {sinks.layers}, the "
-                f"recording needs {list(shape)} and {recording.layers}; find them in this recording, at level "
-                "'head' or 'layer'"
+                f"recording needs {list(shape)} and {recording.layers}; find them in this recording"
             )
         return norms, sinks.is_sink, sinks.scores.isnan()
     if not by_token:

@@ -305,7 +305,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         value_norms(only_mean, sinks)
     with pytest.raises(ValueError, match="find them in this recording"):
         value_norms(rec, dl.find_sinks(rec.select(step=slice(0, 2)), dl.TopK(2)))
-    with pytest.raises(ValueError, match="at level 'head' or 'layer'"):
+    with pytest.raises(ValueError, match=r"the model's mean pattern.*; find them at level 'head' or 'layer'"):
         value_norms(rec, dl.find_sinks(rec, dl.TopK(2), level="model"))
     with pytest.raises(ValueError, match="there is no sink"):
         value_norms(rec, dl.find_sinks(rec, dl.AboveMean(1000.0)))
