@@ -17,6 +17,7 @@ from dlm_lens.hooks.positions import (
     GivenPositions,
     Positions,
     activation_site,
+    all_finite,
     printed_call,
     read_positions,
     shown_tensor,
@@ -52,7 +53,7 @@ class SteerAlong(Hook):
         object.__setattr__(self, "positions", read_positions(self.positions, "steer_along"))
         object.__setattr__(self, "knots", tuple(map(float, self.knots)))
         curve: Any = self.curve
-        if not isinstance(curve, Tensor) or curve.ndim != 2 or not bool(curve.isfinite().all()):
+        if not isinstance(curve, Tensor) or curve.ndim != 2 or not all_finite(curve):
             raise ValueError(f"steer_along: curve is {curve!r:.60}; give a finite tensor [knot, d_model]")
         rising = all(one < other for one, other in pairwise(self.knots))
         if len(self.knots) != len(curve) or len(curve) < 2 or not rising:

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from dlm_lens.arguments import plain_number, store_plain_numbers
 from dlm_lens.attention import PointContext, RunStep, SinkToken, padding_before, run_of
@@ -279,7 +280,14 @@ def printed_call(name: str, site: str | None, positions: Positions, *more: str) 
 
 def shown_tensor(tensor: Tensor) -> str:
     """A tensor in a hook's repr: its shape and norm, which distinguish two in a record."""
-    return f"Tensor({list(tensor.shape)}, norm={float(tensor.detach().float().norm()):.4g})"
+    norm = "unknown" if detect_fake_mode(tensor) else f"{float(tensor.detach().float().norm()):.4g}"
+    return f"Tensor({list(tensor.shape)}, norm={norm})"
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether every number is finite; True in `lm.scan`, where a tensor has a shape and no numbers."""
+    return detect_fake_mode(tensor) is not None or bool(tensor.isfinite().all())
+
 
 
 Classes = str | Sequence[str] | None

@@ -16,6 +16,7 @@ from dlm_lens.hooks.positions import (
     GivenPositions,
     Positions,
     activation_site,
+    all_finite,
     printed_call,
     read_positions,
     shown_tensor,
@@ -54,7 +55,7 @@ class Steer(Hook):
             )
         if not is_real(self.scale):
             raise ValueError(f"steer: scale is {shown(self.scale)}; it must be a finite number")
-        if not bool(self.direction.isfinite().all()):
+        if not all_finite(self.direction):
             raise ValueError("steer: the direction is not finite")
 
     def __repr__(self) -> str:

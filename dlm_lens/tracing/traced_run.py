@@ -126,6 +126,19 @@ class PromptBatcher(RowBatcher):
         self.invokes.append((prompts, kwargs))
         return group
 
+    def assemble(self, fn: Any) -> tuple[Any, ...]:
+        """As nnsight's.
+
+        Raises:
+            TypeError: there is no prompt.
+        """
+        if not self.invokes and "inputs_embeds" not in {**self.kwargs, **self.extra_kwargs}:
+            raise TypeError(
+                "there is no prompt; give one to lm.generate(...), lm.trace(...) or tracer.invoke(...); an invoke "
+                "without one has the rows of the others"
+            )
+        return super().assemble(fn)
+
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two settings are certainly equal."""

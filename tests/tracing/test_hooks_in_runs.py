@@ -19,6 +19,8 @@ from dlm_lens.hooks import (
     mask_positions,
     mask_sinks,
     mask_tokens,
+    steer,
+    steer_along,
     until_committed,
     zero_value,
 )
@@ -169,6 +171,21 @@ def test_a_scan_with_hooks_has_the_shapes_of_the_run(name: str) -> None:
         with lm.scan(PROMPT, fn=lm.generate, **SETTINGS) as tracer:
             for step in tracer.steps:
                 lm.layers[0].attn.apply(at_steps(SCANNED[name], 99), step)
+
+
+def test_hooks_of_tensors_that_are_made_inside_a_scan() -> None:
+    """They read whether the numbers are finite, and of a direction of another width its norm; a scan has none."""
+    lm = dl.DiffusionLM(tiny("llada"), check=False)
+    with lm.scan(PROMPT, fn=lm.generate, **SETTINGS) as tracer:
+        shapes = [].save()
+        for step in tracer.steps:
+            lm.layers[0].attn.apply(steer(torch.ones(32)), step)
+            lm.layers[0].attn.apply(steer_along(torch.ones(2, 32), [0, 1], 0.5), step)
+            shapes.append(list(lm.layers[1].attn.pattern.shape))
+    assert shapes == [[1, 4, 12, 12]] * 4
+    with pytest.raises(ValueError, match=r"Tensor\(\[9\], norm=unknown\), scale=1.0\): resid has \[32\] features"):
+        with lm.scan(PROMPT):
+            lm.layers[0].output = steer(torch.ones(9))(lm.layers[0].output)
 
 
 def test_a_scan_of_padded_prompts_has_the_shapes_of_the_run() -> None:

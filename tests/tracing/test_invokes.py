@@ -264,6 +264,15 @@ def test_gradients_need_to_be_asked_for(lm: Any) -> None:
                 pass
 
 
+@pytest.mark.parametrize("method", ["generate", "trace"])
+def test_a_trace_without_a_prompt_is_refused(lm: Any, method: str) -> None:
+    """nnsight calls the model without arguments, whose own errors name `prompt` or `inputs_embeds`."""
+    with pytest.raises(TypeError, match=r"there is no prompt; give one to .* tracer\.invoke"):
+        with getattr(lm, method)() as tracer:
+            with tracer.invoke():
+                lm.layers[0].output.save()
+
+
 def test_shapes_without_computing(lm: Any) -> None:
     with lm.scan("w5 w9 w14"):
         pattern = nnsight.save(lm.layers[1].attn.pattern.shape)
