@@ -50,8 +50,8 @@ def read_prompts(model: Any, prompt: Any, attention_mask: Any = None) -> Prompts
     if isinstance(prompt, Mapping):
         if "input_ids" not in prompt:
             raise ValueError(
-                f"the prompt is a mapping of {', '.join(map(repr, prompt))} without 'input_ids'; give what a "
-                "tokenizer returns, or chat messages in a list"
+                f"the prompt is a mapping of {', '.join(map(repr, prompt)) or 'nothing'} without 'input_ids'; give "
+                "what a tokenizer returns, or chat messages in a list"
             )
         _check_ids_alone(prompt)
         attention_mask = prompt.get("attention_mask") if attention_mask is None else attention_mask

@@ -15,6 +15,12 @@ READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "te
 LINES = ".txt"
 """The ending of files in which every line is a document."""
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    LINES: {"encoding": "utf-8-sig"},  # the other readers leave out a byte order mark by themselves
+    ".csv": {"keep_default_na": False, "na_values": [""]},  # NA, null, None and nan are texts
+}
+"""Arguments of a reader."""
+
 
 def read_evaluation(settings: DataSettings) -> Any | None:
     """The evaluation data of the settings, as `read_dataset` reads them; None where none are named.
@@ -81,12 +87,9 @@ def _local_files(settings: DataSettings, split: str, option: str) -> Any:
         raise ValueError(f"{option} {settings.path} is empty; give at least one document")
     # The datasets library takes [1] in the name of a file for a pattern too, which it then does not find.
     data_files = path if "*" in path else glob.escape(path)
-    # The other readers leave out a byte order mark by themselves.
-    options = {"encoding": "utf-8-sig"} if suffix == LINES else {}
+    options = {"split": split, "streaming": settings.streaming, **OPTIONS.get(suffix, {})}
     with reading(settings):
-        found: Any = datasets.load_dataset(
-            READERS[suffix], data_files=data_files, split=split, streaming=settings.streaming, **options
-        )
+        found: Any = datasets.load_dataset(READERS[suffix], data_files=data_files, **options)
         if suffix != LINES:
             return found
         found = found.filter(_has_text, input_columns=["text"])

@@ -129,6 +129,7 @@ def test_without_a_tokenizer_ids_work_and_text_does_not(tiny_llada: PreTrainedMo
         ([1.0, 2.0], "of several kinds or of an unknown one"),
         ([torch.tensor([0.5])], "of several kinds or of an unknown one"),
         ({"role": "user", "content": "w4"}, "a mapping of 'role', 'content' without 'input_ids'"),
+        ({}, "a mapping of nothing without 'input_ids'"),
     ],
 )
 def test_prompts_that_cannot_work(tiny_llada: PreTrainedModel, prompt: Any, message: str) -> None:

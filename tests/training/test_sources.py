@@ -214,6 +214,17 @@ def test_files_are_read_as_datasets(tmp_path) -> None:
         read_dataset(DataSettings(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_words_for_missing_values_are_texts_in_a_csv(streaming: bool, tmp_path: Path) -> None:
+    """pandas reads them as missing; so does a column of numbers read an empty field."""
+    words = ["NA", "null", "nan", "None", "n/a", "tom has 5"]
+    file = tmp_path / "texts.csv"
+    file.write_text("text,weight\n" + "".join(f"{word},{place or ''}\n" for place, word in enumerate(words)))
+    rows = list(read_dataset(DataSettings(path=str(file), streaming=streaming)))
+    assert [row["text"] for row in rows] == words
+    assert [row["weight"] for row in rows] == [None, 1, 2, 3, 4, 5]
+
+
 def test_a_part_of_a_split_needs_the_whole_data(tmp_path: Path) -> None:
     """A stream reads whole splits; the sentence of the datasets library said that the file was to be mended."""
     file = tmp_path / "text.jsonl"
