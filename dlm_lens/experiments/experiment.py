@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
+from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
 from os.path import expanduser, isfile
@@ -230,19 +231,31 @@ class Experiment:
 def _digests(settings: Settings) -> dict[str, str]:
     """The digest of every file that a setting names, so that a resumed run does not mix two versions of it.
 
-    Of a folder that `text` names, that of each of its .txt files; other folders are those of models and results.
+    Of a folder that `text` names, that of each of its .txt files; of a pattern in `overrides`, as in
+    data.path=DIR/*.jsonl, that of each file; other folders are those of models and results.
     """
-    from dlm_lens.files.tensor_files import file_digest
-
     found: dict[str, str] = {}
     for setting, value in settings.items():
-        for one in filter(None, value.values() if isinstance(value, dict) else [value]):
+        values = value.values() if isinstance(value, dict) else [value]
+        if setting == "overrides":
+            values = [override.partition("=")[2] for override in value]
+        for one in filter(None, values):
             path = expanduser(one) if isinstance(one, str) else ""
             inside = sorted(Path(path).glob("*.txt")) if path and setting == "text" else []  # none in a file
-            found |= {str(file): file_digest(file)[:16] for file in inside}
+            if setting == "overrides" and "*" in path:
+                inside = [Path(file) for file in sorted(glob(path, recursive=True)) if isfile(file)]
+            found |= {str(file): _digest(file) for file in inside}
             if isfile(path):
-                found[one] = file_digest(Path(path))[:16]
+                found[one] = _digest(Path(path))
     return found
+
+
+def _digest(file: Path) -> str:
+    """Of its contents; of more than 1 GiB, as files of a corpus are, the size alone."""
+    from dlm_lens.files.tensor_files import file_digest
+
+    size = file.stat().st_size
+    return f"{size} bytes" if size > 2**30 else file_digest(file)[:16]
 
 
 def _check_kind(name: str, value: Any, defaults: Sequence[Any]) -> None:

@@ -88,7 +88,8 @@ def _finished(checkpoint: Path, wanted: Any, fine_tuned: bool) -> bool:
     """Whether no step is left; how many epochs have, the checkpoint says, and one that does not is gone on with.
 
     Raises:
-        ValueError: no step is left of a training with other settings; of an unfinished one the trainer says it.
+        ValueError: no step is left of a training with other settings or data; of an unfinished one the trainer says
+            it.
     """
     from dlm_lens.training.checkpoints import read_run, step_of
 
@@ -97,6 +98,7 @@ def _finished(checkpoint: Path, wanted: Any, fine_tuned: bool) -> bool:
     if steps is None or step_of(checkpoint) < steps:
         return False
     changed = wanted.changes(record["settings"]) if record["settings"] else []
+    changed = changed or _changes_of_data(record["data"], wanted)
     # A fine-tuning begins with the checkpoint beside it, wherever `trained` was then.
     if changed := [one for one in changed if not (fine_tuned and one.startswith("model.start "))]:
         raise ValueError(
@@ -104,6 +106,17 @@ def _finished(checkpoint: Path, wanted: Any, fine_tuned: bool) -> bool:
             "directory with --set trained=DIR"
         )
     return True
+
+
+def _changes_of_data(before: Mapping[str, Any], wanted: Any) -> list[str]:
+    """In what the training files differ from those of a checkpoint; nothing where either are not known."""
+    from dlm_lens.training.data import data_record
+    from dlm_lens.training.dataset_files import files_of, read_dataset
+    from dlm_lens.training.settings import differences
+
+    if not before or not files_of(os.path.expanduser(wanted.data.path)):
+        return []
+    return differences(before, data_record(read_dataset(wanted.data), wanted.data), "data")
 
 
 def cost(item: Item, settings: Settings) -> list[Cost]:

@@ -12,6 +12,8 @@ from dlm_lens.experiments.results import Record, Results
 from dlm_lens.training import trainer
 from dlm_lens.training.checkpoints import RUN_FILE
 from dlm_lens.training.config_files import read_settings
+from dlm_lens.training.data import data_record
+from dlm_lens.training.dataset_files import read_dataset
 
 TABLES = [find_experiment(f"one-token-table{number}") for number in range(1, 6)]
 
@@ -119,6 +121,29 @@ def test_a_network_that_was_trained_with_other_settings_is_not_measured(tmp_path
             paper_scale.run(item, changed)
     moved = tmp_path.rename(tmp_path.parent / "moved")
     assert paper_scale.run(item, given | {"trained": str(moved)})["checkpoint"].startswith(str(moved))
+
+
+def test_a_network_that_was_trained_on_another_text_is_not_measured(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("tom has 5 apples .\nanna has 7 .\n")
+    given = {**TABLES[0].full, "trained": str(tmp_path), "overrides": [f"data.path={text}", "steps=2"]}
+    item = {"config": "laptop", "seed": 0, "task": "train"}
+    for streaming, known in ((False, "sha256"), (True, "bytes")):
+        settings = given | {"overrides": [*given["overrides"], f"data.streaming={str(streaming).lower()}"]}
+        wanted = paper_scale.training_settings(item, settings)
+        data = data_record(read_dataset(wanted.data), wanted.data)
+        made = Path(wanted.output) / "checkpoint-2"
+        made.mkdir(parents=True, exist_ok=True)
+        record = {"step": 2, "total_steps": 2, "settings": wanted.identity(), "data": data}
+        (made / RUN_FILE).write_text(json.dumps(record))
+        assert paper_scale.run(item, settings) == {"checkpoint": str(made)}
+        before = text.read_text()
+        text.write_text(before.replace("5", "55"))
+        with pytest.raises(ValueError, match=rf"checkpoint-2 was trained with other settings: data\.{known}"):
+            paper_scale.run(item, settings)
+        text.unlink()  # it is not needed to measure what was trained on it
+        assert paper_scale.run(item, settings) == {"checkpoint": str(made)}
+        text.write_text(before)
 
 
 def test_the_table_of_real_results() -> None:

@@ -133,6 +133,22 @@ def test_texts_that_changed_are_not_mixed_with_the_stored_ones(
         check_config(tmp_path, before, experiment.config(True, given=places))
 
 
+def test_files_of_overrides_that_changed_are_not_mixed_with_the_stored_ones(tmp_path: Path) -> None:
+    """Their names are in settings of the training, `data.path=FILE`; patterns stand for all their files."""
+    experiment = find_experiment("one-token-table1")
+    for name in ("a.jsonl", "b.jsonl", "c.txt"):
+        (tmp_path / name).write_text(name)
+    given = {"overrides": ["steps=2", f"data.path={tmp_path}/*.jsonl", f"data.eval_path={tmp_path}/c.txt"]}
+    before = experiment.config(False, given=given)
+    assert before["files"] == {
+        f"{tmp_path}/{name}": hashlib.sha256(name.encode()).hexdigest()[:16]
+        for name in ("a.jsonl", "b.jsonl", "c.txt")
+    }
+    (tmp_path / "b.jsonl").write_text("changed")
+    with pytest.raises(ValueError, match=r"holds results with files\..*b.jsonl='[0-9a-f]{16}', and this run has"):
+        check_config(tmp_path, before, experiment.config(False, given=given))
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "match"),
     [
