@@ -289,7 +289,6 @@ def all_finite(tensor: Tensor) -> bool:
     return detect_fake_mode(tensor) is not None or bool(tensor.isfinite().all())
 
 
-
 Classes = str | Sequence[str] | None
 """What a user gives as `classes=`: names of `TOKEN_CLASSES`, one name, or None for all tokens."""
 
