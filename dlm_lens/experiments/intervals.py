@@ -24,12 +24,17 @@ from dlm_lens.statistics import (
 
 
 class Interval(NamedTuple):
-    """A number with its 95% interval; `n` counts cases: in a bootstrap prompts with any, with Student's t seeds."""
+    """A number with its 95% interval.
+
+    `n` counts cases: in a bootstrap prompts with any, with Student's t seeds. `degrees` are those of freedom of the
+    Student's t that the interval's width is from, infinite for the normal distribution; p-values need them.
+    """
 
     value: float
     low: float
     high: float
     n: int
+    degrees: float = math.inf
 
     def __str__(self) -> str:
         if math.isnan(self.value):
@@ -117,12 +122,12 @@ def _over_prompts(statistic: Callable[[Floats], Floats], seed: int, *ratios: tup
     columns = np.stack([column for ratio in ratios for column in ratio])
     cases = min(int((bottom > 0).sum()) for _, bottom in ratios)
     found = estimate_in_draws(statistic, columns.sum(1), _drawn(columns, seed).T, cases)
-    return Interval(found.value, found.low, found.high, found.prompts)
+    return Interval(found.value, found.low, found.high, found.prompts, found.prompts - 1)
 
 
 def bootstrapped(value: float, drawn: Any, n: int) -> Interval:
     """A statistic with the interval of its values in a bootstrap that draws n prompts (or groups): `expanded`."""
-    return Interval(value, *expanded(value, drawn, n), n)
+    return Interval(value, *expanded(value, drawn, n), n, n - 1)
 
 
 def difference_of_ratios(
@@ -187,7 +192,7 @@ def unpaired_difference(one: Interval, other: Interval) -> Interval:
     value = one.value - other.value
     low = value - math.hypot(one.value - one.low, other.high - other.value)
     high = value + math.hypot(one.high - one.value, other.value - other.low)
-    return Interval(value, low, high, min(one.n, other.n))
+    return Interval(value, low, high, min(one.n, other.n), min(one.degrees, other.degrees))
 
 
 def over_networks(
@@ -246,9 +251,10 @@ def over_networks(
     spread = between**2 / (networks - 1) + (inside**2 / (n - 1) if n > 1 else 0.0)
     # All networks see the same prompts, which are no further cases.
     if not spread:
-        return _bounded(Interval(value, value, value, n), bounds)
-    half = student_quantile((between + inside) ** 2 / spread) * math.sqrt(between + inside)
-    return _bounded(Interval(value, value - half, value + half, n), bounds)
+        return _bounded(Interval(value, value, value, n, n - 1), bounds)
+    degrees = (between + inside) ** 2 / spread
+    half = student_quantile(degrees) * math.sqrt(between + inside)
+    return _bounded(Interval(value, value - half, value + half, n, degrees), bounds)
 
 
 def over_seeds(values: Sequence[float]) -> Interval:
@@ -265,7 +271,7 @@ def over_seeds(values: Sequence[float]) -> Interval:
     if len(values) < 2:
         return Interval(centre, math.nan, math.nan, 1)
     half = student_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Interval(centre, centre - half, centre + half, len(values))
+    return Interval(centre, centre - half, centre + half, len(values), len(values) - 1)
 
 
 def paired_over_seeds(one: Mapping[int, float], other: Mapping[int, float]) -> Interval:

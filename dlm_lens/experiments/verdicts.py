@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 from dlm_lens.experiments.intervals import Interval
@@ -87,17 +86,18 @@ def _judged(agrees: bool, disagrees: bool, p: float | None) -> Judged:
 
 
 def p_value(found: Interval, bound: float) -> float | None:
-    """Two-sided p-value of "the true value is the bound", by the normal approximation.
+    """Two-sided p-value of "the true value is the bound", by Student's t with the interval's degrees of freedom.
 
-    The standard error is the distance from the value to the end of the 95% interval on the bound's side, over 1.96:
-    p = 2 (1 - Phi(|value - bound| / se)). So p < 0.05 exactly where the interval excludes the bound. None without
-    an interval.
+    The standard error is the distance from the value to the end of the 95% interval on the bound's side, over the
+    distribution's quantile: p = 2 P(T > |value - bound| / se), normal where `Interval.degrees` are infinite. So
+    p < 0.05 exactly where the interval excludes the bound. None without an interval.
     """
+    from scipy import stats
+
     if any(map(math.isnan, (found.value, found.low, found.high))):
         return None
     distance = abs(found.value - bound)
     half = found.value - found.low if bound < found.value else found.high - found.value
     if half <= 0:
         return 0.0 if distance else 1.0
-    normal = NormalDist()
-    return 2 * normal.cdf(-distance / half * normal.inv_cdf(1 - RATE / 2))
+    return float(2 * stats.t.sf(distance / half * stats.t.ppf(1 - RATE / 2, found.degrees), found.degrees))

@@ -196,7 +196,7 @@ def _faithful(task: str, name: str, value: Any, settings: Settings) -> list[str]
 
 def _faithfulness(value: Any, edges: int) -> Interval:
     _, share, low, high = value["faithfulness"][str(edges)]
-    return Interval(share, low, high, len(value["right"]))
+    return Interval(share, low, high, len(value["right"]), len(value["right"]) - 1)
 
 
 def _overlap_row(task: str, name: str, shared: "Overlap") -> list[str]:

@@ -190,7 +190,7 @@ def gain_of_training(trained: Record, other: Record, name: str) -> Interval:
 
 
 def _complement(found: Interval) -> Interval:
-    return Interval(1 - found.value, 1 - found.high, 1 - found.low, found.n)
+    return found._replace(value=1 - found.value, low=1 - found.high, high=1 - found.low)
 
 
 def nearer(record: Record, run: str, quantity: str, than: str) -> Interval:
@@ -268,7 +268,7 @@ def _follows_table(results: Results) -> Table:
             for quantity, values in trained.value.get(name, {}).items():
                 off = mean_over_prompts(values, bounds=POSITIVE_BOUNDS)
                 value, low, high = (max(0.0, one) ** 0.5 for one in (off.value, off.low, off.high))
-                root = Interval(value, low, high, off.n)
+                root = off._replace(value=value, low=low, high=high)
                 rows.append([model, str(trained.value["layer"]), name, quantity, str(root)])
     return Table(
         "Root mean square distance of the mean reading at open positions from what a quantity would make it",

@@ -41,7 +41,7 @@ def test_without_noise_of_prompts_it_is_student_s_t_over_networks() -> None:
     means = [0.2, 0.5, 0.35]
     found = over_networks([([mean] * 6, [1.0] * 6) for mean in means], bounds=None)
     low, high = stats.t.interval(0.95, 2, np.mean(means), stats.sem(means))
-    assert found == pytest.approx((np.mean(means), low, high, 6), rel=1e-9)
+    assert found == pytest.approx((np.mean(means), low, high, 6, 2), rel=1e-9)
 
 
 def wilson_bound(n: int) -> float:
@@ -53,8 +53,8 @@ def wilson_bound(n: int) -> float:
 def test_shares_at_a_bound_have_wilson_s_interval(n: int) -> None:
     none, every = [0.0] * n, [3.0] * n
     high = wilson_bound(n)
-    zero = (pytest.approx(0.0), pytest.approx(0.0), pytest.approx(high, rel=1e-6), n)
-    one = (pytest.approx(1.0), pytest.approx(1 - high, rel=1e-6), pytest.approx(1.0), n)
+    zero = (pytest.approx(0.0), pytest.approx(0.0), pytest.approx(high, rel=1e-6), n, n - 1)
+    one = (pytest.approx(1.0), pytest.approx(1 - high, rel=1e-6), pytest.approx(1.0), n, n - 1)
     assert ratio_over_prompts(none, every, bounds=(0, 1)) == zero
     assert ratio_over_prompts(every, every, bounds=(0, 1)) == one
     assert mean_over_prompts(none, bounds=(0, 1)) == zero
@@ -75,10 +75,10 @@ def test_counts_scores_and_entropies_that_are_equal_are_no_shares(networks: int)
     """A count of places, at least 1, is no share of the prompts; nor is a score or an entropy of 0."""
     for value, bounds in ((1.0, (1.0, math.inf)), (1.0, (0.0, math.inf)), (0.0, (0.0, math.inf))):
         found = over_networks([([value] * 4, [1.0] * 4)] * networks, bounds=bounds)
-        assert found == (value, value, value, 4)
+        assert found == (value, value, value, 4, 3)
         assert mean_over_prompts([value] * 4, bounds=bounds) == found
     # Of several cases per prompt too.
-    assert ratio_over_prompts([3.0] * 4, [3.0] * 4, bounds=(0.0, math.inf)) == (1.0, 1.0, 1.0, 4)
+    assert ratio_over_prompts([3.0] * 4, [3.0] * 4, bounds=(0.0, math.inf)) == (1.0, 1.0, 1.0, 4, 3)
 
 
 def test_the_interval_of_equal_differences_reaches_towards_the_bounds() -> None:
@@ -90,7 +90,7 @@ def test_the_interval_of_equal_differences_reaches_towards_the_bounds() -> None:
 
 def test_a_difference_of_shares_that_do_not_vary_is_not_certain() -> None:
     found = difference_of_ratios(([3.0] * 3, [3.0] * 3), ([0.0] * 3, [3.0] * 3), bounds=(-1, 1))
-    assert found == paired_difference([1.0] * 3, [0.0] * 3, bounds=(-1, 1)) == (1.0, found.low, 1.0, 3)
+    assert found == paired_difference([1.0] * 3, [0.0] * 3, bounds=(-1, 1)) == (1.0, found.low, 1.0, 3, 2)
     assert found.low == pytest.approx(1 - 2 * wilson_bound(3), rel=1e-6)
     p = p_value(found, 0.0)
     assert p is not None
@@ -128,7 +128,7 @@ def test_a_share_of_patterns_counts_prompts_that_have_any() -> None:
     value = {f"left to right: {name}": values for name, values in found.items()}
     records = [Record({"model": "smollm2", "start": 0}, value, 0.0)]
     share = to_the_right(Results({"settings": {}}, records), "smollm2", "left to right", "sums")
-    assert share == (1.0, pytest.approx(1 - wilson_bound(3), rel=1e-6), 1.0, 3)
+    assert share == (1.0, pytest.approx(1 - wilson_bound(3), rel=1e-6), 1.0, 3, 2)
 
 
 def widened(n: int) -> float:
@@ -148,7 +148,7 @@ def test_a_difference_of_ratios_counts_the_prompts_of_the_ratio_that_has_fewer()
     ]
     expected = found.value + widened(6) * (np.quantile(values, (0.025, 0.975)) - found.value)
     assert found.value == pytest.approx(11 / 24 - others.sum() / below.sum())
-    assert found[1:] == pytest.approx((*expected, 6), rel=1e-6)
+    assert found[1:] == pytest.approx((*expected, 6, 5), rel=1e-6)
     # Of one prompt with cases nothing is known about others.
     alone = np.where(np.arange(20) < 1, 4.0, 0.0)
     assert np.isnan(difference_of_ratios((alone / 2, alone), (others, below), bounds=(-1, 1))[1:3]).all()
@@ -167,7 +167,8 @@ def test_over_networks_prompts_without_cases_do_not_count() -> None:
     between, within = ratios.var(ddof=1) / 3, np.var(drawn) * 3 / 2  # three prompts have cases
     freedom = (between + within) ** 2 / (between**2 / 2 + within**2 / 2)
     half = stats.t.ppf(0.975, freedom) * math.sqrt(between + within)
-    assert found == pytest.approx((ratios.mean(), ratios.mean() - half, ratios.mean() + half, 3), rel=1e-9)
+    expected = ratios.mean(), ratios.mean() - half, ratios.mean() + half, 3, freedom
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_differences_and_sums_at_zero_are_no_shares() -> None:
@@ -180,9 +181,9 @@ def test_counts_of_0_and_1_are_a_share_only_where_the_caller_says_so() -> None:
     """Sinks per prompt may be more than one, also where these prompts have none or one each."""
     counts, ones = [0, 1, 1, 1], [1] * 4
     free, share = (mean_over_prompts(counts, bounds=bounds) for bounds in (None, (0, 1)))
-    assert free == (0.75, free.low, free.high, 4)
+    assert free == (0.75, free.low, free.high, 4, 3)
     assert free.low < 0 < 1 < free.high
-    assert share == (0.75, 0, 1, 4)
+    assert share == (0.75, 0, 1, 4, 3)
     assert mean_over_prompts([1] * 4, bounds=None)[:3] == (1.0, 1.0, 1.0)
     assert over_networks([(ones, ones)] * 3, bounds=None)[:3] == (1.0, 1.0, 1.0)
     assert difference_of_ratios((ones, ones), ([0] * 4, ones), bounds=None)[:3] == (1.0, 1.0, 1.0)
@@ -194,7 +195,7 @@ def test_counts_of_0_and_1_are_a_share_only_where_the_caller_says_so() -> None:
 
 def test_differences_of_shares_that_are_0_may_have_either_sign() -> None:
     high = wilson_bound(4)
-    expected = (0.0, pytest.approx(-high, rel=1e-6), pytest.approx(high, rel=1e-6), 4)
+    expected = (0.0, pytest.approx(-high, rel=1e-6), pytest.approx(high, rel=1e-6), 4, 3)
     assert paired_difference([0, 1, 1, 0], [0, 1, 1, 0], bounds=(-1, 1)) == expected
     assert ratio_over_prompts([0.0] * 4, [1.0] * 4, bounds=(-1.0, 1.0)) == expected
     assert mean_over_prompts([0.0] * 4, bounds=(-1.0, 1.0)) == expected

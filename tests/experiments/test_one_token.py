@@ -35,7 +35,7 @@ def test_intervals_are_students() -> None:
     values = [0.3, 0.1, 0.4, 0.15, 0.9]
     found = over_seeds(values)
     low, high = stats.t.interval(0.95, 4, np.mean(values), stats.sem(values))
-    assert found == pytest.approx((np.mean(values), low, high, 5), rel=1e-12)
+    assert found == pytest.approx((np.mean(values), low, high, 5, 4), rel=1e-12)
 
 
 def test_a_single_seed_has_no_interval() -> None:

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dlm_lens.experiments.intervals import Interval
+from dlm_lens.experiments.intervals import (
+    Interval,
+    mean_over_prompts,
+    over_networks,
+    over_seeds,
+    unpaired_difference,
+)
 from dlm_lens.experiments.pages.appendix import adjusted, expected_by_chance
 from dlm_lens.experiments.verdicts import (
     Judged,
@@ -44,6 +50,27 @@ def test_p_is_below_a_twentieth_exactly_where_the_interval_excludes_the_bound() 
     assert p_value(found, 0.0) == pytest.approx(2 * stats.norm.sf(0.3 / 0.2 * stats.norm.ppf(0.975)))
     assert p_value(Interval(0.3, math.nan, math.nan, 1), 0.0) is None
     assert p_value(Interval(0.3, 0.3, 0.3, 9), 0.0) == 0.0
+
+
+@pytest.mark.parametrize("values", [[0.4, 0.5, 0.6], [0.1, 0.5, 0.6, 0.4, 0.5], [0.11, 0.12]])
+def test_p_of_seeds_is_that_of_student_s_test(values: list[float]) -> None:
+    """By the normal distribution the first, 0.013, was 0.0001: so small were 2% of the null's p of three seeds."""
+    found = over_seeds(values)
+    assert p_value(found, 0.0) == pytest.approx(stats.ttest_1samp(values, 0.0).pvalue, rel=1e-9)
+    networks = [([value] * 8, [1.0] * 8) for value in values]
+    assert p_value(over_networks(networks, bounds=None), 0.0) == pytest.approx(p_value(found, 0.0), rel=1e-9)
+    # Of two independent means the smaller number decides.
+    apart = unpaired_difference(found, over_seeds([0.0, 0.001, -0.001, 0.0, 0.0, 0.0, 0.0]))
+    assert p_value(apart, 0.0) == pytest.approx(p_value(found, 0.0), rel=0.05)
+
+
+def test_p_of_few_prompts_is_uniform_where_the_null_is_true() -> None:
+    rng = np.random.default_rng(2)
+    means = [mean_over_prompts(rng.normal(size=6), bounds=None) for _ in range(400)]
+    ps = np.array([p_value(found, 0.0) for found in means], float)
+    # Of 400 draws the standard deviations are 0.005 and 0.011; by the normal distribution 0.020 were below 0.01.
+    assert (ps < 0.01).mean() < 0.01 + 1.5 * 0.005
+    assert abs((ps < 0.05).mean() - 0.05) < 2 * 0.011
 
 
 def test_equivalence_is_two_one_sided_tests() -> None:
