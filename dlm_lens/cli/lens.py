@@ -51,8 +51,13 @@ def lens_command(
     layers: Annotated[str | None, LAYERS] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the likeliest tokens to name.")] = 3,
     lines: Annotated[
-        int, typer.Option(min=0, help="How many positions to list, of the last layer that is read.")
-    ] = 20,
+        int | None,
+        typer.Option(
+            min=0,
+            help="How many positions to list, of the last layer that is read; 20 as text, all in JSON.",
+            show_default=False,
+        ),
+    ] = None,
     tuned: Annotated[Path | None, typer.Option(help="A tuned lens of this model (train_tuned_lens).")] = None,
     hooks: Annotated[str, HOOKS] = "",
     device: Annotated[str | None, DEVICE] = None,
@@ -99,7 +104,9 @@ def lens_command(
     _show(lens, positions, sinks, lines, as_json=as_json)
 
 
-def _show(lens: "LogitLens", positions: str | None, sinks: "Sinks | None", lines: int, *, as_json: bool) -> None:
+def _show(
+    lens: "LogitLens", positions: str | None, sinks: "Sinks | None", lines: int | None, *, as_json: bool
+) -> None:
     """Print what a lens read at the positions that were given, or at the sinks.
 
     Raises:
@@ -111,10 +118,15 @@ def _show(lens: "LogitLens", positions: str | None, sinks: "Sinks | None", lines
                 f"--positions {positions}: there is none in these steps; give other steps or positions"
             )
         raise ValueError(f"there is no sink by {sinks.rule} in these steps; lower the threshold")
-    about = {"lens": lens.lens, "rule": "positions" if sinks is None else sinks.rule, "hooks": list(lens.hooks)}
+    rule = "positions" if sinks is None else sinks.rule
+    about: dict[str, Any] = {"lens": lens.lens, "rule": rule, "hooks": list(lens.hooks)}
     tables = {"layers": lens.summary()}
-    if lines or as_json:  # as text an empty table would say that there is none
-        tables["entries"] = lens.table(lens.layers[-1]).head(lines)
+    entries = lens.table(lens.layers[-1])
+    listed = lines if lines is not None else len(entries) if as_json else 20
+    if not as_json:
+        about["entries"] = f"{min(listed, len(entries))} of {len(entries)}, of layer {lens.layers[-1]}"
+    if listed or as_json:  # as text an empty table would say that there is none
+        tables["entries"] = entries.head(listed)
     show_tables(as_json, about, tables)
 
 

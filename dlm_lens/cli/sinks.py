@@ -38,8 +38,14 @@ def sinks_command(
     layer: Annotated[int | None, LAYER] = None,
     head: Annotated[int | None, HEAD] = None,
     top: Annotated[
-        int, typer.Option(min=0, help="How many sinks to list, each at its strongest step, strongest first.")
-    ] = 20,
+        int | None,
+        typer.Option(
+            min=0,
+            help="How many sinks to list, each at its strongest step, strongest first; 20 as text, all in JSON and "
+            "CSV.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, JSON] = False,
     csv: Annotated[str | None, typer.Option(help="Print one table as CSV instead: layers or sinks.")] = None,
 ) -> None:
@@ -49,15 +55,18 @@ def sinks_command(
     check_rule(recording, detector, level, queries)
     found = sinks_of(load_recording(recording), detector, level, queries)
     # All sinks first, then those of the layer and head, so that --top counts only lines that are shown.
-    listed = _lines_of(found.table(int(found.is_sink.sum())), layer, head, found).head(top)
+    listed = _lines_of(found.table(int(found.is_sink.sum())), layer, head, found)
     place = {name: value for name, value in (("layer", layer), ("head", head)) if value is not None}
     about = {"rule": found.rule, "found": f"{found!r}{' in every layer and head' if place else ''}", **place}
-    tables = {"layers": per_layer(found, layer, head), "sinks": listed}
+    lines = top if top is not None else len(listed) if as_json or csv else 20
+    tables = {"layers": per_layer(found, layer, head), "sinks": listed.head(lines)}
     if csv is not None:
         show_csv(tables[csv])
         return
-    if not (top or as_json):  # as text an empty table would say that there is none
-        del tables["sinks"]
+    if not as_json:
+        about["sinks"] = f"{min(lines, len(listed))} of {len(listed)}, each at its strongest step"
+        if not lines:  # an empty table would say that there is none
+            del tables["sinks"]
     show_tables(as_json, about, tables)
 
 

@@ -195,6 +195,24 @@ def test_the_insertion_is_that_of_the_library(saved: Any, tmp_path: Path) -> Non
     assert [line["added"] for line in found["steps"]] == pytest.approx(loss.by_step().added.tolist(), rel=1e-6)
 
 
+def test_text_lists_the_first_ones_and_json_and_csv_all(saved: Any) -> None:
+    path, _, _, rec = saved
+    sinks = dl.find_sinks(rec, dl.AboveMean(0.2))
+    places = sinks.is_sink.any(0).sum().item()
+    assert places > 20
+    rule = [path, "--detector", "above-mean:0.2"]
+    assert len(printed("sinks", *rule)["sinks"]) == places
+    csv = CliRunner().invoke(cli.app, ["sinks", *rule, "--csv", "sinks"], catch_exceptions=False)
+    assert len(pd.read_csv(io.StringIO(csv.stdout))) == places
+    text = CliRunner().invoke(cli.app, ["sinks", *rule], catch_exceptions=False).stdout
+    assert f"sinks: 20 of {places}, each at its strongest step" in text
+    assert len(text.split("\nsinks\n")[1].splitlines()) == 21  # with the names of the columns
+    entries = printed("lens", *rule)["entries"]
+    shown = CliRunner().invoke(cli.app, ["lens", *rule], catch_exceptions=False).stdout
+    assert len(entries) > 20
+    assert f"entries: 20 of {len(entries)}, of layer {rec.layers[-1]}" in shown
+
+
 @pytest.mark.parametrize(("command", "option"), [("sinks", "--top"), ("lens", "--lines")])
 def test_a_list_that_is_not_wanted_is_not_said_to_be_empty(saved: Any, command: str, option: str) -> None:
     arguments = [command, saved[0], "--detector", "above-mean:1", option, "0"]
