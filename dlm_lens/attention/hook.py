@@ -340,8 +340,11 @@ def as_hook(value: Any) -> Hook:
         ValueError: it has no site or no call, or its site does not exist.
     """
     if not is_hook(value):
+        read = "dlm_lens.hooks.parse_hooks reads texts"
+        named = "functions for named hook points go to dlm_lens.bridge(model).denoise(fwd_hooks=)"
+        aside = f" ({read})" if isinstance(value, str) else f" ({named})" if isinstance(value, tuple) else ""
         raise ValueError(
-            f"{shown(value)} is no hook; take one of dlm_lens.hooks, or an object with a site and a call "
+            f"{shown(value)} is no hook; take one of dlm_lens.hooks{aside}, or an object with a site and a call "
             "(tensor, hook)"
         )
     if not isinstance(value.site, str) or value.site not in SITES:

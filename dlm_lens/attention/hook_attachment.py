@@ -2,11 +2,12 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack, _GeneratorContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
@@ -96,14 +97,43 @@ STATES_OF_KEYS = ("key_value_states", "encoder_hidden_states", "cross_attention_
 """Names in transformers of the states of another stack, to which attention attends."""
 
 
-@contextmanager
+Arguments = ParamSpec("Arguments")
+Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
+
+
+class _Attached(_GeneratorContextManager[None]):
+    """A context manager that warns where it is deleted before a `with` block entered it, so that it did nothing."""
+
+    def __call__(self, function: Wrapped) -> Wrapped:
+        """As a decorator it makes another one for each call of the function."""
+        self.gen.close()
+        return super().__call__(function)
+
+    def __repr__(self) -> str:
+        return "<hooks that act inside `with attach_hooks(model, ...):`>"
+
+    def __del__(self) -> None:
+        if hasattr(self, "gen") and inspect.getgeneratorstate(self.gen) == inspect.GEN_CREATED:
+            call = "attach_hooks was called without `with`, and no hook was attached"
+            warnings.warn(f"{call}; write `with attach_hooks(model, ...):` around the forward passes", stacklevel=2)
+
+
+def _for_a_block(call: Callable[Arguments, Generator[None, None, None]]) -> Callable[Arguments, _Attached]:
+    @wraps(call)
+    def made(*args: Arguments.args, **kwargs: Arguments.kwargs) -> _Attached:
+        return _Attached(call, args, kwargs)
+
+    return made
+
+
+@_for_a_block
 def attach_hooks(
     model: Any,
     *hooks: HookLike,
     layers: Sequence[int] | None = None,
     run: Callable[[], RunStep | None] = lambda: None,
     off: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
+) -> Generator[None, None, None]:
     """Run `hooks` at their sites in every forward pass of `model` inside the block.
 
     Several hooks at one site run in the order given. Hooks that hide columns run without a pattern while nothing

@@ -21,6 +21,7 @@ from dlm_lens.hooks import (
     at_encoder,
     at_layers,
     at_steps,
+    attach_hooks,
     by_row,
     freeze_sinks,
     keep_only,
@@ -115,6 +116,28 @@ def test_point_context_of_a_call() -> None:
     assert own.sinks_known
 
 
+def test_attach_hooks_without_a_block_warns_and_attaches_none(recwarn: pytest.WarningsRecorder) -> None:
+    model, ids, hook = tiny("llada"), torch.arange(3, 12)[None], mask_positions(0)
+    plain = model(input_ids=ids).logits
+    with attach_hooks(model, hook):
+        hooked = model(input_ids=ids).logits
+
+    @attach_hooks(model, hook)
+    def decorated() -> Tensor:
+        logits: Tensor = model(input_ids=ids).logits
+        return logits
+
+    assert decorated().equal(hooked)
+    assert decorated().equal(hooked)
+    assert not hooked.equal(plain)
+    del decorated
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="called without `with`, and no hook was attached") as caught:
+        attach_hooks(model, hook)
+    assert caught[0].filename == __file__
+    assert model(input_ids=ids).logits.equal(plain)
+
+
 def test_as_hook_adapts_objects_and_functions() -> None:
     hook, own = Add("resid"), Plus()
     assert as_hook(hook) is hook
@@ -128,6 +151,10 @@ def test_as_hook_adapts_objects_and_functions() -> None:
     for wrong in (Plus, torch.relu, 3, type("NoCall", (), {"site": "v"})()):
         with pytest.raises(ValueError, match="is no hook"):
             checked([wrong])
+    with pytest.raises(ValueError, match=r"'mask_positions\(0\)' is no hook; .*parse_hooks reads texts"):
+        checked(["mask_positions(0)"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"bridge\(model\)\.denoise\(fwd_hooks=\)"):
+        checked([("blocks.1.attn.hook_z", plus)])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="which is none of q, k, v"):
         as_hook(Add("nowhere"))
     for alone in (own, hook, plus):
