@@ -114,13 +114,15 @@ def record_forward(
         dtype: how statistics are stored.
 
     Raises:
-        ValueError: as `Recorder`; an encoder-decoder model of transformers; a forward pass without input_ids, with
-            a cache, with decoder_input_ids, or with a mask [batch, 1, query, key].
+        ValueError: as `Recorder`; an encoder-decoder model of transformers, or its decoder (its encoder alone is
+            taken); a forward pass without input_ids, with a cache, with decoder_input_ids, or with a mask
+            [batch, 1, query, key].
     """
-    if getattr(model.config, "is_encoder_decoder", False) and type(model).__module__.startswith("transformers."):
+    if _attends_across(model):
         raise ValueError(
-            f"{type(model).__name__} attends in an encoder, in a decoder and from one to the other; record_forward "
-            "takes models whose queries and keys are those of one sequence: read hook points instead"
+            f"{type(model).__name__} attends in a decoder and from it to an encoder; record_forward takes models "
+            "whose queries and keys are those of one sequence: record the encoder alone (model.get_encoder()), or "
+            "read hook points"
         )
     recorder = _ForwardRecorder(model, reducers, layers=layers, dtype=dtype)
     with on_passes(model, recorder.before, recorder.after):
@@ -128,6 +130,16 @@ def record_forward(
             yield ForwardRecording(recorder)
         finally:
             recorder.close()
+
+
+def _attends_across(model: Any) -> bool:
+    """Whether this is an encoder-decoder of transformers or its decoder; T5's encoder has the decoder's class."""
+    if not getattr(model.config, "is_encoder_decoder", False) or not type(model).__module__.startswith(
+        "transformers."
+    ):
+        return False
+    takes = inspect.signature(model.forward).parameters
+    return "decoder_input_ids" in takes or ("encoder_hidden_states" in takes and getattr(model, "is_decoder", True))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForMaskedLM, StaticCache
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, StaticCache
 
 from dlm_lens import DiffusionLM, add_hook_points
 from dlm_lens.attention import hooked_attentions
@@ -33,6 +33,34 @@ def test_record_forward_reads_arguments_by_their_names() -> None:
         wanted = patterns[0][1][:, 2:, 2:].sum(1)  # four queries that see four keys
         torch.testing.assert_close(rec.received[0, 1, 0, :, 2:].double(), wanted, rtol=1e-5, atol=1e-5)
         assert rec.received[0, 1, 0, :, :2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("t5", {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
+        ("bart", {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}),
+    ],
+)
+def test_the_encoder_of_an_encoder_decoder_is_recorded_alone(kind: str, sizes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, d_model=32, vocab_size=128, **sizes)
+    model = add_hook_points(AutoModelForSeq2SeqLM.from_config(config).eval())
+    ids, mask = torch.randint(3, 120, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 8:] = 0
+    with torch.no_grad(), record_forward(model.get_encoder(), [ReceivedAttention(min_viewers=1)]) as rec:
+        model.get_encoder()(input_ids=ids, attention_mask=mask)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        patterns = model.get_encoder()(input_ids=ids, attention_mask=mask, output_attentions=True).attentions
+    wanted = (torch.stack(patterns, 1) * mask[:, None, None, :, None]).sum(-2)
+    torch.testing.assert_close(rec.received_sums()[0].nan_to_num(), wanted, rtol=1e-5, atol=1e-5)
+    for part in (model, model.get_decoder()):
+        with (
+            pytest.raises(ValueError, match="record the encoder alone"),
+            record_forward(part, [ReceivedAttention()]),
+        ):
+            pass
 
 
 def test_record_forward_refuses_a_static_cache() -> None:
