@@ -416,13 +416,15 @@ def _raise_misfit(
         hint = near_name(unknown, names, elsewhere)
         known = ", ".join(names) or "none"
         raise TypeError(f"{function} has no argument {unknown!r}{hint}; it has {known}") from None
-    call = ""
-    if str(error).startswith("missing"):
+    call, missing = "", str(error).startswith("missing")
+    if missing or str(error).startswith("too many"):
         parameters = [signature.parameters[name] for name in names]
-        needed = [
-            one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+        placed = [
+            one.name
+            for one in parameters
+            if one.kind is one.POSITIONAL_OR_KEYWORD and (one.default is one.empty or not missing)
         ]
-        call = f"; it is called as {function}({', '.join(needed)})"
+        call = f"; it is called as {function}({', '.join(placed)}{'' if missing else ', ...'})"
     raise TypeError(f"{function}: {error}{call}") from None
 
 

@@ -97,12 +97,22 @@ def test_a_hook_says_how_it_is_limited(make: Callable[[], Any], sentence: str) -
         ("genlength", "did you mean 'gen_length'?"),
         ("max_new_tokens", "max_new_tokens is gen_length here"),
         ("sampler", "sampler is an argument of dlm_lens.load here"),
+        ("fwd_hooks", "fwd_hooks is an argument of dlm_lens.bridge(model).denoise here"),
     ],
 )
 def test_a_sampler_names_the_setting_that_is_meant(setting: str, hint: str) -> None:
     with pytest.raises(ValueError, match="sampler has no setting") as caught:
         dl.denoise(dl.load("toy"), "1", **{setting: 1})
     assert f"has no setting {setting!r} ({hint}); it has steps, " in str(caught.value)
+
+
+def test_arguments_that_are_missing_or_too_many_are_told_with_the_call() -> None:
+    for given, sentence in (
+        ((1,), r"pattern_stability: missing .*; it is called as pattern_stability\(model, run, detector\)$"),
+        ((1, 2, 3, 4), r"too many .*; it is called as pattern_stability\(model, run, detector, \.\.\.\)$"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            dl.probes.pattern_stability(*given)
 
 
 def test_an_estimate_of_one_prompt_shows_no_interval() -> None:

@@ -68,6 +68,7 @@ Of several it is the last that a sampler has: BD3-LM's `num_steps` are those of 
 
 
 ARGUMENTS = {
+    "fwd_hooks": "an argument of dlm_lens.bridge(model).denoise",
     "heads": "at_heads(hook, heads)",
     "layers": "at_layers(hook, layers)",
     "sampler": "an argument of dlm_lens.load",

@@ -213,7 +213,8 @@ def _check_rows(pattern: Tensor, visible: Tensor, counted: Tensor) -> None:
         raise ValueError(
             f"row sums of the pattern must be 1, but step {where[0]}, row {where[1]}, layer {where[2]}, head "
             f"{where[3]}, query {where[4]} sums to {float(sums[tuple(where)]):.4g}; give probabilities (after the "
-            "softmax, without dropout), and leave padding out with attention_mask= or queries="
+            "softmax, without dropout), and leave padding out with attention_mask= or queries=; scores of a "
+            "recording are no pattern: give the recording itself"
         )
     if bool((pattern < 0).logical_and(counts[..., None]).any()):
         raise ValueError(f"the pattern has entries as low as {float(pattern.min()):.4g}; give probabilities")

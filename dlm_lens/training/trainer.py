@@ -311,7 +311,10 @@ class MaskedDiffusionTrainer(CheckpointingTrainer):
             found = Path(resume_from_checkpoint) if resume_from_checkpoint else None
             held = last_checkpoint(self.settings.output)
             if found is None and held is not None:
-                raise ValueError(f"{held} exists already; resume it, or choose another output than its directory")
+                raise ValueError(
+                    f"{held} exists already; resume it with train(resume_from_checkpoint=True), or choose another "
+                    "output than its directory"
+                )
         if found is None:
             check_texts(self.source, self._mask, self._embedded)
         self._reading = (0, None) if found is None else self._resumed(found)

@@ -391,6 +391,7 @@ REFUSALS: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("llada", [1], [2], {"samples": 10, "strata": 4}, "10 samples do not divide into groups of 4"),
     ("llada", [1], [2], {"method": "exact"}, "method is 'exact'; it must be one of mc, chain_rule"),
     ("llada", [1], [2], {"eps": 0.1}, "the mc likelihood of llada has no setting 'eps'"),
+    ("llada", [1], [2], {"hooks": []}, r"no setting 'hooks' \(hooks is with dlm_lens.hooks.attach_hooks\(model"),
     ("llada", [1], [2], {"method": "chain_rule", "order": "ftb"}, "order is 'ftb'; it must be 'left_to_right'"),
     ("llada", [[1], [2]], [[2], [3]], {"seed": [1]}, "1 seeds for 2 prompts"),
     ("llada", [[1], [2]], [[2], [3]], {"seed": [1, 2], "reference_quirks": True}, "give a single seed"),

@@ -257,6 +257,7 @@ def test_result_names_rule_scale_and_level(sinks):
         (lambda p, r: find_sinks(p, TopK(1), level="model"), ValueError, "no layer axis"),
         (lambda p, r: r.at_level("layer").at_level("head"), ValueError, "level='layer' where it is"),
         (lambda p, r: find_sinks(p.log(), TopK(1)), ValueError, "row sums"),
+        (lambda p, r: find_sinks(r.values[None], TopK(1)), ValueError, "give the recording itself"),
         (lambda p, r: find_sinks([0.5], TopK(1)), TypeError, "attention is a list"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_resume_with_other_settings_is_refused(unbroken: MaskedDiffusionTraine
     )
     with pytest.raises(ValueError, match=r"objective\.floor was 0\.001 and is 0\.5; seed was 0 and is 3"):
         other.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match=r"exists already; resume it with train\(resume_from_checkpoint=True\)"):
         job(directory).train()
     # How a batch is divided does not change what is learned, nor does the evaluation.
     split = DataSettings(length=12, eval_split="test", eval_path="other.txt")

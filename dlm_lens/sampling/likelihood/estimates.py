@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from dlm_lens.adapters.dit import takes_noise_level
 from dlm_lens.adapters.registry import fills_masks
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import checked_arguments, near_name
 from dlm_lens.attention import computed_span, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
@@ -425,7 +425,12 @@ def _check_names(settings: Mapping[str, Any], names: Sequence[str], method: str,
     for name in settings:
         if name not in names:
             has = ", ".join(names) or "none"
-            raise ValueError(f"the {method} likelihood of {algorithm.name} has no setting {name!r}; it has {has}")
+            hint = near_name(
+                name, names, {"hooks": "with dlm_lens.hooks.attach_hooks(model, ...), around the call,"}
+            )
+            raise ValueError(
+                f"the {method} likelihood of {algorithm.name} has no setting {name!r}{hint}; it has {has}"
+            )
 
 
 def _corruption(
