@@ -446,10 +446,13 @@ class StoredRun(StoredCanvases):
         return predicted
 
     def _rewritable(self, step: int) -> Bool[Tensor, "batch position"]:
-        """Decided positions of the answer in the step's block, in rows that had open ones when it began."""
+        """Decided positions of the answer in the step's block, in rows that run and had open ones when it began.
+
+        A part that lacks the first step of the block does not hold what was open then: all of its rows count.
+        """
         run, first = self.run, self.run.blocks.index(self.run.blocks[step])
-        begun = (run.masked[first] & run.in_block[first]).any(-1, keepdim=True)
-        return run.answer & run.in_block[step] & ~run.masked[step] & begun
+        begun = (run.masked[first] & run.in_block[first]).any(-1) | bool(run.block_numbers[first])
+        return run.answer & run.in_block[step] & ~run.masked[step] & (begun & run.running[step])[:, None]
 
     def states(self, step: int) -> Float[Tensor, "half predicted d_model"]:
         """A forward pass over the canvas of a step: the head's inputs for the predicted positions, row by row."""

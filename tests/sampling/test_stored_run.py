@@ -30,7 +30,7 @@ from dlm_lens.hooks import (
 )
 from dlm_lens.probes import LogProbability, activation_patching, attribution_patching, commitment
 from dlm_lens.recording import ReceivedAttention, UpdateNorm, ValueNorm, rerun
-from dlm_lens.sampling import StoredRun
+from dlm_lens.sampling import StoredRun, part_of_run
 from dlm_lens.testing import tiny
 
 PROMPTS = [[5, 9, 11, 3, 17, 20, 8, 30, 31], [6, 2, 40]]
@@ -334,3 +334,40 @@ def test_a_run_of_every_sampler_is_run_again(family: str, sampler: str) -> None:
     settings = {name: value for name, value in SHORT.items() if name in model.sampler_defaults}
     run = check(model, [], LONG, **settings).run
     assert len(dl.logit_lens(model, run, steps=[run.steps - 1]).position)
+
+
+# What steps may rewrite.
+
+
+@pytest.mark.parametrize(
+    ("family", "sampler", "settings"),
+    [
+        (
+            "llada2",
+            "llada2_editing",
+            {"block_length": 4, "threshold": 0.1, "editing_threshold": 0.0, "max_post_steps": 6},
+        ),
+        ("udlm", "udlm", {"steps": 8}),
+    ],
+)
+def test_rewritten_positions_of_a_row_and_of_a_part_are_those_of_the_run(
+    family: str, sampler: str, settings: dict[str, Any]
+) -> None:
+    """A row is read until its own end, and a step by itself as in the run, though its block began before it."""
+    model, given = tiny(family, sampler=sampler), {"gen_length": 8, **settings}
+    prompts = [[3, 4, 5], [7, 8, 9, 10, 11]]
+    run = dl.denoise(model, prompts, seed=[1, 2], **given)
+    whole = StoredRun(model, run, decided=True)
+    predicted = torch.stack([whole.predicted(step) for step in range(run.steps)])
+    for row, prompt in enumerate(prompts):
+        alone = dl.denoise(model, [prompt], seed=[1 + row], **given)
+        own = StoredRun(model, alone, decided=True)
+        counts = torch.stack([own.predicted(step).sum() for step in range(alone.steps)])
+        assert predicted[:, row].sum(-1).tolist() == [*counts.tolist(), *[0] * (run.steps - alone.steps)]
+    assert sampler == "udlm" or len(set(run.row_steps.tolist())) == 2
+    read = 0
+    for step in range(run.steps):
+        part = part_of_run(run, [step], range(2))
+        assert StoredRun(model, part, decided=True).predicted(0).equal(predicted[step])
+        read += int((predicted[step] & ~run.open[step])[run.open[step].sum(-1) == 0].sum())
+    assert sampler != "udlm" or read  # where nothing is open
