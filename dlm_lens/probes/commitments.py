@@ -17,7 +17,7 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions, result_of, right_tokens
 from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
-from dlm_lens.sampling.algorithm_registry import setting_of
+from dlm_lens.sampling.algorithm_registry import sampler_class, setting_of
 from dlm_lens.sampling.moved_tokens import at_places, on_canvases
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
@@ -274,8 +274,8 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
 
     Raises:
         TypeError: neither a run nor a recording.
-        ValueError: a run whose proposals are drawn, in which the proposed token is not the most likely one; a model
-            without a mask token; a reference of another shape.
+        ValueError: a run whose proposals are drawn, or by its settings without some tokens, so that the proposed
+            token is not the most likely one; a model without a mask token; a reference of another shape.
     """
     run = run.run if isinstance(run, Recording) else run
     if not isinstance(run, DenoisingRun):
@@ -296,9 +296,18 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
     return Commitment(run, token, confidence, unknown, unknown, right)
 
 
+NEVER_PROPOSED = ("logits_eos_inf", "suppress_tokens", "begin_suppress_tokens")
+"""Settings that keep tokens out of the proposals."""
+
+
 def why_drawn(run: DenoisingRun) -> str:
     """Why a run's proposals are not always its most likely tokens; "" where they are."""
     temperature = setting_of(run.settings, "temperature")
     if run.uniform_noise:
         return "holds random tokens at open positions"
-    return "" if temperature == 0 else f"has temperature {temperature}"
+    if temperature != 0:
+        return f"has temperature {temperature}"
+    if sampler_class(run.settings).resizes:
+        return "inserts and deletes masks, where there is room"
+    kept = [f"{name}={run.settings[name]}" for name in NEVER_PROPOSED if run.settings.get(name)]
+    return f"has {kept[0]}" if kept else ""

@@ -284,6 +284,30 @@ def test_proposals_that_are_drawn_say_nothing_alone() -> None:
         proposed_commitment("run")
 
 
+@pytest.mark.parametrize(
+    ("family", "setting", "why"),
+    [
+        ("llada", {"logits_eos_inf": True}, "has logits_eos_inf=True"),
+        ("a2d_qwen3", {"suppress_tokens": (62,)}, r"has suppress_tokens=\(62,\)"),
+        ("dreamon", {"start_length": 2, "temperature": 0.0}, "inserts and deletes masks"),
+    ],
+)
+def test_proposals_without_some_tokens_say_nothing_alone(family: str, setting: dict[str, Any], why: str) -> None:
+    """The end of the text, the likeliest token everywhere, is never proposed; of DreamOn not at its last gap."""
+    model = tiny(family)
+
+    def ends(module: Any, args: Any, logits: Tensor) -> Tensor:
+        return torch.cat([logits[..., :62], logits[..., 62:63] + 50, logits[..., 63:]], -1)
+
+    model.get_output_embeddings().register_forward_hook(ends)
+    run = denoise(model, PROMPTS, gen_length=4, **setting)
+    likeliest = commitment(model, run)
+    assert bool((likeliest.token[likeliest.predicted] == 62).all())
+    assert family == "dreamon" or not bool((run.proposals == 62).any())
+    with pytest.raises(ValueError, match=f"the run {why}.* not always its most likely token; commitment"):
+        proposed_commitment(run)
+
+
 def test_the_map_shows_what_each_prediction_became() -> None:
     model = tiny("llada")
     found = commitment(model, denoise(model, PROMPTS, steps=6, gen_length=10, temperature=0.7))
