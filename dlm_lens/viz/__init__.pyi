@@ -1,8 +1,8 @@
-from .exploring.changes import CanvasEdit as CanvasEdit
-from .exploring.changes import HiddenHead as HiddenHead
-from .exploring.changes import HiddenKey as HiddenKey
 from .exploring.exploration import Selection as Selection
 from .exploring.explore import explore as explore
+from .exploring.sides import CanvasEdit as CanvasEdit
+from .exploring.sides import HiddenHead as HiddenHead
+from .exploring.sides import HiddenKey as HiddenKey
 from .exploring.widget import Explorer as Explorer
 from .figures.anatomy import sink_causes as sink_causes
 from .figures.attribution import attribution_map as attribution_map

@@ -13,9 +13,9 @@ from dlm_lens.hooks import ablate, at_heads, at_layers, capture, mask_positions,
 from dlm_lens.recording import rerun
 from dlm_lens.sinks import LowKeyNorm, find_sinks, received_of
 from dlm_lens.testing import tiny
-from dlm_lens.viz.exploring.changes import CanvasEdit, HiddenHead, HiddenKey
 from dlm_lens.viz.exploring.exploration import Selection
 from dlm_lens.viz.exploring.page_requests import split
+from dlm_lens.viz.exploring.sides import CanvasEdit, HiddenHead, HiddenKey
 
 PROMPT = [[5, 6, 7]]
 FAMILIES = [

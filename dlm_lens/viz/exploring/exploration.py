@@ -20,12 +20,16 @@ from dlm_lens.sampling.settings import SpecialIds, row_seeds
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import Detector
 from dlm_lens.viz.attention_snapshot import snapshot
-from dlm_lens.viz.exploring.changes import CanvasEdit, Change, HiddenHead, HiddenKey, edits_of
 from dlm_lens.viz.exploring.sides import (
+    CanvasEdit,
+    Change,
+    HiddenHead,
+    HiddenKey,
     Progress,
     Prompt,
     Side,
     check_hooks_given,
+    edits_of,
     given_source,
     has_all_scores,
     made_side,

@@ -8,9 +8,8 @@ from importlib.resources import files
 from typing import Any
 
 from dlm_lens.sampling.token_text import TokenTexts
-from dlm_lens.viz.exploring.changes import decoded
 from dlm_lens.viz.exploring.exploration import Exploration
-from dlm_lens.viz.exploring.sides import Side
+from dlm_lens.viz.exploring.sides import Side, decoded
 from dlm_lens.viz.reporting.packing import plain
 from dlm_lens.viz.reporting.page import SCRIPTS as REPORT_SCRIPTS
 from dlm_lens.viz.reporting.page import part_of_page

@@ -20,9 +20,9 @@ from dlm_lens.sampling import Comparison, DenoisingRun
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks import Received
 from dlm_lens.sinks.detector_registry import DETECTORS
-from dlm_lens.viz.exploring.changes import CanvasEdit, Change, HiddenHead, HiddenKey, coded, decoded, edits_of
 from dlm_lens.viz.exploring.exploration import Exploration, Selection
 from dlm_lens.viz.exploring.page_requests import ANSWERS, Request, StaleError, module, problem_of, split
+from dlm_lens.viz.exploring.sides import CanvasEdit, Change, HiddenHead, HiddenKey, coded, decoded, edits_of
 
 try:
     import anywidget
