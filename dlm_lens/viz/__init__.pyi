@@ -8,7 +8,7 @@ from .figures.anatomy import sink_causes as sink_causes
 from .figures.attribution import attribution_map as attribution_map
 from .figures.clock import clock_scores as clock_scores
 from .figures.commitment import commitment_map as commitment_map
-from .figures.discounts import sink_discount as sink_discount
+from .figures.commitment import remask_spread as remask_spread
 from .figures.distribution import score_distribution as score_distribution
 from .figures.early import early_recall as early_recall
 from .figures.emergence import sink_emergence as sink_emergence
@@ -16,6 +16,7 @@ from .figures.eps_sweep import sinks_over_eps as sinks_over_eps
 from .figures.features import feature_rates as feature_rates
 from .figures.features import insertion_by_step as insertion_by_step
 from .figures.incoming import incoming_attention as incoming_attention
+from .figures.incoming import sink_discount as sink_discount
 from .figures.lens_table import lens_table as lens_table
 from .figures.maps import attention_maps as attention_maps
 from .figures.norms import value_norm_layers as value_norm_layers
@@ -23,7 +24,6 @@ from .figures.norms import value_norm_scatter as value_norm_scatter
 from .figures.positions import sink_positions as sink_positions
 from .figures.positions import sink_positions_by_model as sink_positions_by_model
 from .figures.regions import region_mass as region_mass
-from .figures.remasking import remask_spread as remask_spread
 from .figures.strength import sink_strength as sink_strength
 from .reporting import report as report
 from .sink_tracks import row_blocks as row_blocks

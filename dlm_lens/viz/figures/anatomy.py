@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import SinkAnatomy
-from dlm_lens.viz.figures.labels import PLAIN, caption
+from dlm_lens.viz.figures.labels import captioned
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 
 COLOURS = {"norms": "#b2182b", "angles": "#2166ac", "either": "#7fbf7b", "together": "#d9d9d9"}
@@ -61,12 +61,11 @@ def sink_causes(anatomy: SinkAnatomy, *, title: str = "") -> Figure:
     for axes in (left, right):
         axes.tick_params(labelsize=7)
     prompts = len(anatomy.is_sink[..., 0].nonzero()[:, 1].unique())
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         "What sinks need: norms of keys or angles",
         f"rule: {anatomy.detector}; scale: {anatomy.received.scale}",
         f"level: head; queries: {anatomy.received.queries}",
         f"n = {counted(anatomy.sinks, 'sink')} in {counted(prompts, 'prompt')}",
-    ]
-    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+    )

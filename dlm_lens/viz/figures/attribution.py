@@ -7,7 +7,7 @@ from dlm_lens.arguments import checked_arguments
 from dlm_lens.probes.attribution.node_effects import NodeEffects
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.emerging_text import canvas_after, changed_by
-from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.labels import PLAIN, captioned, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
 from dlm_lens.viz.selection import index_of, row_number
 
@@ -68,15 +68,16 @@ def attribution_map(found: NodeEffects, *, row: int = 0, title: str = "") -> Fig
     bar.ax.tick_params(labelsize=7)
     bar.set_label("change of the target", fontsize=8)
     kind = f"{found.site} of {heads} heads a layer" if heads > 1 else found.site
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         f"Effect of each node ({kind}): {found.contract.method}",
         f"target: {found.contract.score}",
         f"values from {found.contract.baseline}",
         f"n = 1 sequence (row {row_number(run, row)})",
-    ]
-    axes.set_title(caption(sentences, width), loc="left", fontsize=7, **PLAIN)
-    return figure
+        axes=axes,
+        fontsize=7,
+    )
 
 
 def _step_label(run: DenoisingRun, step: int, row: int) -> str:

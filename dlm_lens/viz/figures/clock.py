@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import DenoisingClock, denoising_clock
-from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
+from dlm_lens.viz.figures.labels import PLAIN, captioned, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_band, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -67,18 +67,14 @@ def clock_scores(clock: DenoisingClock, *, untrained: DenoisingClock | None = No
         axes.grid(color="0.92", linewidth=0.6)
     # Rows of equal prompts are one, as in the intervals.
     prompts = len(clock.reading.prompt[(clock.reading.count > 0).any(1).any(0)].unique())
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         f"A linear probe of {_target(clock)}",
         f"fitted to {counted(clock.prompts, 'prompt')}, n = {prompts} others scored",
         "every position is a case",
-        *(
-            [f"bands: 95% intervals, cut off at the bottom (the lowest begins at {_lowest(clock, names):.2g})"]
-            * below
-        ),
-    ]
-    figure.suptitle(caption(sentences, 7.6), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+        f"bands: 95% intervals, cut off at the bottom (the lowest begins at {_lowest(clock, names):.2g})" * below,
+    )
 
 
 @plot(

@@ -16,7 +16,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Detector, Received
 from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
-from dlm_lens.viz.figures.labels import PLAIN, LogShares, caption, level_label, numbered
+from dlm_lens.viz.figures.labels import LogShares, captioned, level_label, numbered
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -80,17 +80,17 @@ def score_distribution(
         axes.axvline(counts.threshold, color="0.45", linewidth=1.0, label=f"threshold of {rule}", gid="threshold")
     _name_axes(axes, counts.scale)
     shape = received.values.shape
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         "Scores of all keys",
         f"scale: {counts.scale}",
         level_label("head", layer, head) if head is not None else _level(received),
         f"queries: {received.queries}",
         f"n = {int(counts.defined[..., 0].sum())} keys in {counted(shape[0], 'step')} of "
         f"{counted(int((counts.defined[..., 0] > 0).any(1).sum()), 'sequence')}",
-    ]
-    axes.set_title(caption(sentences, 5.6), loc="left", fontsize=8, **PLAIN)
-    return figure
+        axes=axes,
+    )
 
 
 @plot(

@@ -6,7 +6,7 @@ from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import EarlyAttention
 from dlm_lens.statistics import estimate, mean_of
-from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
+from dlm_lens.viz.figures.labels import captioned, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 
 STYLES: dict[str, tuple[str, str, str]] = {
@@ -63,11 +63,10 @@ def early_recall(early: EarlyAttention, measure: str = "recall", *, title: str =
     for axes in (left, right):
         axes.tick_params(labelsize=7)
     prompts = int((early.chance[:, 1] > 0).sum())  # the others have no block that is compared
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         "Attention from a block: first steps as a predictor of later ones",
         f"keys: {early.keys}; top {early.share:.0%}; first {counted(early.first, 'step')}",
         f"n = {counted(prompts, 'prompt')}",
-    ]
-    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+    )

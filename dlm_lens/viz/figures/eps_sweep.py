@@ -15,7 +15,7 @@ from dlm_lens.arguments import checked_arguments, or_none, real
 from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import AboveMean, Level, Received, eps_sweep
-from dlm_lens.viz.figures.labels import PLAIN, LogShares, caption, note, whole_ticks
+from dlm_lens.viz.figures.labels import LogShares, captioned, note, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -88,17 +88,16 @@ def sinks_over_eps(
         keys.legend(fontsize=7, frameon=False)
     if not bool((table["kept"] > 0).any()):
         note(keys, "no key is a sink at any of these eps" if (table["n"] > 0).any() else "no key has a score")
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         "Sinks by score > mean of the others + eps",
         f"scale: {table['scale'].iloc[0]}",
         f"level: {table['level'].iloc[0]}",
         f"queries: {table['queries'].iloc[0]}",
         f"n = {int(table.groupby('S')['n'].first().sum())} keys of "
         f"{counted(int(table.groupby('S')['sequences'].first().sum()), 'sequence')}, all steps",
-    ]
-    figure.suptitle(caption(sentences, 7.6), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+    )
 
 
 @plot(

@@ -11,7 +11,7 @@ from dlm_lens.printable import counted
 from dlm_lens.probes import InsertionLoss
 from dlm_lens.recording import POSITION_CLASSES, Recording
 from dlm_lens.recording.recording import as_recording
-from dlm_lens.viz.figures.labels import PLAIN, caption, note, whole_ticks
+from dlm_lens.viz.figures.labels import captioned, note, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_band, own_colours
 
 NAMES = {
@@ -69,11 +69,9 @@ def feature_rates(recording: Recording, features: Sequence[int] | None = None, *
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=6, fontsize=7, frameon=False
     )
-    sentences = [*([title] if title else []), "Features at every step", f"layer {recording.layers[0]}"]
     inside = recording.feature_positions[:, :, 0, [POSITION_CLASSES.index(name) for name in shown]] > 0
-    sentences.append(f"n = {counted(int(inside.any(-1).any(0).sum()), 'prompt')}")
-    figure.suptitle(caption(sentences, 7.2), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+    prompts = counted(int(inside.any(-1).any(0).sum()), "prompt")
+    return captioned(figure, title, "Features at every step", f"layer {recording.layers[0]}", f"n = {prompts}")
 
 
 @checked_arguments(
@@ -119,9 +117,13 @@ def insertion_by_step(
     axes.tick_params(labelsize=7)
     axes.set_ylabel("added loss, nats", fontsize=8)
     axes.legend(fontsize=7, frameon=False)
-    sentences = [*([title] if title else []), "Loss at open positions with the activation replaced"]
     prompts = int((loss.positions > 0).any(0).sum())
-    sentences += [f"layer {layer}, at {place} positions", f"n = {counted(prompts, 'prompt')}"]
-    sentences += ["band: 95% interval"] if prompts > 1 else []
-    axes.set_title(caption(sentences, 6.4), loc="left", fontsize=8, **PLAIN)
-    return figure
+    return captioned(
+        figure,
+        title,
+        "Loss at open positions with the activation replaced",
+        f"layer {layer}, at {place} positions",
+        f"n = {counted(prompts, 'prompt')}",
+        "band: 95% interval" * (prompts > 1),
+        axes=axes,
+    )

@@ -1,36 +1,43 @@
-"""`incoming_attention`: the attention that every token receives, step by step (2510.15731, Figure 1)."""
+"""`incoming_attention`: the attention that every token receives, step by step (2510.15731, Figure 1).
+
+`sink_discount`: how much of a sink each position of a run's canvases is, as pruning discounts it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+import torch
+from jaxtyping import Bool, Float
 from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from torch import Tensor
 
-from dlm_lens.arguments import checked_arguments
+from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.printable import counted
 from dlm_lens.recording import QueryClass, Recording
-from dlm_lens.sampling.denoising_run import holds_random_tokens
+from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import (
     PLAIN,
     SCALE_LABELS,
-    caption,
+    captioned,
     counted_keys,
     level_label,
     note,
     open_label,
+    step_ticks,
     token_labels,
 )
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, many, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
-from dlm_lens.viz.selection import Selection, as_received, choose, step_places
+from dlm_lens.viz.selection import Selection, as_received, choose, index_of, row_number, step_places
 
 COLOURS = "viridis"
 UNDEFINED = "#d9d9d9"
@@ -91,17 +98,17 @@ def incoming_attention(
         note(axes, "no key has a score at these steps")
     label = open_label(holds_random_tokens(received.tokens, received.masked)) if dots else None
     _explain(figure, received.min_viewers, masked=label, undefined=bool(np.isnan(scores).any()))
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         "Incoming attention",
         f"scale: {received.scale}",
         level,
         f"queries: {received.queries}",
         f"{counted_keys(len(positions), received.sinks)}, {counted(len(chosen), 'step')}, n = 1 sequence "
         f"(row {shown.row})",
-    ]
-    axes.set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
-    return figure
+        axes=axes,
+    )
 
 
 @plot(
@@ -170,3 +177,53 @@ def _explain(figure: Figure, viewers: int, *, masked: str | None, undefined: boo
         )
     if handles:
         figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=7, frameon=False)
+
+
+@checked_arguments(weights=instance(Tensor, "the weights of sink_weights, [step, batch, position]"))
+@own_colours()
+def sink_discount(
+    weights: Float[Tensor, "step batch position"], run: DenoisingRun, *, row: int = 0, title: str = ""
+) -> Figure:
+    """The weights of `sink_weights` over steps (across) and positions (down), 0 to 1; dots are open positions.
+
+    Args:
+        weights: from `sink_weights`, of the run.
+        run: the run.
+        row: index of the sequence.
+        title: the beginning of the caption, such as the model's name.
+
+    Raises:
+        ValueError: weights of another run, or a row that does not exist.
+    """
+    check_run(run)
+    if weights.shape != run.unmasked.shape:
+        raise ValueError(
+            f"the weights have shape {list(weights.shape)}, the run {list(run.unmasked.shape)}; give the run of "
+            "which sink_weights computed them, or compute those of this one"
+        )
+    index_of("row", row, range(weights.shape[1]))
+    there = run.attention_mask[row].nonzero().flatten()
+    steps, width = int(run.row_steps[row]), 6.4  # a row that has ended has no weights
+    values = weights[:steps, row][:, there].T.double()
+    figure = NotebookFigure(figsize=(width, min(12.0, max(2.6, 0.11 * len(there) + 1.0))), layout="constrained")
+    axes = figure.add_subplot()
+    mesh = draw_cells(axes, values.numpy(), cmap="viridis", vmin=0, vmax=1)
+    dots = run.open[:steps, row][:, there].T.nonzero()
+    axes.scatter(dots[:, 1] + 0.5, dots[:, 0] + 0.5, s=1.5, color="white", gid="open", rasterized=many(len(dots)))
+    axes.invert_yaxis()
+    skip = -(-len(there) // 40)
+    labels = token_labels(run.tokens[row, there].tolist(), run.tokenizer)
+    shown = torch.arange(0, len(there), skip).tolist()
+    axes.set_yticks([place + 0.5 for place in shown], [labels[place] for place in shown], fontsize=6, **PLAIN)
+    axes.set_xlabel("step", fontsize=8)
+    step_ticks(axes, run.step_numbers[:steps])
+    bar = figure.colorbar(mesh, ax=axes, pad=0.01)
+    bar.set_label("discount of the position", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    mean = float(values.sum(0).mean())
+    return captioned(
+        figure,
+        title,
+        "How much of a sink each position is, over layers and heads",
+        f"{mean:.2f} positions discounted per canvas; dots: open; n = 1 sequence (row {row_number(run, row)})",
+    )

@@ -3,17 +3,20 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from dlm_lens.printable import counted, escaped, printable
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.token_text import MORE, TokenTexts
 from dlm_lens.sinks import Level, Scale
+
+Drawn = TypeVar("Drawn", bound=Figure)
 
 PLAIN: dict[str, Any] = {"parse_math": False, "usetex": False}
 """Keyword arguments of every text that may hold a token, so that $ and \\ in it are no markup."""
@@ -145,3 +148,29 @@ def caption(parts: Sequence[str], width: float) -> str:
         else:
             lines += textwrap.wrap(part, width=room)
     return "\n".join(lines)
+
+
+def captioned(
+    figure: Drawn,
+    title: str,
+    *parts: str,
+    axes: Axes | None = None,
+    fontsize: float = 8,
+    pad: float | None = None,
+) -> Drawn:
+    """The figure with a caption across it: the user's title and these parts, without those that are empty.
+
+    Args:
+        figure: the figure.
+        title: the beginning of the caption.
+        *parts: what follows it.
+        axes: to write the caption above, instead of above the figure.
+        fontsize: of the caption.
+        pad: points between the caption and `axes`; None for matplotlib's.
+    """
+    text = caption([part for part in (title, *parts) if part], figure.get_figwidth())
+    if axes is None:
+        figure.suptitle(text, fontsize=fontsize, x=0.01, ha="left", **PLAIN)
+    else:
+        axes.set_title(text, loc="left", fontsize=fontsize, pad=pad, **PLAIN)
+    return figure

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, whole
 from dlm_lens.probes import LogitLens, logit_lens
 from dlm_lens.sampling import DenoisingRun, part_of_run
-from dlm_lens.viz.figures.labels import PLAIN, caption, token_labels
+from dlm_lens.viz.figures.labels import PLAIN, captioned, token_labels
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, own_colours
 from dlm_lens.viz.figures.positions import MASKED
 from dlm_lens.viz.plot_options import PlotOptions
@@ -89,16 +89,17 @@ def lens_table(
     if count > len(entries):
         where += f", {len(entries)} shown"
     hooks = [f"hooks: {', '.join(lens.hooks)}"] if lens.hooks else []
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         lens.lens.capitalize() if lens.lens == "logit lens" else lens.lens,
         "scale: probability",
         "level: residual stream after each layer",
         *hooks,
         f"{where}, n = 1 sequence (row {row_number(lens.run, row)})",
-    ]
-    axes.set_title(caption(sentences, width), loc="left", fontsize=8, pad=12, **PLAIN)
-    return figure
+        axes=axes,
+        pad=12,
+    )
 
 
 @plot(

@@ -23,7 +23,14 @@ from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.viz.attention_snapshot import Snapshot, rows_sum, snapshot
-from dlm_lens.viz.figures.labels import PLAIN, caption, counted_keys, level_label, open_label, token_labels
+from dlm_lens.viz.figures.labels import (
+    PLAIN,
+    captioned,
+    counted_keys,
+    level_label,
+    open_label,
+    token_labels,
+)
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
 from dlm_lens.viz.figures.positions import MASKED, SINK
 from dlm_lens.viz.plot_options import PlotOptions
@@ -105,16 +112,15 @@ def attention_maps(
     _explain(figure, masked=label, sinks=any(found), hidden=_hidden(shots))
     counts = dict.fromkeys(counted_keys(len(shot.tokens), shot.sinks) for shot in shots)
     level = level_label("layer" if head is None else "head", shots[0].layer, head)
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         "Attention maps",
         level,
-        *([f"under {', '.join(shots[0].hooks)}"] if shots[0].hooks else []),
+        f"under {', '.join(shots[0].hooks)}" if shots[0].hooks else "",
         f"rule: {rule}; scale: {shots[0].received().read(rule.quantity)[1]}; queries: {shots[0].queries}",
         f"{' / '.join(counts)}, n = 1 sequence (row {row_number(run, row)})",
-    ]
-    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+    )
 
 
 @plot(

@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.probes import ValueNorms, value_norms
-from dlm_lens.viz.figures.labels import PLAIN, caption, whole_ticks
+from dlm_lens.viz.figures.labels import PLAIN, captioned, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_band, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -55,16 +55,15 @@ def value_norm_scatter(norms: ValueNorms, *, title: str = "") -> Figure:
     for axes in (points, counts):
         axes.tick_params(labelsize=7)
     prompts = len(set(norms.prompt.tolist()))
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         f"Value norms, {_drawn_formula(norms)}",
         f"sinks: {norms.rule}",
         "others: same prompt, step, layer and head" + (", same state" * (norms.match == "masked")),
         f"ratio {norms.ratio.value:.2f}" + _interval(norms.ratio.low, norms.ratio.high),
         f"n = {counted(len(norms.sink), 'pair')} of {counted(norms.found, 'sink')}, {counted(prompts, 'prompt')}",
-    ]
-    figure.suptitle(caption(sentences, 6.8), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+    )
 
 
 @checked_arguments()
@@ -107,17 +106,14 @@ def value_norm_layers(norms: ValueNorms, *, title: str = "") -> Figure:
         whole_ticks(axes.xaxis)
         axes.tick_params(labelsize=7)
         axes.grid(color="0.92", linewidth=0.6)
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         f"Value norms per layer, {_drawn_formula(norms)}",
         f"sinks: {norms.rule}",
         "scale of the right: share of the attention of all queries" if shares else "",
         f"n = {counted(norms.found, 'sink')}, {counted(norms.mean_sink.prompts, 'prompt')}, all steps",
-    ]
-    figure.suptitle(
-        caption([s for s in sentences if s], figure.get_figwidth()), fontsize=8, x=0.01, ha="left", **PLAIN
     )
-    return figure
 
 
 @plot(

@@ -22,6 +22,7 @@ from dlm_lens.sinks.key_axes import Follow
 from dlm_lens.viz.figures.labels import (
     PLAIN,
     caption,
+    captioned,
     counted_keys,
     level_label,
     note,
@@ -109,17 +110,17 @@ def sink_positions(
     figure = NotebookFigure(figsize=(width, height), layout="constrained")
     draw_track(figure.add_subplot(), track, height, blocks or (), rewritten)
     explain_tracks(figure, [track], blocks=bool(blocks), revised=bool(rewritten))
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         _what([track]),
         f"rule: {track.rule}",
         level_label(track.level, layer, head, track.layers, track.heads) + ", whose sinks move most" * chosen,
         f"{counted_keys(positions, track.sinks, track.follow)}, {counted(sum(track.running), 'step')}, n = 1 "
         f"sequence (row {track.row})",
         f"sink in {sum(track.passes)} of {counted(sum(track.running), 'step')}",
-    ]
-    figure.axes[0].set_title(caption(sentences, width), loc="left", fontsize=8, **PLAIN)
-    return figure
+        axes=figure.axes[0],
+    )
 
 
 @checked_arguments(models=BY_NAME, heads=BY_NAME, rows=BY_NAME, blocks=BY_NAME, follow=FOLLOW)
@@ -182,14 +183,13 @@ def sink_positions_by_model(
         ]
         axes.set_title(caption(about, 4.2), loc="left", fontsize=7.5, **PLAIN)
     explain_tracks(figure, list(tracks.values()), blocks=bool(blocks), revised=edits)
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         _what(list(tracks.values())),
         *dict.fromkeys(f"rule: {track.rule}" for track in tracks.values()),
         "n = 1 sequence per model",
-    ]
-    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+    )
 
 
 @plot(

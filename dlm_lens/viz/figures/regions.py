@@ -18,7 +18,7 @@ from dlm_lens.recording import KEY_REGIONS, QUERY_CLASSES, QueryClass, Recording
 from dlm_lens.recording.query_classes import OTHER_NAMES, checked_class
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.statistics import SHARE_BOUNDS, ratio_by_prompt
-from dlm_lens.viz.figures.labels import PLAIN, caption, note, numbered, region_words, whole_ticks
+from dlm_lens.viz.figures.labels import captioned, note, numbered, region_words, whole_ticks
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_band, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -102,9 +102,7 @@ def region_mass(
         label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=6, fontsize=7, frameon=False)
-    sentences = _sentences(recording, mass, queries, layer, head, words)
-    figure.suptitle(caption([*([title] if title else []), *sentences], 9.6), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+    return captioned(figure, title, *_sentences(recording, mass, queries, layer, head, words))
 
 
 def _finish_panel(

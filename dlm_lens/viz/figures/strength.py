@@ -11,7 +11,7 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import Recording
 from dlm_lens.sinks import Detector, Received, SinkProfile, sink_profile
 from dlm_lens.sinks.detectors.base import as_detector
-from dlm_lens.viz.figures.labels import PLAIN, caption, note
+from dlm_lens.viz.figures.labels import PLAIN, captioned, note
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -70,17 +70,16 @@ def sink_strength(
     whose = "each head's main sink" if profile.main == "head" else "the model's main sink"
     bar.set_label(f"score of {whose}\n({profile.scale})", fontsize=8, **PLAIN)
     _draw_counts(right, profile)
-    sentences = [
-        *([title] if title else []),
+    return captioned(
+        figure,
+        title,
         "Main sink per layer and head",
         f"scale: {profile.scale}",
         f"level: head, {whose}",
         f"queries: {profile.queries}",
         f"rule of the counts: {profile.detector}",
         f"mean over n = {counted(profile.steps, 'step')} of {counted(profile.sequences, 'sequence')}",
-    ]
-    figure.suptitle(caption(sentences, width), fontsize=8, x=0.01, ha="left", **PLAIN)
-    return figure
+    )
 
 
 @plot(
