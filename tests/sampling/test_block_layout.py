@@ -10,6 +10,7 @@ from dlm_lens.attention import BlockLayout
 from dlm_lens.sampling.block_network import BlockLogits
 from dlm_lens.sampling.denoising_run import StepPlan
 from dlm_lens.sampling.network import LogitsRequest
+from dlm_lens.sampling.samplers.blocks import block_plans
 from dlm_lens.sampling.two_copies import predicting_output
 from dlm_lens.testing import tiny
 from tests.reference import forward64
@@ -158,3 +159,9 @@ def test_an_edit_behind_the_cache_is_seen() -> None:
     after, plain = (network.of_step(ids, plan, LogitsRequest(inside)) for network in (cached, whole))
     torch.testing.assert_close(after, plain, atol=1e-5, rtol=1e-5)
     assert (after - before)[:4].abs().max() > 1e-2
+
+
+def test_blocks_may_have_unequal_numbers_of_steps():
+    plans = block_plans([(2, 6), (6, 9), (9, 12)], [2, 0, 1])
+    found = [(one.index, one.total, one.block, one.span, one.remaining, one.seen) for one in plans]
+    assert found == [(0, 3, 0, (2, 6), 2, 6), (1, 3, 0, (2, 6), 1, 6), (2, 3, 2, (9, 12), 1, 12)]

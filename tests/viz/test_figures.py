@@ -23,7 +23,7 @@ from dlm_lens.viz import (
     sink_strength,
     sinks_over_eps,
 )
-from dlm_lens.viz.figures.labels import caption, token_labels
+from dlm_lens.viz.figures.labels import caption, captioned, token_labels
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import find_plot
 
@@ -370,6 +370,16 @@ def test_token_labels_without_a_tokenizer_are_ids():
 
 def test_captions_break_between_parts():
     assert caption(["a" * 20, "b" * 15, "c" * 10], width=1) == f"{'a' * 20} · {'b' * 15}\n{'c' * 10}"
+
+
+def test_a_caption_is_above_the_figure_or_its_axes_without_empty_parts_and_as_wide_as_it():
+    figure = Figure(figsize=(3, 2))
+    axes = figure.add_subplot()
+    assert captioned(figure, "", "a" * 20, "", "$b$") is figure
+    assert figure.get_suptitle() == f"{'a' * 20} · $b$"
+    captioned(figure, "model", "c" * 30, "d" * 10, axes=axes, fontsize=7)
+    assert axes.get_title("left") == f"model · {'c' * 30}\n{'d' * 10}"  # 14 characters an inch
+    assert figure.get_suptitle() == f"{'a' * 20} · $b$"
 
 
 @pytest.mark.parametrize(
