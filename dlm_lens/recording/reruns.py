@@ -14,7 +14,8 @@ from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredCanvases, part_of_run
 from dlm_lens.sampling.denoising_run import check_run
-from dlm_lens.sampling.run_rows import has_one_plan, on_own_canvas
+from dlm_lens.sampling.run_parts import on_own_canvas
+from dlm_lens.sampling.run_rows import has_one_plan
 
 
 @checked_arguments(steps=None, layers=None)  # arrays of numpy and torch are indices too

@@ -18,8 +18,8 @@ from .observers import RunObserver as RunObserver
 from .observers import RunState as RunState
 from .observers import StepObserver as StepObserver
 from .observers import collecting_columns as collecting_columns
-from .run_rows import RunPart as RunPart
-from .run_rows import part_of_run as part_of_run
+from .run_parts import RunPart as RunPart
+from .run_parts import part_of_run as part_of_run
 from .samplers.base import Sampler as Sampler
 from .samplers.image_tokens import ImageTokens as ImageTokens
 from .samplers.image_tokens import generate_image_tokens as generate_image_tokens

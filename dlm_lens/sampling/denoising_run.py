@@ -15,8 +15,8 @@ from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import sampler_class
 from dlm_lens.sampling.emerging_text import parts_of_texts, preview
 from dlm_lens.sampling.moved_tokens import followed, places_of, room_of_canvases
+from dlm_lens.sampling.run_parts import RunPart
 from dlm_lens.sampling.run_rows import (
-    RunPart,
     open_and_planned,
     prompt_numbers,
     steps_of_rows,

@@ -13,7 +13,7 @@ from torch import Tensor
 import dlm_lens as dl
 from dlm_lens.probes import Commitment, commitment, proposed_commitment
 from dlm_lens.sampling import StoredRun, denoise
-from dlm_lens.sampling.run_rows import RunPart
+from dlm_lens.sampling.run_parts import RunPart
 from dlm_lens.testing import tiny
 from dlm_lens.viz import commitment_map
 from dlm_lens.viz.plot_options import PlotOptions
