@@ -44,6 +44,10 @@ def test_the_legend_is_below_the_labels_of_a_short_answer_and_unknown_steps_are_
     figure.draw_without_rendering()
     (legend,) = figure.legends
     assert legend.get_window_extent().y1 <= figure.axes[0].xaxis.label.get_window_extent().y0
+    # That of the lines is above them, however they vary.
+    of_lines = figure.axes[1].get_legend()
+    assert of_lines is not None
+    assert of_lines.get_window_extent().y0 >= figure.axes[1].get_window_extent().y1
     direct = next(line for line in figure.axes[1].get_lines() if line.get_gid() == "direct")
     assert direct.get_xdata().tolist() == [0, 1, 2]
     assert np.isnan(direct.get_ydata()).tolist() == [False, True, False]
