@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlm_lens.display import Cell, Kind, Line, Preview
 from dlm_lens.sampling.algorithm_registry import sampler_class
-from dlm_lens.sampling.moved_tokens import NOWHERE, between
+from dlm_lens.sampling.moved_tokens import NOWHERE, between, has_next
 from dlm_lens.sampling.token_text import TokenTexts
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def canvas_after(
     A part of a run may leave out the step that follows. Then the next canvas of the part is a later one, and what
     the step itself changed is put on its own canvas. There a revised position is open again if it is open on that
     later canvas, or if the step proposed no other token; one that a step between has decided again looks rewritten.
+    Where tokens move, `part_of_run` has put the step's changes on its own canvas; what it deleted is open there.
 
     Args:
         run: from `denoise`, or a part of a run.
@@ -64,14 +65,8 @@ def canvas_after(
     if has_next(run, step):
         return run.canvases[step + 1, row], run.masked[step + 1, row]
     new, again, proposed = run.unmasked[step, row], run.revised[step, row], run.proposals[step, row]
-    opened = again & ((proposed == canvas) | run.masked[step + 1, row])
+    opened = again & ((proposed == canvas) | (run.masked[step + 1, row] & (run.origins is None)))
     return torch.where(new | again, proposed, canvas), (run.masked[step, row] & ~new) | opened
-
-
-def has_next(run: "DenoisingRun", step: int) -> bool:
-    """Whether the next canvas of a run, or of a part of one, is what a step made of its own."""
-    numbers = run.step_numbers
-    return run.part is None or numbers[step + 1 : step + 2] == (numbers[step] + 1,)
 
 
 def came_by(run: "DenoisingRun", row: int, first: int, step: int) -> Int[Tensor, "position"]:
@@ -106,12 +101,20 @@ def changed_on_canvas(
         return run.unmasked[:, row], run.revised[:, row]
     new, again = torch.zeros(2, *run.unmasked[:, row].shape, dtype=torch.bool)
     for step in range(run.steps):
-        came = came_by(run, row, step, step)
-        there = came != NOWHERE
-        again[step] = ~run.masked[step, row]
-        again[step, came[there]] = False
-        for flags, changed in zip((new, again), changed_by(run, row, step), strict=True):
-            flags[step, came[there & changed]] = True
+        new[step], again[step] = changes_of_step(run, row, step)
+    return new, again
+
+
+def changes_of_step(
+    run: "DenoisingRun", row: int, step: int
+) -> tuple[Bool[Tensor, "position"], Bool[Tensor, "position"]]:
+    """`changed_by` at the positions of the step's own canvas; what it deletes is among the rewritten."""
+    came = came_by(run, row, step, step)
+    there = came != NOWHERE
+    new, again = torch.zeros_like(there), ~run.masked[step, row]
+    again[came[there]] = False
+    for flags, changed in zip((new, again), changed_by(run, row, step), strict=True):
+        flags[came[there & changed]] = True
     return new, again
 
 

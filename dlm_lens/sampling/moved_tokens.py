@@ -17,6 +17,12 @@ NOWHERE = -1
 """The origin of a position that holds nothing that was there before: room for masks, or an inserted mask."""
 
 
+def has_next(run: "DenoisingRun", step: int) -> bool:
+    """Whether the next canvas of a run, or of a part of one, is what a step made of its own."""
+    numbers = run.step_numbers
+    return run.part is None or numbers[step + 1 : step + 2] == (numbers[step] + 1,)
+
+
 def composed(
     one: Int[Tensor, "batch position"], following: Int[Tensor, "batch position"]
 ) -> Int[Tensor, "batch position"]:
@@ -220,16 +226,20 @@ def followed(run: "DenoisingRun") -> "DenoisingRun":
     arrived = at_places(run.masked[:-1], after, True)
     # After the step, before what a caller's edit of the next canvas changes.
     left = torch.where(arrived, ~at_places(run.unmasked, after, False), masked[1:])
-    decided = masked[:-1] & ~left
     canvases = at_places(run.canvases, places, mask)
     changed = at_places(run.revised, after, False) & (canvases[:-1] != canvases[1:])
+    # Before a gap of a part (`part_of_run`) the changes are on the step's own canvas.
+    gap = torch.tensor([not has_next(run, step) for step in range(run.steps)], device="cpu")[:, None, None]
+    left = torch.where(gap, masked[:-1] & ~at_places(run.unmasked, before, False), left)
+    changed = torch.where(gap, at_places(run.revised, before, False), changed)
+    decided = masked[:-1] & ~left
     lost = masked[:-1] & ~decided & at_places(run.unmasked, before, False)
     proposals = torch.where(lost, mask, at_places(run.proposals, before, mask))
     return replace(
         run,
         canvases=canvases,
         masked=masked,
-        proposals=torch.where(decided, canvases[1:], proposals),
+        proposals=torch.where(decided & ~gap, canvases[1:], proposals),
         confidence=at_places(run.confidence, before, -torch.inf),
         unmasked=decided,
         revised=~masked[:-1] & (left | changed),

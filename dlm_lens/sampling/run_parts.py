@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from dlm_lens.sampling.moved_tokens import NOWHERE, answer_of, between
+from dlm_lens.sampling.emerging_text import came_by, canvas_after, changes_of_step
+from dlm_lens.sampling.moved_tokens import NOWHERE, answer_of, between, has_next
 
 if TYPE_CHECKING:
     from dlm_lens.sampling.denoising_run import DenoisingRun
@@ -35,6 +36,9 @@ class RunPart:
 
 def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence[int]) -> "DenoisingRun":
     """Some steps and rows of a run (None: all steps); the final canvas is kept.
+
+    Where tokens move (`origins`), `unmasked`, `revised` and `proposals` of a step whose next step the part leaves
+    out are at the positions of the step's own canvas: the part does not have the one to which it moved them.
 
     Args:
         run: the whole, or a part itself.
@@ -65,7 +69,7 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
             settings["steps"] = own if len(set(own)) > 1 else own[0]
         if len(set(rows_planned)) == 1 and not isinstance(settings.get("steps"), tuple):  # one plan again
             planned, rows_planned = rows_planned[0], None
-    return replace(
+    made = replace(
         run,
         canvases=run.canvases[[*chosen, run.steps]][:, rows],
         masked=run.masked[[*chosen, run.steps]][:, rows],
@@ -88,6 +92,32 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
         part=None if whole else _place(run, chosen, rows),
         rows=run.rows if rows == list(range(len(run.tokens))) else tuple(run.row_numbers[row] for row in rows),
     )
+    if run.origins is not None:
+        _put_on_own_canvases(made, run, chosen, rows)
+    return made
+
+
+def _put_on_own_canvases(
+    made: "DenoisingRun", run: "DenoisingRun", steps: Sequence[int], rows: Sequence[int]
+) -> None:
+    """What a step before a gap decides, rewrites, opens and deletes, at the positions of its own canvas.
+
+    Args:
+        made: the part, whose tensors are its own.
+        run: what it is a part of.
+        steps: of `run`.
+        rows: likewise.
+    """
+    gaps = [(place, step) for place, step in enumerate(steps) if not has_next(made, place)]
+    for (place, step), (index, row) in product(gaps, enumerate(rows)):
+        came, (tokens, opened) = came_by(run, row, step, step), canvas_after(run, row, step)
+        new, again = changes_of_step(run, row, step)
+        proposals, own = made.proposals[place, index], made.canvases[place, index]
+        lost = made.unmasked[place, index] & ~new  # the token of another mask, or one that moved
+        proposals[lost | again] = own[lost | again]
+        taken = (came != NOWHERE) & (new | again)[came] & ~opened
+        proposals[came[taken]] = tokens[taken]
+        made.unmasked[place, index], made.revised[place, index] = new, again
 
 
 def on_own_canvas(run: "DenoisingRun") -> "DenoisingRun":

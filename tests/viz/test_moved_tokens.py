@@ -8,6 +8,7 @@ import pytest
 
 import dlm_lens as dl
 from dlm_lens.sampling import part_of_run
+from dlm_lens.sampling.emerging_text import canvas_after, changed_by
 from dlm_lens.sampling.moved_tokens import history_places
 from dlm_lens.viz.figures.attribution import _step_label
 from dlm_lens.viz.figures.labels import token_labels
@@ -68,6 +69,45 @@ def test_a_part_shows_what_was_decided_between_its_steps(
             pieces = dl.viz.emerging_text(part_of_run(run, steps, [row])).pieces
             assert coloured(pieces[1].props, 1) == sorted_as(pieces[1].props, wanted[steps[0] + 1 : steps[1] + 1])
             assert coloured(pieces[1].props, -1) == []
+
+
+def test_a_step_before_a_gap_of_a_part_has_its_own_changes_on_its_own_canvas(
+    recorded: tuple[dl.recording.Recording, Histories],
+) -> None:
+    """A token that the step moved was decided where it came, and what it left was opened again."""
+    run, histories = recorded[0].run, recorded[1]
+    for row, history in enumerate(histories):
+        for step in range(len(history) - 3):
+            part = part_of_run(run, [step, step + 2], [row])
+            before = run.seen_content[step, row].nonzero().flatten().tolist()
+            decided = {before[one.places[step]]: one.token for one in history[step + 1] if one.decided == step}
+            own = run.canvases[step, row].tolist()
+            tokens, opened = canvas_after(part, 0, 0)
+            assert tokens[~opened].tolist() == [
+                decided.get(at, token)
+                for at, token in enumerate(own)
+                if at in decided or not run.masked[step, row, at]
+            ]
+            new, again = changed_by(part, 0, 0)
+            assert new.nonzero().flatten().tolist() == list(decided)
+            assert not again.any()
+            assert bool(part.seen_content[0, 0].equal(run.seen_content[step, row]))
+
+
+def test_a_part_of_a_part_and_its_tokens_are_those_of_the_run(
+    recorded: tuple[dl.recording.Recording, Histories],
+) -> None:
+    run = recorded[0].run
+    for row in range(len(PROMPTS)):
+        most = int(run.row_steps[row])
+        for steps in ([0, 1, most - 1], [1, most - 2, most - 1]):
+            part = part_of_run(run, steps, [row])
+            again = part_of_run(part_of_run(run, range(most), [row]), steps, [0])
+            for name in ("unmasked", "revised", "proposals", "canvases", "origins"):
+                assert getattr(part, name).equal(getattr(again, name)), name
+            decided = run.by_token.unmasked[steps, row]
+            assert part.by_token.unmasked[:, 0].equal(decided)
+            assert part.by_token.proposals[:, 0][decided].equal(run.by_token.proposals[steps, row][decided])
 
 
 def sorted_as(props: Any, tokens: list[list[str]]) -> list[str]:
@@ -197,6 +237,9 @@ def test_what_llada2_2_rewrites_is_marked_where_it_was() -> None:
         expected, padding = rewritten_by_hand(run, row), int(run.padding[row])
         assert expected
         assert sorted(expected) != sorted((step, at) for step, of_row, at in raw if of_row == row)
+        for step in range(int(run.row_steps[row]) - 2):
+            part = part_of_run(run, [step, step + 2], [row])
+            assert changed_by(part, 0, 0)[1].nonzero().flatten().tolist() == [at for s, at in expected if s == step]
         figure = dl.viz.sink_positions(recording, layer=1, head=1, row=row)
         assert sorted(marked(figure, "revised")) == sorted((step, at - padding) for step, at in expected)
         figure = dl.viz.sink_positions(recording, layer=1, head=1, row=row, follow="token")

@@ -12,8 +12,8 @@ from dlm_lens.printable import counted
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
-from dlm_lens.sampling.emerging_text import MASK, came_by, canvas_after, has_next
-from dlm_lens.sampling.moved_tokens import NOWHERE
+from dlm_lens.sampling.emerging_text import MASK, came_by, canvas_after
+from dlm_lens.sampling.moved_tokens import NOWHERE, has_next
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
