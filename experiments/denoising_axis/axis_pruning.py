@@ -66,14 +66,19 @@ def _norms(model: Any, discount: str, seed: int, settings: Settings) -> Any:
 
 
 def _scores(model: Any, settings: Settings) -> dict[str, Any]:
-    """Exact match, and a likelihood from the same random masks for every network."""
+    """Exact match, and a likelihood from the same random masks for every network.
+
+    The masks of every prompt are its own: with one seed prompts of equal length share them, and their error is no
+    part of an interval over prompts.
+    """
     import dlm_lens as dl
 
     held = problems(settings["task"])[: settings["prompts"]]
     texts = [one.prompt for one in held]
     done = dl.denoise(model, texts, **settings["sampler"])
     references = reference_answers(settings)
-    found = dl.log_likelihood(model, texts, references, "mc", samples=settings["samples"], seed=0)
+    seeds = list(range(len(held)))
+    found = dl.log_likelihood(model, texts, references, "mc", samples=settings["samples"], seed=seeds)
     return {
         "right": [is_right(settings["task"], text, one) for text, one in zip(done.answers, held, strict=True)],
         "likelihood": [round(float(one), 5) for one in found.per_token],
