@@ -170,6 +170,19 @@ def test_a_difference_that_is_the_same_in_all_prompts_is_not_certain(prompts: in
     assert (free.low, free.high) == (difference, difference)
 
 
+@pytest.mark.parametrize(("prompts", "truth"), [(2, 0.2), (2, 0.3), (2, 0.5), (3, 0.3)])
+def test_few_prompts_of_which_as_many_cases_are_right_are_not_certain(prompts: int, truth: float) -> None:
+    """Three cases in each prompt, summed over all their outcomes: 1 of 3 in both prompts is not exactly 1 / 3."""
+    chance, covered = stats.binom.pmf(range(4), 3, truth), 0.0
+    for hits in product(range(4), repeat=prompts):
+        found = estimate([[each, 3] for each in hits], mean_of, bounds=SHARE_BOUNDS, resamples=400)
+        covered += float(np.prod(chance[list(hits)])) * (found.low <= truth <= found.high)
+    six = estimate([[1.0, 3.0]] * 6, mean_of, bounds=SHARE_BOUNDS)
+    assert (six.low, six.high) == pytest.approx((1 / 3, 1 / 3))
+    # Without a width of equal shares 0.84, 0.77 and 0.72 of two prompts, 0.91 of three.
+    assert covered > 0.95
+
+
 @pytest.mark.parametrize("alike", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("truth", [0.01, 0.99])
 def test_rare_cases_are_covered_however_much_those_of_a_prompt_depend_on_each_other(
@@ -201,6 +214,21 @@ def test_rare_shares_whose_cases_come_together_are_covered_less_often() -> None:
 
     # Of 300 draws in another simulation 0.83; the standard deviation of 400 is 0.019.
     assert 0.83 - 3 * 0.019 < covered(share, 0.05) < 0.83 + 3 * 0.019
+
+
+@pytest.mark.parametrize(("sigma", "prompts", "share"), [(None, 6, 0.87), (1.0, 12, 0.89)])
+def test_skewed_means_are_covered_less_often(sigma: float | None, prompts: int, share: float) -> None:
+    """The exception that docs/probes.md names: exponential or lognormal numbers, such as losses and divergences."""
+
+    def mean(generator: np.random.Generator) -> tuple[float, float]:
+        size = (prompts,)
+        values = generator.exponential(size=size) if sigma is None else generator.lognormal(0.0, sigma, size=size)
+        found = estimate(np.stack([values, np.ones(prompts)], -1), mean_of, bounds=POSITIVE_BOUNDS, resamples=400)
+        return found.low, found.high
+
+    truth = 1.0 if sigma is None else math.exp(sigma**2 / 2)
+    # Of 800 draws in another simulation; the standard deviation of 400 is 0.016.
+    assert share - 3 * 0.016 < covered(mean, truth) < share + 3 * 0.016
 
 
 @pytest.mark.parametrize(("hits", "n"), [(0, 5), (1, 3), (3, 10), (6, 7), (40, 40)])

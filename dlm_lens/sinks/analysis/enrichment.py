@@ -16,7 +16,14 @@ from dlm_lens.sinks.lifetimes import Ints
 from dlm_lens.sinks.received import in_model
 from dlm_lens.sinks.sink_trajectories import FOLLOWED, GROUPS, By, Trajectories
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
-from dlm_lens.statistics import POSITIVE_BOUNDS, Floats, count_prompts, ratio_by_prompt
+from dlm_lens.statistics import (
+    POSITIVE_BOUNDS,
+    Floats,
+    count_prompts,
+    prompts_or_rows,
+    ratio_by_prompt,
+    wilson_bounds,
+)
 
 COLUMNS = ("class", "sinks", "share", "base", "enrichment", "low", "high", "sequences", "prompts")
 
@@ -49,9 +56,10 @@ def token_enrichment(
     the number of sinks. enrichment = share / base: 1 for no preference.
 
     Columns: layer, head (by `by`); `class`; `sinks`, how many sink-steps; `share`, `base`, `enrichment` with its
-    95% interval `low`, `high` (bootstrap over prompts; NaN for one); `sequences`, `prompts`. The classes exclude
-    each other, in the order of `TOKEN_CLASSES`; see `dlm_lens.sinks.token_classes`. In models without a mask token
-    "mask" is "open", whatever these positions hold.
+    95% interval `low`, `high` (bootstrap over prompts; NaN for one; of a class without a sink up to Wilson's bound
+    of its share over the base); `sequences`, `prompts`. The classes exclude each other, in the order of
+    `TOKEN_CLASSES`; see `dlm_lens.sinks.token_classes`. In models without a mask token "mask" is "open", whatever
+    these positions hold.
 
     Args:
         paths: from `trajectories`, with tokens.
@@ -197,6 +205,10 @@ def _lines(
 ) -> list[dict[str, object]]:
     ratio, low, high = ratio_by_prompt(seen, base, prompt, bounds=POSITIVE_BOUNDS)
     everything = max(total.sum(), 1.0)
+    # Of a class without a sink all draws are 0; its share is below Wilson's bound of its prompts, as in `within`.
+    for place in np.flatnonzero((seen.sum(0) == 0) & np.isfinite(high)):
+        own = prompts_or_rows(prompt, len(seen))[base[:, place] > 0]
+        high[place] = wilson_bounds(0, len(np.unique(own)))[1] * everything / base[:, place].sum()
     return [
         {
             "class": name,
