@@ -47,8 +47,13 @@ class SinkLifetimes:
 
     @property
     def steps(self) -> Ints:
-        """Length of each interval in steps."""
+        """Length of each interval in steps; at least this long where its end was not observed."""
         return self.last - self.first + 1
+
+    @property
+    def transient(self) -> Bools:
+        """Whether it was seen to end after at most `TRANSIENT_STEPS` steps."""
+        return self.died & (self.steps <= TRANSIENT_STEPS)
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,7 @@ STATIC_SHARE = 0.9
 """Static: one position is active in at least this share of the steps that have a sink."""
 
 TRANSIENT_STEPS = 2
-"""Transient: a lifetime of at most this many steps."""
+"""Transient: a lifetime that was seen to end after at most this many steps; the run's end cuts long ones too."""
 
 KINDS = ("none", "static", "moving", "unsettled")
 """No sink at any step; static; not static and a sink moved; neither (sinks appear and vanish without a move)."""
@@ -283,7 +288,8 @@ def count_lifetimes(lifetimes: SinkLifetimes, before: Ints, trajectory: Ints, pa
             "lives": count,
             "trajectories": np.bincount(owners, minlength=patterns).astype(float),
             "life": per_pattern(lifetimes.steps) / count,
-            "transient": per_pattern(lifetimes.steps <= TRANSIENT_STEPS) / count,
+            "transient": per_pattern(lifetimes.transient)
+            / per_pattern(lifetimes.died | (lifetimes.steps > TRANSIENT_STEPS)),
             "moves": moves,
             "moves_right": per_pattern(jump > 0) / moves,
             "jump": per_pattern(np.abs(jump)) / moves,

@@ -25,7 +25,6 @@ from dlm_lens.sinks.key_axes import Follow, KeyAxes, axis_sizes, with_all_axes
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.lifetimes import (
     KINDS,
-    TRANSIENT_STEPS,
     FollowedSinks,
     Ints,
     SinkLifetimes,
@@ -111,7 +110,7 @@ class Trajectories(ShowsItself, KeyAxes):
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{int((self.kinds == kind).sum())} {kind}" for kind in KINDS)
-        transient = int((self.lives.steps <= TRANSIENT_STEPS).sum())
+        transient = int(self.lives.transient.sum())
         patterns = f"{self.kinds.size} patterns over {len(self.main)} steps: {counts}"
         return (
             f"Trajectories({len(self.lives)} lifetimes ({transient} transient), "
@@ -174,10 +173,10 @@ class Trajectories(ShowsItself, KeyAxes):
         `canvas_position` on the canvas (NA for a learned sink token; tokens that are followed have no
         `canvas_position`); `token` and `masked` at the onset and `token_last` at the last step (where known);
         `first_step`, `last_step`, `steps`; `peak` and `mean` score, `peak_step`; `main_steps`, at how many steps it
-        was the largest; `transient` (at most 2 steps); `born` and `died`, whether onset and end were observed (not
-        at the ends of the run); `trajectory`, which lifetimes linked by moves share; `came_from` (on the canvas
-        `canvas_came_from`) and `moved_by`, the position before the move and the distance (positive to the right),
-        NA without a move.
+        was the largest; `transient` (seen to end after at most 2 steps); `born` and `died`, whether onset and end
+        were observed (not at the ends of the run); `trajectory`, which lifetimes linked by moves share; `came_from`
+        (on the canvas `canvas_came_from`) and `moved_by`, the position before the move and the distance (positive
+        to the right), NA without a move.
         """
         lifetimes = self.lives
         columns: dict[str, Any] = dict(self.place(lifetimes.pattern))
@@ -194,7 +193,7 @@ class Trajectories(ShowsItself, KeyAxes):
         columns |= {"first_step": number[lifetimes.first], "last_step": number[lifetimes.last]}
         columns |= {"steps": lifetimes.steps, "peak": lifetimes.peak, "mean": lifetimes.mean}
         columns |= {"peak_step": number[lifetimes.peak_step]}
-        columns |= {"main_steps": lifetimes.main_steps, "transient": lifetimes.steps <= TRANSIENT_STEPS}
+        columns |= {"main_steps": lifetimes.main_steps, "transient": lifetimes.transient}
         columns |= {"born": lifetimes.born, "died": lifetimes.died, "trajectory": self.trajectory}
         came_from = pd.Series(lifetimes.position[self.before], dtype="Int64").mask(self.before < 0)
         columns |= {"came_from": came_from, "moved_by": position - came_from}
@@ -238,8 +237,9 @@ class Trajectories(ShowsItself, KeyAxes):
         """Means over patterns, per pattern, per (layer, head), per layer, or over all.
 
         Columns: `patterns`, how many; `with_sink`, share of the steps that have a sink; `sinks`, how many are
-        active; `lives`, `trajectories`, `moves`, `switches` per pattern; `life`, their mean length in steps;
-        `transient`, share of the lifetimes; `move_rate` and `switch_rate`, per pair of neighbouring steps that both
+        active; `lives`, `trajectories`, `moves`, `switches` per pattern; `life`, their mean length in steps,
+        where those that the run's end cuts count as far as they were seen; `transient`, share of the lifetimes that
+        were seen to end or to last longer; `move_rate` and `switch_rate`, per pair of neighbouring steps that both
         have scores; `moves_right`, share of the moves; `jump`, mean distance of a move; `static_share`, the share
         of the steps with a sink at which the most persistent position is active, which a pattern's line names as
         `static_position`, from the prompt's first token, and `canvas_static_position`; of the path of the largest
@@ -325,8 +325,8 @@ def trajectories(
     `AttentionShare`). An active interval is a **lifetime**. A sink **moved** if the end of one lifetime is within
     one step of the onset of another; lifetimes linked by moves are one **trajectory**. A pattern is **static** if
     one position is active in at least 90% of the steps that have a sink, **moving** if it is not static and a sink
-    moved. A lifetime of at most 2 steps is **transient**. A change of the largest sink between two positions that
-    both stay active is a **switch**, not a move.
+    moved. A lifetime that ends after at most 2 steps is **transient**. A change of the largest sink between two
+    positions that both stay active is a **switch**, not a move.
 
     A step without any score (a class of queries that is empty) belongs to no lifetime, and the end of a lifetime
     before it counts as not observed. The input is read piece by piece, also if it is a memory map.
