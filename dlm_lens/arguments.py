@@ -424,6 +424,8 @@ def _raise_misfit(
             for one in parameters
             if one.kind is one.POSITIONAL_OR_KEYWORD and (one.default is one.empty or not missing)
         ]
+        by_name = [one for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+        placed += [f"{one.name}=..." for one in by_name]
         call = f"; it is called as {function}({', '.join(placed)}{'' if missing else ', ...'})"
     raise TypeError(f"{function}: {error}{call}") from None
 

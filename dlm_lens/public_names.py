@@ -13,6 +13,16 @@ SEARCHED = ("recording", "sinks", "probes", "sampling")
 _OTHERS = ("hooks", "viz", "training", "evaluation", "features", "tracing", "adapters", "testing")
 """Packages of which an error says that they have a name."""
 
+_OF_THE_HOSTS = {
+    "add_hook": "hooks.attach_hooks",
+    "from_pretrained": "load",
+    "generate": "denoise",
+    "HookedTransformer": "bridge",
+    "LanguageModel": "DiffusionLM",
+    "TransformerBridge": "bridge",
+}
+"""Names of transformers, nnsight and TransformerLens -> what does this here."""
+
 
 def attach_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of a package, from the stub beside its file.
@@ -45,6 +55,8 @@ def no_name(package: str, name: str) -> str:
     for one in (package, "dlm_lens", *(f"dlm_lens.{other}" for other in (*SEARCHED, *_OTHERS))):
         for public in import_module(one).__all__:
             places.setdefault(public, f"{one}.{public}")
+    if name in _OF_THE_HOSTS:
+        return f"{package} has no {name!r}; here it is dlm_lens.{_OF_THE_HOSTS[name]}"
     if name in places:
         return f"{package} has no {name!r}; it is {places[name]}"
     close = ", ".join(places[one] for one in difflib.get_close_matches(name, places))

@@ -113,6 +113,8 @@ def test_arguments_that_are_missing_or_too_many_are_told_with_the_call() -> None
     ):
         with pytest.raises(TypeError, match=sentence):
             dl.probes.pattern_stability(*given)
+    with pytest.raises(TypeError, match=r"it is called as sink_positions_by_model\(models, heads=\.\.\.\)$"):
+        dl.viz.sink_positions_by_model({})  # type: ignore[call-arg]
 
 
 def test_an_estimate_of_one_prompt_shows_no_interval() -> None:

@@ -74,6 +74,7 @@ def test_the_first_page_is_short_and_the_rooms_names_are_found_from_it() -> None
         ("mask_sinks", "has no 'mask_sinks'; it is dlm_lens.hooks.mask_sinks$"),
         ("explore", "has no 'explore'; it is dlm_lens.viz.explore$"),
         ("trajectoris", "has no 'trajectoris'; there is dlm_lens.trajectories, "),
+        ("from_pretrained", "dlm_lens has no 'from_pretrained'; here it is dlm_lens.load"),
         ("qzqz", r"has no 'qzqz'; dir\(dlm_lens\) lists its names and packages$"),
     ):
         with pytest.raises(AttributeError, match=said):

@@ -173,8 +173,8 @@ def architecture_of(config: Any) -> str:
     if found not in ARCHITECTURES:
         raise ValueError(
             "dlm_lens.bridge takes the layouts of Llama, Qwen2, Qwen3 and GPT-2, not a model of type "
-            f"{config.model_type!r}; use TransformerLens's own TransformerBridge.boot_transformers, or "
-            "dlm_lens.DiffusionLM and dlm_lens.denoise(hooks=...), which take any causal model of transformers"
+            f"{config.model_type!r}; use dlm_lens.DiffusionLM or dlm_lens.denoise(hooks=...), or of an AR model "
+            "TransformerLens's own TransformerBridge.boot_transformers"
         )
     return str(found)
 

@@ -255,7 +255,10 @@ def check_model(model: Any) -> None:
         ValueError: naming its class.
     """
     if not hasattr(model, "sampler_defaults") or not hasattr(getattr(model, "config", None), "model_type"):
-        saved = " (one of transformers: save it with save_pretrained, and load the directory)"
+        saved = (
+            " (a causal model of transformers: save it with save_pretrained, and load the directory; an encoder "
+            "has none: record_forward and attach_hooks take passes of your own)"
+        )
         raise ValueError(
             f"{type(model).__name__} has no sampler; load the model with dlm_lens.load"
             f"{saved if hasattr(model, 'save_pretrained') else ''}"

@@ -124,7 +124,8 @@ def test_a_model_of_another_layout_is_refused_by_type(model_type: str, tmp_path:
         ValueError, match=f"layouts of Llama, Qwen2, Qwen3 and GPT-2, not a model of type '{model_type}'"
     ) as error:
         dl.bridge(model)
-    assert "use TransformerLens's own" in str(error.value)
+    said = "use dlm_lens.DiffusionLM or dlm_lens.denoise(hooks=...), or of an AR model TransformerLens's own"
+    assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
