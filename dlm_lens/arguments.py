@@ -289,6 +289,7 @@ RULES: Mapping[str, Rule] = {
     "layers": INDICES,
     "title": instance(str, "a text"),
     "cache": one_of("prefix", "dual"),
+    "follow": one_of("position", "token"),
 }  # fmt: skip
 """Argument -> its requirement in every function without a rule of its own; a name means one thing everywhere."""
 

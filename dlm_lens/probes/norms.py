@@ -276,8 +276,8 @@ def _given(
     if isinstance(sinks, Sinks):
         if sinks.level == "model":
             raise ValueError(
-                "the sinks are of the model's mean pattern (level 'model'), and a norm is of a head or a layer; "
-                "find them at level 'head' or 'layer'"
+                "the sinks are of the model's mean pattern, and a norm is of a head or a layer; find them at level "
+                "'head' or 'layer'"
             )
         if tuple(sinks.is_sink.shape) != shape or sinks.layers != recording.layers:
             raise ValueError(

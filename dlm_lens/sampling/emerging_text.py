@@ -54,7 +54,7 @@ def canvas_after(
     A part of a run may leave out the step that follows. Then the next canvas of the part is a later one, and what
     the step itself changed is put on its own canvas. There a revised position is open again if it is open on that
     later canvas, or if the step proposed no other token; one that a step between has decided again looks rewritten.
-    Where tokens move, `part_of_run` has put the step's changes on its own canvas; what it deleted is open there.
+    Where tokens move (`part_of_run`), what it deleted is open there.
 
     Args:
         run: from `denoise`, or a part of a run.

@@ -32,9 +32,8 @@ def composed(
 
 def between(origins: Int[Tensor, "step batch position"], start: int, stop: int) -> Int[Tensor, "batch position"]:
     """Where everything on the canvas of step `stop` was on that of step `start`."""
-    found = torch.arange(origins.shape[-1], device=origins.device).expand(origins.shape[1:])
-    for step in reversed(range(start, stop)):
-        found = composed(origins[step], found)
+    where = torch.arange(origins.shape[-1], device=origins.device).expand(origins.shape[1:])
+    *_, found = accumulate(origins[start:stop], composed, initial=where)
     return found
 
 

@@ -100,14 +100,7 @@ def part_of_run(run: "DenoisingRun", steps: Sequence[int] | None, rows: Sequence
 def _put_on_own_canvases(
     made: "DenoisingRun", run: "DenoisingRun", steps: Sequence[int], rows: Sequence[int]
 ) -> None:
-    """What a step before a gap decides, rewrites, opens and deletes, at the positions of its own canvas.
-
-    Args:
-        made: the part, whose tensors are its own.
-        run: what it is a part of.
-        steps: of `run`.
-        rows: likewise.
-    """
+    """What steps before gaps decide, rewrite, open and delete, at positions of their own canvases, into `made`."""
     gaps = [(place, step) for place, step in enumerate(steps) if not has_next(made, place)]
     for (place, step), (index, row) in product(gaps, enumerate(rows)):
         came, (tokens, opened) = came_by(run, row, step, step), canvas_after(run, row, step)

@@ -14,9 +14,6 @@ from dlm_lens.sampling.moved_tokens import NOWHERE, at_places, history_places
 from dlm_lens.sinks.from_recording import received_of
 from dlm_lens.sinks.received import Received
 
-FOLLOWED_TOKENS = "tokens followed where they move"
-"""The end of a rule whose keys are tokens."""
-
 
 def received_by_token(recording: Any, queries: QueryClass = "all") -> Received:
     """`of_tokens` of the attention that a recording holds.

@@ -102,6 +102,11 @@ class KeyAxes:
         return self.rows or tuple(range(self.sizes.get("batch", 1)))
 
     @property
+    def followed(self) -> str:
+        """The end of a rule whose keys are tokens; empty for positions."""
+        return "; tokens followed where they move" if self.follow == "token" else ""
+
+    @property
     def shared_fields(self) -> dict[str, Any]:
         """The fields of `KeyAxes`, with all axes, for another result of the same keys."""
         return {each.name: getattr(self, each.name) for each in fields(KeyAxes)}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,7 @@ from dlm_lens.sampling.prompt_positions import from_prompt
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.sinks.detection import COLUMNS, Sinks, find_sinks, scores_of
 from dlm_lens.sinks.detectors.base import Detector, as_detector
-from dlm_lens.sinks.followed_tokens import FOLLOWED_TOKENS, received_by_token
+from dlm_lens.sinks.followed_tokens import received_by_token
 from dlm_lens.sinks.key_axes import Follow, KeyAxes, axis_sizes, with_all_axes
 from dlm_lens.sinks.key_statistics import KeyStatistic
 from dlm_lens.sinks.lifetimes import (
@@ -125,8 +125,8 @@ class Trajectories(ShowsItself, KeyAxes):
         """Rule, hysteresis, scale, level and counted queries as text, for captions."""
         has = self.hysteresis != 1 and self.detector.hysteresis_setting is not None  # `TopK` has no threshold
         off = f"off below {self.hysteresis:g} of its threshold" if has else "no hysteresis"
-        rule = f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; queries: {self.queries}"
-        return rule if self.follow == "position" else f"{rule}; {FOLLOWED_TOKENS}"
+        queries = f"queries: {self.queries}{self.followed}"
+        return f"{self.detector}, {off}; scale: {self.scale}; level: {self.level}; {queries}"
 
     @property
     def canvas(self) -> int:
@@ -309,7 +309,7 @@ ENTRIES_AT_ONCE = 2**20
 """Scores in work at a time: 4 MiB in float32, so that the allocator reuses the memory of the piece before."""
 
 
-@checked_arguments(level=LEVEL, follow=one_of(*get_args(Follow)))
+@checked_arguments(level=LEVEL)
 def trajectories(
     sinks: Received | Recording | Sinks,
     detector: Detector | str | None = None,

@@ -134,8 +134,7 @@ class PromptBatcher(RowBatcher):
         """
         if not self.invokes and "inputs_embeds" not in {**self.kwargs, **self.extra_kwargs}:
             raise TypeError(
-                "there is no prompt; give one to lm.generate(...), lm.trace(...) or tracer.invoke(...); an invoke "
-                "without one has the rows of the others"
+                "there is no prompt; give one to lm.generate(...), lm.trace(...) or at least one tracer.invoke(...)"
             )
         return super().assemble(fn)
 

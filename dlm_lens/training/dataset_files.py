@@ -15,12 +15,6 @@ READERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "te
 LINES = ".txt"
 """The ending of files in which every line is a document."""
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    LINES: {"encoding": "utf-8-sig"},  # the other readers leave out a byte order mark by themselves
-    ".csv": {"keep_default_na": False, "na_values": [""]},  # NA, null, None and nan are texts
-}
-"""Arguments of a reader."""
-
 
 def read_evaluation(settings: DataSettings) -> Any | None:
     """The evaluation data of the settings, as `read_dataset` reads them; None where none are named.
@@ -87,7 +81,11 @@ def _local_files(settings: DataSettings, split: str, option: str) -> Any:
         raise ValueError(f"{option} {settings.path} is empty; give at least one document")
     # The datasets library takes [1] in the name of a file for a pattern too, which it then does not find.
     data_files = path if "*" in path else glob.escape(path)
-    options = {"split": split, "streaming": settings.streaming, **OPTIONS.get(suffix, {})}
+    options: dict[str, Any] = {"split": split, "streaming": settings.streaming}
+    if suffix == LINES:  # the other readers leave out a byte order mark by themselves
+        options["encoding"] = "utf-8-sig"
+    elif suffix == ".csv":  # NA, null, None and nan are texts
+        options |= {"keep_default_na": False, "na_values": [""]}
     with reading(settings):
         found: Any = datasets.load_dataset(READERS[suffix], data_files=data_files, **options)
         if suffix != LINES:

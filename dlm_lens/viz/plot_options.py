@@ -70,21 +70,11 @@ def _read_model(option: str, text: str) -> str:
 class PlotOptions:
     """What a picture is of, and how it is drawn.
 
+    Each option is a field, which its help text describes; numbers count from 0, and None is an option not given.
+
     Args:
         recordings: name, with which the caption begins -> recording; most pictures are of the first one.
         title: the beginning of the caption instead of the recording's name.
-        layer: index of the layer; None if not given, "mean" for the mean over all.
-        head: index of the head; None if not given, "mean" for the mean over heads.
-        row: index of the sequence.
-        steps: the given steps; empty if not given.
-        position: the given position, counted from the prompt's first token.
-        pick: which head of the row where none is given: the "strongest", or the one whose sinks are "moving" most.
-        detector: the rule that finds sinks; None for `AboveMean(3.0)`.
-        queries: which queries count in received attention.
-        level: whose patterns are judged, in pictures of all heads: head, layer (mean over heads) or model.
-        follow: what is followed over steps: a position of the canvas, or a token, also where the sampler moves it.
-        hooks: expression of the hooks for pictures that run the model, or "run" for those of the recording.
-        model: name of the model for pictures that run it; None for the recording's.
         loading: further arguments of `dlm_lens.load` for it.
 
     Raises:
@@ -139,8 +129,7 @@ class PlotOptions:
         default="position",
         metadata=_option(
             partial(one_of, allowed=FOLLOWS),
-            "What is followed: position, of the canvas (the default), or token, also where the sampler moves it "
-            "(DreamOn, LLaDA2.2).",
+            "What is followed: position (the default), or token, where the sampler moves some (DreamOn, LLaDA2.2).",
         ),
     )
     hooks: str | None = field(
@@ -188,7 +177,7 @@ class PlotOptions:
 
     @cached_property
     def received(self) -> "Received":
-        """Received attention of the queries that count, of positions or tokens."""
+        """Received attention of the queries that count."""
         from dlm_lens.viz.selection import as_received
 
         return as_received(self.recording, self.queries, self.follow)

@@ -15,8 +15,7 @@ from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
 from dlm_lens.sampling.emerging_text import changed_on_canvas
 from dlm_lens.sampling.moved_tokens import at_places, history_places
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
-from dlm_lens.sinks.followed_tokens import FOLLOWED_TOKENS
-from dlm_lens.sinks.key_axes import Follow
+from dlm_lens.sinks.key_axes import Follow, with_all_axes
 from dlm_lens.viz.selection import as_received, check_queries, choose, index_of, level_of, row_number
 
 Source = Received | Recording | Sinks | Trajectories
@@ -88,18 +87,23 @@ class Track:
         """The part of each step's block in this row, as (start, stop); None where the row has ended.
 
         Raises:
-            ValueError: keys are tokens whose places are not known.
+            ValueError: of another number of steps, or keys are tokens whose places are not known.
         """
-        if self.follow == "token":
-            places = self._known_places("blocks")
-            inside = [(at >= start) & (at < stop) for at, (start, stop) in zip(places, spans, strict=True)]
-            keys = [each.nonzero().flatten().tolist() for each in inside]
-            ran = zip(keys, self.running, strict=True)
-            return [(found[0], found[-1] + 1) if found and here else None for found, here in ran]
         canvas = self.content[: len(self.content) - self.sinks]
         low, high = (min(canvas), max(canvas) + 1) if canvas else (0, 0)
-        own = [(max(start - self.padding, low), min(stop - self.padding, high)) for start, stop in spans]
-        return [span if here and span[0] < span[1] else None for span, here in zip(own, self.running, strict=True)]
+        places = None if self.follow == "position" else self._known_places("blocks")
+
+        def inside(step: int, start: int, stop: int) -> Sequence[int]:
+            if places is None:
+                return range(max(start - self.padding, low), min(stop - self.padding, high))
+            return ((places[step] >= start) & (places[step] < stop)).nonzero().flatten().tolist()
+
+        if len(spans) != len(self.running):
+            raise ValueError(
+                f"{len(spans)} blocks for {len(self.running)} steps; give one (start, stop) per step, run.spans"
+            )
+        keys = [inside(step, *span) if self.running[step] else () for step, span in enumerate(spans)]
+        return [(each[0], each[-1] + 1) if each else None for each in keys]
 
     def marks(self, chosen: Bool[Tensor, "step position"] | None) -> list[tuple[int, int]]:
         """The (step, key) of chosen canvas positions, with keys that count from the row's first token.
@@ -123,7 +127,7 @@ class Track:
         if self.places is None:
             raise ValueError(
                 f"{given} is of canvas positions, and these Trajectories are of tokens; leave it out, or give the "
-                'recording and follow="token"'
+                "recording"
             )
         return self.places
 
@@ -169,20 +173,19 @@ def track_of(
             raise TypeError(
                 f"these {type(given).__name__} were found by {given.detector}; a detector goes with a Received"
             )
-        return (
-            _of_sinks(given, layer, head, row)
-            if isinstance(given, Sinks)
-            else _of_trajectories(given, layer, head, row)
-        )
+        place = _place(given, layer, head, row)
+        return _of_sinks(given, *place) if isinstance(given, Sinks) else _of_trajectories(given, *place)
     shown = choose(as_received(given, queries, follow), layer, head, row)
     padding = 0 if shown.received.padding is None else int(shown.received.padding[0])
     rule = AboveMean(3.0) if detector is None else detector
     found = find_sinks(shown.received, rule, level=shown.level)
-    track = _track(found, {}, shown.content.tolist(), shown.final).from_first_token(padding)
+    track = _of_sinks(found, 0, 0, 0)
     # A step at which too few queries see each key has no score, but is no end.
     running = [step < shown.steps for step in range(len(track.largest))]
     places = history_places(meant(given).run)[:-1, row, padding:] if track.follow == "token" else None
-    return replace(track, running=running, row=shown.row, layers=shown.layers, heads=shown.heads, places=places)
+    content = [key - padding for key in shown.content.tolist()]
+    track = replace(track, content=content, running=running, places=places)
+    return replace(track, row=shown.row, layers=shown.layers, heads=shown.heads)
 
 
 def trajectories_of(
@@ -201,110 +204,90 @@ def trajectories_of(
     return trajectories(as_received(given, queries, follow), AboveMean(3.0) if detector is None else detector)
 
 
-def _of_sinks(sinks: Sinks, layer: int | None, head: int | None, row: int) -> Track:
-    if "step" not in sinks.dims:
-        raise TypeError(f"{sinks!r} has no steps to follow; give a Received or Sinks with a step axis")
-    _check_level("Sinks", sinks.level, layer, head)
-    sizes = dict(zip(sinks.dims, sinks.is_sink.shape, strict=True))
-    axes: dict[str, tuple[int | None, Sequence[int]]] = {
-        "batch": (row, range(sizes.get("batch", 1))),
-        "layer": (layer, sinks.layers),
-        "head": (head, sinks.heads or range(sizes.get("head", 1))),
-    }
-    place = {n: index_of(n, i, all_of) for n, (i, all_of) in axes.items() if n in sizes and i is not None}
-    content = (~_at(sinks.scores, sinks.dims, place).isnan()).any(0)
-    if sinks.masked is not None:
-        content = content | _at(sinks.masked, _rows(sinks), place).any(0)
-    final = None if sinks.tokens is None else _at(sinks.tokens, _rows(sinks), place)[-1]
-    if sinks.final_tokens is not None:
-        final = _at(sinks.final_tokens, _rows(sinks)[1:], place)
-    tokens = None if final is None else final.tolist()
-    padding = 0 if sinks.padding is None else int(sinks.padding[row])
-    return _track(sinks, place, content.nonzero().flatten().tolist(), tokens).from_first_token(padding)
-
-
-def _track(sinks: Sinks, place: dict[str, int], content: list[int], tokens: list[int] | None) -> Track:
-    scores = _at(sinks.scores, sinks.dims, place)
-    is_sink = _at(sinks.is_sink, sinks.dims, place)
+def _of_sinks(sinks: Sinks, row: int, layer: int, head: int) -> Track:
+    """The track of one place on the axes that sinks have; 0 on the others."""
+    scores, is_sink = (
+        with_all_axes(of_keys, sinks.dims)[:, row, layer, head] for of_keys in (sinks.scores, sinks.is_sink)
+    )
     low = sinks.detector.low_is_sink
     largest = (-scores if low else scores).nan_to_num(nan=-torch.inf).argmax(-1)
-    passes = is_sink.gather(-1, largest[:, None]).squeeze(-1)
-    return Track(
-        largest=largest.masked_fill(scores.isnan().all(-1), -1).tolist(),
-        passes=passes.tolist(),
-        masked=None if sinks.masked is None else _at(sinks.masked, _rows(sinks), place),
-        content=content,
-        tokens=tokens,
-        tokenizer=sinks.tokenizer,
-        rule=_rule(sinks),
-        follow=sinks.follow,
-        level=sinks.level,
-        sinks=sinks.sinks,
-        running=_until_last((~scores.isnan()).any(-1)),
-        row=row_number(sinks, place.get("batch", 0)),
-        uniform_noise=holds_random_tokens(sinks.tokens, sinks.masked),
+    known = ~scores.isnan()
+    return _from_first_token(
+        sinks,
+        row,
+        known,
+        largest=largest.masked_fill(~known.any(-1), -1).tolist(),
+        passes=is_sink.gather(-1, largest[:, None]).squeeze(-1).tolist(),
+        running=_until_last(known.any(-1)),
         low=low,
-        steps=sinks.steps,
-        scored=not bool(scores.isnan().all()),
+        scored=bool(known.any()),
     )
 
 
-def _of_trajectories(paths: Trajectories, layer: int | None, head: int | None, row: int) -> Track:
-    """The track of one layer, head and row of `Trajectories`, which hold the largest key where it is a sink."""
-    _check_level("Trajectories", paths.level, layer, head)
-    layers = 0 if layer is None else index_of("layer", layer, paths.layers)
-    heads = 0 if head is None else index_of("head", head, paths.head_numbers)
-    row = index_of("row", row, range(paths.main.shape[1]))
-    largest = paths.main[:, row, layers, heads].tolist()
-    content = paths.scored[:, row].any(0)
-    masked = None if paths.masked is None else paths.masked[:, row]
-    if masked is not None:
-        content = content | masked.any(0)
-    final = paths.final_tokens
-    if final is None and paths.tokens is not None:
-        final = paths.tokens[-1]
+def _place(found: Sinks | Trajectories, layer: int | None, head: int | None, row: int) -> tuple[int, int, int]:
+    """Row, layer and head on their axes; 0 on an axis that is not there.
+
+    Raises:
+        TypeError: there are no steps.
+        ValueError: another level, or an index that does not exist.
+    """
+    if "step" not in found.dims:
+        raise TypeError(f"{found!r} has no steps to follow; give a Received or Sinks with a step axis")
+    if (wanted := level_of(layer, head)) != found.level:
+        raise ValueError(
+            f"these {type(found).__name__} are of level {found.level!r}, but layer={layer}, head={head} are of "
+            f"{wanted!r}; call find_sinks with level="
+        )
+    row = index_of("row", row, range(found.sizes.get("batch", 1)))
+    axes = (("layer", layer, found.layers), ("head", head, found.head_numbers))
+    places = [
+        index_of(name, index, numbers) if index is not None and name in found.dims else 0
+        for name, index, numbers in axes
+    ]
+    return row, places[0], places[1]
+
+
+def _from_first_token(found: Sinks | Trajectories, row: int, known: Bool[Tensor, "step key"], **own: Any) -> Track:
+    """The track of a row with what its result knows of the keys, from the row's first token on."""
+    shared = found.shared_fields
+    masked = None if shared["masked"] is None else shared["masked"][:, row]
+    content = known.any(0) if masked is None else known.any(0) | masked.any(0)
+    final = shared["final_tokens"]
+    if final is None and found.tokens is not None:
+        final = shared["tokens"][-1]
+    rule = f"{found.detector}; scale: {found.scale}; queries: {found.queries}{found.followed}"
     return Track(
-        largest=largest,
-        passes=[position >= 0 for position in largest],
+        **own,
         masked=masked,
         content=content.nonzero().flatten().tolist(),
         tokens=None if final is None else final[row].tolist(),
-        tokenizer=paths.tokenizer,
-        rule=_rule(paths),
-        follow=paths.follow,
-        level=paths.level,
-        sinks=paths.sinks,
-        running=_until_last(paths.defined[:, row, layers, heads]),
-        row=row_number(paths, row),
+        tokenizer=found.tokenizer,
+        rule=rule,
+        follow=found.follow,
+        level=found.level,
+        sinks=found.sinks,
+        row=row_number(found, row),
+        uniform_noise=holds_random_tokens(found.tokens, found.masked),
+        steps=found.steps,
+    ).from_first_token(0 if found.padding is None else int(found.padding[row]))
+
+
+def _of_trajectories(paths: Trajectories, row: int, layers: int, heads: int) -> Track:
+    """The track of one place of `Trajectories`, which hold the largest key where it is a sink."""
+    largest = paths.main[:, row, layers, heads].tolist()
+    defined = paths.defined[:, row, layers, heads]
+    return _from_first_token(
+        paths,
+        row,
+        paths.scored[:, row],
+        largest=largest,
+        passes=[position >= 0 for position in largest],
+        running=_until_last(defined),
         layers=paths.layers,
-        uniform_noise=holds_random_tokens(paths.tokens, paths.masked),
-        steps=paths.steps,
-        scored=bool(paths.defined[:, row, layers, heads].any()),
-    ).from_first_token(0 if paths.padding is None else int(paths.padding[row]))
-
-
-def _rule(found: Sinks | Trajectories) -> str:
-    rule = f"{found.detector}; scale: {found.scale}; queries: {found.queries}"
-    return rule if found.follow == "position" else f"{rule}; {FOLLOWED_TOKENS}"
+        scored=bool(defined.any()),
+    )
 
 
 def _until_last(defined: Bool[Tensor, "step"]) -> list[bool]:
     """The steps up to the last one with a score: a row without scores after it has ended."""
     return defined.flip(0).cummax(0).values.flip(0).tolist()
-
-
-def _check_level(what: str, level: Level, layer: int | None, head: int | None) -> None:
-    if level_of(layer, head) != level:
-        raise ValueError(
-            f"these {what} are of level {level!r}, but layer={layer}, head={head} are of "
-            f"{level_of(layer, head)!r}; call find_sinks with level="
-        )
-
-
-def _rows(sinks: Sinks) -> tuple[str, ...]:
-    return tuple(name for name in sinks.dims if name not in ("layer", "head"))
-
-
-def _at(tensor: Tensor, dims: Sequence[str], place: dict[str, int]) -> Tensor:
-    """One place of a tensor with more axes than [step, key]."""
-    return tensor[tuple(slice(None) if name in ("step", "key") else place.get(name, 0) for name in dims)]

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from dlm_lens.arguments import Rule, checked_arguments, instance, is_whole, one_of
+from dlm_lens.arguments import Rule, checked_arguments, instance, is_whole
 from dlm_lens.printable import counted, shown
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.sampling.moved_tokens import NOWHERE
@@ -31,7 +31,7 @@ from dlm_lens.viz.figures.labels import (
     whole_ticks,
 )
 from dlm_lens.viz.figures.notebook_figure import NotebookFigure, draw_cells, own_colours
-from dlm_lens.viz.plot_options import FOLLOWS, PlotOptions
+from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
 from dlm_lens.viz.selection import as_received, most_moving
 from dlm_lens.viz.sink_tracks import Source, Track, revised_of, row_blocks, track_of, trajectories_of
@@ -48,10 +48,9 @@ def _spans(value: Any) -> bool:
 BY_NAME = instance(Mapping, "a dict by the names of the models")
 SPANS = Rule("a list of (start, stop), or None", _spans)
 MARKED = instance(Tensor, "a tensor of truth values [step, position], or None")
-FOLLOW = one_of(*FOLLOWS)
 
 
-@checked_arguments(blocks=SPANS, revised=MARKED, follow=FOLLOW)
+@checked_arguments(blocks=SPANS, revised=MARKED)
 @own_colours()
 def sink_positions(
     sinks: Received | Recording | Sinks | Trajectories,
@@ -104,8 +103,6 @@ def sink_positions(
     track = track_of(sinks, detector, layer, head, row, queries, follow)
     steps, positions = len(track.largest), len(track.content)
     rewritten = track.marks(revised_of(sinks, row) if revised is None else revised)
-    if blocks is not None and len(blocks) != steps:
-        raise ValueError(f"{len(blocks)} blocks for {steps} steps; give one (start, stop) per step, run.spans")
     width, height = min(14.0, max(6.0, 0.09 * steps + 2.5)), min(10.0, max(3.4, 0.055 * positions + 1.6))
     figure = NotebookFigure(figsize=(width, height), layout="constrained")
     draw_track(figure.add_subplot(), track, height, blocks or (), rewritten)
@@ -123,7 +120,7 @@ def sink_positions(
     )
 
 
-@checked_arguments(models=BY_NAME, heads=BY_NAME, rows=BY_NAME, blocks=BY_NAME, follow=FOLLOW)
+@checked_arguments(models=BY_NAME, heads=BY_NAME, rows=BY_NAME, blocks=BY_NAME)
 @own_colours()
 def sink_positions_by_model(
     models: Mapping[str, Source],
@@ -170,8 +167,6 @@ def sink_positions_by_model(
         row = rows.get(name, 0)
         track = tracks[name] = track_of(given, rule, *heads[name], row, queries, follow)
         spans = blocks.get(name, ())
-        if spans and len(spans) != len(track.largest):
-            raise ValueError(f"{name}: {len(spans)} blocks for {len(track.largest)} steps; give run.spans")
         rewritten = track.marks(revised_of(given, row))
         edits = edits or bool(rewritten)
         draw_track(axes, track, 2.6, spans, rewritten)
