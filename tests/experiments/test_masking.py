@@ -228,7 +228,7 @@ def test_less_than_half_left_is_of_what_there_was() -> None:
     (finding,) = (one for one in masking_findings.findings(found) if "destroys" in one.paper)
     assert finding.verdict == "disagrees"
     assert finding.p is not None
-    assert finding.p < 1e-3
+    assert finding.p < 2e-3
 
 
 def test_ten_sinks_agree_only_within_the_paper_s_range() -> None:
