@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import INDICES, is_whole, meant
+from dlm_lens.arguments import INDICES, is_whole, meant, plain_number
 from dlm_lens.printable import is_array, shown
 from dlm_lens.recording import QueryClass, Recording
 from dlm_lens.recording.query_classes import stored_name
@@ -160,6 +160,7 @@ def index_of(name: str, index: int, indices: Sequence[int]) -> int:
     Raises:
         ValueError: it is no whole number, or not among the indices of the axis.
     """
+    index = plain_number(index)
     if not is_whole(index):
         raise ValueError(f"{name} is {shown(index)}; it must be a whole number")
     if index not in indices:

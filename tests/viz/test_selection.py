@@ -164,3 +164,14 @@ def test_an_empty_region_has_no_band():
         for axes in figure.axes
     ]
     assert bands[0] == [] != bands[1]
+
+
+def test_layer_and_head_may_be_tensors_without_axes(received):
+    """As an argmax returns them."""
+    head = received.values[..., 1, :, :].amax(-1).mean((0, 1)).argmax()
+    drawn = dl.viz.sink_positions(received, RULE, layer=torch.tensor(7), head=head).axes[0]
+    wanted = dl.viz.sink_positions(received, RULE, layer=7, head=2).axes[0]
+    assert drawn.get_title(loc="left") == wanted.get_title(loc="left")
+    assert "level: head (layer 7, head 2)" in drawn.get_title(loc="left")
+    with pytest.raises(ValueError, match="head is a Tensor float32"):
+        dl.viz.sink_positions(received, RULE, layer=7, head=torch.tensor([2.0]))
