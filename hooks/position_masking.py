@@ -9,9 +9,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dlm_lens.arguments import is_whole, store_plain_numbers
-from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, SinkToken, Stage, run_of
+from dlm_lens.attention import ColumnHook, ColumnMask, ColumnStats, PointContext, RunStep, Stage, run_of
 from dlm_lens.hooks.base import call_of, check_stage, makes_hook
-from dlm_lens.hooks.positions import Position, RowPositions, check_sinks_known, classes_of
+from dlm_lens.hooks.positions import Position, RowPositions, check_sinks_known, classes_of, is_to_come
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "mask": (), "prompt": (), "eos": ("end of text",), "punctuation": ("punctuation",),
@@ -80,7 +80,7 @@ class MaskPositions(ColumnHook):
         for position in self.positions:
             if isinstance(position, RowPositions):
                 continue
-            if _is_to_come(position, keys, hook):
+            if is_to_come(position, keys, hook):
                 continue
             missing = hook.missing(keys)
             place = hook.sinks.locate(position, keys + missing) - missing
@@ -91,14 +91,6 @@ class MaskPositions(ColumnHook):
     @property
     def _most(self) -> int:
         return sum(max(map(len, each.rows)) if isinstance(each, RowPositions) else 1 for each in self.positions)
-
-
-def _is_to_come(position: int | SinkToken, keys: int, hook: PointContext) -> bool:
-    """Whether the step sees a prefix of the run's canvas that ends before this position."""
-    if hook.run is None or hook.run.whole is None or isinstance(position, SinkToken):
-        return False
-    canvas = hook.sinks.canvas(keys)
-    return canvas.stop - canvas.start <= position < hook.run.whole
 
 
 @makes_hook

@@ -212,8 +212,9 @@ def of_class(
 def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) -> Bool[Tensor, "row position"]:
     """Which positions of an activation [row, position, ...] are addressed; in a run, never padding.
 
-    Positions are those of the canvas. With an approximate cache an activation may have only those that the
-    step computes; outside a run, with a cache, only those that the pass computes or that the cache still holds.
+    Positions are those of the canvas; where a step sees a prefix, without those after it. With an approximate cache
+    an activation may have only those that the step computes; outside a run, with a cache, only those that the pass
+    computes or that the cache still holds.
 
     Raises:
         ValueError: a position that does not exist; a class outside a run; `sink(i)` in a bare call.
@@ -246,11 +247,21 @@ def where(positions: Positions, tensor: Tensor, hook: PointContext, who: Any) ->
                     chosen.device
                 )
                 continue
+            if is_to_come(position, length, hook):
+                continue
             place = layout.locate(position, length)
             chosen[:, place : place + 1] = True
     if run is not None:
         chosen[:, canvas] &= run.valid.to(chosen.device)
     return chosen
+
+
+def is_to_come(position: int | SinkToken, length: int, hook: PointContext) -> bool:
+    """Whether the step sees a prefix of the run's canvas that ends before this position."""
+    if hook.run is None or hook.run.whole is None or isinstance(position, SinkToken):
+        return False
+    canvas = hook.sinks.canvas(length)
+    return canvas.stop - canvas.start <= position < hook.run.whole
 
 
 def spread(chosen: Tensor, tensor: Tensor) -> Tensor:

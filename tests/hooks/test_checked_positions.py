@@ -17,6 +17,7 @@ from dlm_lens.hooks import (
     patch_from,
     scale_attention,
     sink,
+    steer,
     zero_value,
 )
 from dlm_lens.hooks import capture as captured
@@ -68,6 +69,28 @@ class Watch:
         self.sizes.append(len(zero))
         self.zeros.append(zero.nonzero().flatten().tolist())
         return tensor
+
+
+@pytest.mark.parametrize(("family", "position"), [("causal", 7), ("sdar", 12)])
+@pytest.mark.parametrize(
+    "built",
+    [
+        lambda position: zero_value(position),
+        lambda position: scale_attention(position, 50.0),
+        lambda position: ablate("resid", position),
+        lambda position: steer(torch.full((32,), 9.0), positions=position),
+    ],
+)
+def test_a_position_that_is_written_later_is_edited_from_then_on(family: str, position: int, built: Any) -> None:
+    """The first steps see a canvas that ends before it, on which the hook does nothing, as with `by_row`."""
+    model, confidence = tiny(family), list[torch.Tensor]()
+    for hooks in ([], [built(position)], [built(by_row([position]))]):
+        found = dl.denoise(model, PROMPTS[:1], hooks=hooks, gen_length=9)
+        confidence.append(found.confidence.nan_to_num(neginf=0.0))
+    plain, named, of_row = confidence
+    torch.testing.assert_close(named, of_row)
+    torch.testing.assert_close(named[0], plain[0])
+    assert float((named - plain).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize(
