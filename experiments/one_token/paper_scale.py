@@ -1,6 +1,7 @@
 """The paper's settings: train a config with `dlm_lens.training`, evaluate it as the table's cells say."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
