@@ -243,6 +243,7 @@ CALLS: dict[str, Callable[[Case], Any]] = {
     "sampling.log_likelihood chain rule": lambda c: dl.log_likelihood(
         c.model, PROMPTS, [[7], [4]], method="chain_rule"
     ),
+    "sampling.sampler_settings": lambda c: str(sampling.sampler_settings(c.model)),
     "sampling.generate_image_tokens": lambda c: sampling.generate_image_tokens(c.model, "w1"),
     "recording.record_forward": forward,
     "recording.record_batches": lambda c: recording.record_batches(

@@ -8,6 +8,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from dlm_lens.arguments import checked_arguments
+from dlm_lens.display import Cell, Line, Preview, ShowsItself
 from dlm_lens.sampling.algorithm_registry import Algorithm, algorithm_of
 from dlm_lens.sampling.settings import check_model
 
@@ -32,8 +33,8 @@ class SamplerSetting:
     meaning: str
 
 
-@dataclass(frozen=True)
-class SamplerSettings:
+@dataclass(frozen=True, repr=False)
+class SamplerSettings(ShowsItself):
     """The settings of a sampler; printed, a paragraph for each.
 
     Args:
@@ -48,11 +49,19 @@ class SamplerSettings:
     confidence: str
     settings: tuple[SamplerSetting, ...]
 
+    def __repr__(self) -> str:
+        return f"SamplerSettings({self.sampler}: {', '.join(one.name for one in self.settings)})"
+
     def __str__(self) -> str:
         head = [self.source, f"confidence: {self.confidence}"]
         each = [f"{one.name} = {one.value!r} ({one.type}): {one.meaning}" for one in self.settings]
         texts = [fill(text, 110, initial_indent="  ", subsequent_indent="      ") for text in head + each]
         return "\n".join([self.sampler, *texts])
+
+    def _preview(self) -> Preview:
+        lines = [Line(f"{one.name} = {one.value!r}", [Cell(one.meaning)]) for one in self.settings]
+        head = [Line("", [Cell(self.source)]), Line("confidence", [Cell(self.confidence)])]
+        return Preview(lines=head + lines, note="as a DataFrame: .table()")
 
     def table(self) -> "DataFrame":
         """A row for each setting, with the columns value, type and meaning."""

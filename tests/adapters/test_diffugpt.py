@@ -187,7 +187,7 @@ def test_a_directory_of_diffullama_needs_its_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("diffusion", "family is 'diffusion'; there are .*diffugpt"),
+        ("diffusion", r"family is 'diffusion' \(did you mean 'diffusion_gemma'\?\); there are .*diffugpt"),
         ("llada", "says model_type 'llama', and llada has llada: leave family out"),
         (7, "family is 7"),
     ],

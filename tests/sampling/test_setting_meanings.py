@@ -49,6 +49,10 @@ def test_the_checkpoints_own_values_are_shown_and_printed() -> None:
     assert printed[0] == "llada"
     assert "  temperature = 0.5 (float): 0 takes the most likely token." in printed
     assert max(map(len, printed)) <= 110
+    assert repr(shown).startswith("SamplerSettings(llada: steps, gen_length, block_length, temperature,")
+    html = shown._repr_html_()
+    assert '<td class="label">temperature = 0.5</td><td class="cells">0 takes the most likely token.</td>' in html
+    assert "the probability of the proposed token in the plain softmax" in html
 
 
 def test_what_is_no_model_is_refused() -> None:
