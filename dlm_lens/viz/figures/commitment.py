@@ -120,7 +120,6 @@ def _draw_confidence(axes: Axes, found: Commitment) -> None:
             line: dict[str, Any] = {"color": colour, "markersize": 3, "linewidth": 1.2, "label": name, "gid": name}
             axes.plot(drawn["step"], drawn[name], style, **line)
     _finish_shares(axes, "mean over open positions")
-    axes.legend(fontsize=7, frameon=False)
 
 
 def _draw_states(axes: Axes, states: torch.Tensor, colours: Mapping[str, str]) -> None:
@@ -143,13 +142,15 @@ def _explain(figure: Figure, states: Iterable[tuple[str, str]], columns: int) ->
 
 
 def _finish_shares(axes: Axes, label: str) -> None:
-    """The axes of lines of shares by step."""
+    """The axes and the legend of lines of shares by step."""
     axes.set_ylim(-0.02, 1.05)
     whole_ticks(axes.xaxis)
     axes.tick_params(labelsize=7)
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel(label, fontsize=8)
+    # Above the axes: where the lines vary over the whole height, there is no place among them.
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=7, frameon=False)
 
 
 @plot(
@@ -224,5 +225,3 @@ def _draw_shares(axes: Axes, found: RemaskSensitivity) -> None:
         axes.plot(steps, each[:, 0], style, color=colour, markersize=3, label=label, gid=name)
         draw_band(axes, steps, each[:, 1], each[:, 2], colour=colour, alpha=0.15)
     _finish_shares(axes, "share of changed tokens")
-    # Above the axes: where the lines vary over the whole height, there is no place among them.
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=7, frameon=False)
