@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from dlm_lens.sinks import Sinks
 
 
+LINES = typer.Option(
+    min=0,
+    help="How many positions to list, of the last layer that is read; 20 as text, all in JSON.",
+    show_default=False,
+)
+
+
 def lens_command(
     recording: Annotated[Path, RECORDING],
     model: Annotated[str | None, OTHER_MODEL] = None,
@@ -50,14 +57,7 @@ def lens_command(
     steps: Annotated[str | None, STEPS] = None,
     layers: Annotated[str | None, LAYERS] = None,
     top: Annotated[int, typer.Option(min=1, help="How many of the likeliest tokens to name.")] = 3,
-    lines: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="How many positions to list, of the last layer that is read; 20 as text, all in JSON.",
-            show_default=False,
-        ),
-    ] = None,
+    lines: Annotated[int | None, LINES] = None,
     tuned: Annotated[Path | None, typer.Option(help="A tuned lens of this model (train_tuned_lens).")] = None,
     hooks: Annotated[str, HOOKS] = "",
     device: Annotated[str | None, DEVICE] = None,

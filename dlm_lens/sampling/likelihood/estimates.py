@@ -422,15 +422,10 @@ def _check_sizes(method: str | None, batch_size: int | None, **of_masks: int | N
 
 
 def _check_names(settings: Mapping[str, Any], names: Sequence[str], method: str, algorithm: Algorithm) -> None:
-    for name in settings:
-        if name not in names:
-            has = ", ".join(names) or "none"
-            hint = near_name(
-                name, names, {"hooks": "with dlm_lens.hooks.attach_hooks(model, ...), around the call,"}
-            )
-            raise ValueError(
-                f"the {method} likelihood of {algorithm.name} has no setting {name!r}{hint}; it has {has}"
-            )
+    for name in (one for one in settings if one not in names):
+        hint = near_name(name, names, {"hooks": "with dlm_lens.hooks.attach_hooks(model, ...), around the call,"})
+        has = f"has no setting {name!r}{hint}; it has {', '.join(names) or 'none'}"
+        raise ValueError(f"the {method} likelihood of {algorithm.name} {has}")
 
 
 def _corruption(
