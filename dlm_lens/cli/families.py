@@ -33,7 +33,7 @@ def families_command(
     if as_json:
         listed = [_as_json(family) for family in chosen]
         others = {"embedded models": list(embedded_models())} if name is None else {}
-        own = {"settings": [asdict(sampler) for sampler in explained]} if explained else {}
+        own = {"sampler_settings": [asdict(sampler) for sampler in explained]} if explained else {}
         show_json({"families": listed, **others, **own})
         return
     console = Console()

@@ -22,7 +22,7 @@ class SamplerSetting:
 
     Args:
         name: as `denoise` takes it.
-        value: of a run that is not given it; None also where the sampler computes it or does not use it.
+        value: of a run that is given none of them; None also where the sampler does not use it.
         type: of its values, as Python writes it.
         meaning: what it does.
     """
@@ -86,12 +86,12 @@ def sampler_settings(model: Any) -> SamplerSettings:
 
 
 def settings_of_sampler(algorithm: Algorithm, defaults: Mapping[str, Any]) -> SamplerSettings:
-    """The settings of an algorithm, for checkpoints with these defaults."""
-    meanings = _meanings(algorithm.settings)
+    """The settings of an algorithm, for checkpoints with these defaults (all that a run needs)."""
+    values, meanings = algorithm.resolve(defaults, {}, 0), _meanings(algorithm.settings)
     found = tuple(
         SamplerSetting(
             one.name,
-            defaults.get(one.name, None if one.default is MISSING else one.default),
+            values.get(one.name, None if one.default is MISSING else one.default),
             inspect.formatannotation(one.type),
             meanings.get(one.name, ""),
         )

@@ -102,7 +102,7 @@ def test_one_family_is_shown_with_what_its_settings_mean() -> None:
     assert "  cfg_scale = 2.0 (float): guidance, u + (cfg_scale + 1) (c - u); 0 for none." in output.splitlines()
     assert "llada" not in output.lower()
     shown = json.loads(CliRunner().invoke(cli.app, ["families", "mdlm", "--json"]).output)
-    assert [one["sampler"] for one in shown["settings"]] == list(shown["families"][0]["samplers"])
+    assert [one["sampler"] for one in shown["sampler_settings"]] == list(shown["families"][0]["samplers"])
     with pytest.raises(ValueError, match=r"family is 'smmd' \(did you mean 'smdm'\?\); there are a2d_qwen3,"):
         CliRunner().invoke(cli.app, ["families", "smmd"], catch_exceptions=False)
 

@@ -391,11 +391,10 @@ def resolve(defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int) -
         values["block_length"] = max(1, min(values["block_length"], length))
     steps = values.pop("steps", None)
     if "steps_per_block" not in given:
-        blocks = math.ceil(length / max(1, values["block_length"]))
-        if steps is not None and "steps" in given:
-            values["steps_per_block"] = math.ceil(steps / blocks)
-        elif "gen_length" in given:
+        if "gen_length" in given and "steps" not in given:
             values["steps_per_block"] = values["block_length"]
+        elif steps is not None and ("steps" in given or "steps_per_block" not in values):
+            values["steps_per_block"] = math.ceil(steps / math.ceil(length / max(1, values["block_length"])))
     if values.get("canvas_length") is not None and "canvas_length" not in given:
         whole = math.ceil(length / max(1, values["block_length"])) * values["block_length"]
         values["canvas_length"] = max(values["canvas_length"], whole)

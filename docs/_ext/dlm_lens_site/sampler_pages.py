@@ -32,23 +32,22 @@ def sampler_page() -> dict[str, str]:
     for name, own in used.items():
         links = ", ".join(f"[{family}](../families.md#{sections[family]})" for family in own)
         lines.append(f"| [`{name}`](#{name}) | {links} |")
-    for name, algorithm in algorithms().items():
-        shown = settings_of_sampler(algorithm, {})
-        lines += ["", f"## {name}", "", cell(shown.source), "", f"Confidence: {cell(shown.confidence)}.", ""]
+    for name, own in used.items():
+        shown = {family: settings_of_sampler(algorithms()[name], defaults) for family, defaults in own.items()}
+        first = next(iter(shown.values()))
+        lines += ["", f"## {name}", "", cell(first.source), "", f"Confidence: {cell(first.confidence)}.", ""]
         lines += ["| setting | default | meaning |", "|---|---|---|"]
-        for one in shown.settings:
-            default = _default(
-                {family: of[one.name] for family, of in used[name].items() if one.name in of}, one.value
-            )
+        for number, one in enumerate(first.settings):
+            default = _default({family: each.settings[number].value for family, each in shown.items()})
             lines.append(f"| `{one.name}` | {default} | {cell(one.meaning)} |")
     return {"samplers.md": "\n".join(lines) + "\n"}
 
 
-def _default(given: Mapping[str, Any], own: Any) -> str:
-    """The sampler's value, or those of its families where they have others."""
+def _default(of_families: Mapping[str, Any]) -> str:
+    """The value, or those of the families where they have others."""
     by_value: dict[str, list[str]] = {}
-    for family, value in given.items():
+    for family, value in of_families.items():
         by_value.setdefault(repr(value), []).append(family)
     if len(by_value) == 1:
         return f"`{next(iter(by_value))}`"
-    return "; ".join(f"`{value}` ({', '.join(names)})" for value, names in by_value.items()) or f"`{own!r}`"
+    return "; ".join(f"`{value}` ({', '.join(names)})" for value, names in by_value.items())
