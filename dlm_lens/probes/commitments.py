@@ -296,10 +296,6 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
     return Commitment(run, token, confidence, unknown, unknown, right)
 
 
-NEVER_PROPOSED = ("logits_eos_inf", "suppress_tokens", "begin_suppress_tokens")
-"""Settings that keep tokens out of the proposals."""
-
-
 def why_drawn(run: DenoisingRun) -> str:
     """Why a run's proposals are not always its most likely tokens; "" where they are."""
     temperature = setting_of(run.settings, "temperature")
@@ -307,7 +303,8 @@ def why_drawn(run: DenoisingRun) -> str:
         return "holds random tokens at open positions"
     if temperature != 0:
         return f"has temperature {temperature}"
-    if sampler_class(run.settings).resizes:
+    sampler = sampler_class(run.settings)
+    if sampler.resizes:
         return "inserts and deletes masks, where there is room"
-    kept = [f"{name}={run.settings[name]}" for name in NEVER_PROPOSED if run.settings.get(name)]
+    kept = [f"{name}={run.settings[name]}" for name in sampler.withholds if run.settings.get(name)]
     return f"has {kept[0]}" if kept else ""

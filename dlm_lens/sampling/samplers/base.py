@@ -97,16 +97,15 @@ class Sampler(nn.Module):
         cfg_scale: classifier-free guidance of the run; 0 for none.
         guidance_keeps: tokens that guidance leaves visible in its second half.
         unpadded: the network sees padding as content (a quirk of MMaDA's code).
-        own_canvas: in passes over joined runs, the positions of each row's own canvas: what joining padded it with,
-            no network has seen. None for all.
+        own_canvas: in passes over joined runs, each row's positions without what joining padded; None for all.
         block_length: of the blocks of block causal attention, in samplers that grow.
         training_block_length: of the blocks of the training, where the sampler itself decodes none; None for none.
         attention: how the steps of the run attend, `attention_of` its settings.
         windowed: attention is causal, but for the window of `attention.sees_window`.
         cache: the approximate cache of the network; None for none.
         use_cache: the network keeps keys and values of the prefix.
-        proposes_all: propose also where nothing would be unmasked, because an observer may choose other positions.
-            The loop sets it from `RunObserver.proposes_all`.
+        proposes_all: propose also where nothing would be unmasked; the loop sets it (`RunObserver.proposes_all`).
+        withholds: settings that keep tokens out of the proposals.
         progress: what a progress bar calls the run and its steps.
         sigma: the noise level of the step that was entered, for networks that may be given it; None for others.
         mask_id: of [MASK]; None before the run begins, and for models without a mask token.
@@ -132,6 +131,7 @@ class Sampler(nn.Module):
     hides_prompt: ClassVar[bool] = False
     training_block_length: ClassVar[int | None] = None
     windowed: ClassVar[bool] = False
+    withholds: ClassVar[tuple[str, ...]] = ()
     progress: ClassVar[tuple[str, str]] = ("denoising", "step")
     cfg_scale: float = 0.0
     guidance_keeps: tuple[int, ...] = ()

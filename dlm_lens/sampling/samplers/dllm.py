@@ -189,6 +189,7 @@ class DllmSampler(Sampler):
     are left at the end.
     """
 
+    withholds = ("suppress_tokens", "begin_suppress_tokens")
     stream_class: ClassVar[type[OrderedNoise]] = RightPaddedNoise
     stream: OrderedNoise | None = None
     infilling = False  # as in a rerun, which has no settings

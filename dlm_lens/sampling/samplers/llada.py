@@ -218,6 +218,7 @@ class LLaDASampler(CachedSampler):
     """
 
     decodes_in_order = True
+    withholds = ("logits_eos_inf",)
     stream: SpanNoise | None = None
 
     def __init__(
