@@ -217,7 +217,7 @@ def over_networks(
 
     In simulations the interval holds the true value in 94 to 97% of the draws with five networks, in 93% with
     three and in 87 to 89% with two, for which it is too narrow (`tests/experiments/test_intervals.py`). Of a true
-    null p-values are below 0.01 in up to 2% of the draws with three networks, and in 5% with two.
+    null p-values are below 0.01 in 2% of the draws with five, in 3% with three, and in 6 to 8% with two.
 
     Args:
         per_network: per network its numerators a and denominators b, one of each per prompt.

@@ -222,22 +222,28 @@ def test_the_interval_covers_the_truth(between: float, shared: float) -> None:
     assert hits / 150 > 0.95 - 2.5 * 0.018
 
 
-def half_widths(values: np.ndarray) -> np.ndarray:
-    """Of `over_networks` [draw, network, prompt], denominators of 1, the variance of prompts in closed form."""
+def half_widths(values: np.ndarray, level: float = 0.95) -> np.ndarray:
+    """Of `over_networks` [draw, network, prompt], denominators of 1, the variance of prompts in closed form.
+
+    p < 1 - level is where the mean is beyond that of a level.
+    """
     networks, n = values.shape[1:]
     between, within = values.mean(2).var(1, ddof=1) / networks, values.mean(1).var(1, ddof=1) / n
     both = between + within
     degrees = both**2 / (between**2 / (networks - 1) + within**2 / (n - 1))
-    found: np.ndarray = stats.t.ppf(0.975, degrees) * np.sqrt(both)
+    found: np.ndarray = stats.t.ppf((1 + level) / 2, degrees) * np.sqrt(both)
     return found
 
 
 @pytest.mark.parametrize(
-    ("networks", "n", "between", "least", "most"),
-    [(2, 96, 0.5, 0.86, 0.89), (2, 16, 1.0, 0.87, 0.91), (3, 96, 0.5, 0.92, 0.95), (5, 96, 0.5, 0.94, 0.97)],
-)
+    ("networks", "n", "between", "least", "most", "small"),
+    [
+        (2, 96, 0.5, 0.86, 0.89, 0.075), (2, 16, 1.0, 0.87, 0.91, 0.058), (3, 96, 0.5, 0.92, 0.95, 0.033),
+        (5, 96, 0.5, 0.94, 0.97, 0.015),
+    ],
+)  # fmt: skip
 def test_the_interval_over_two_networks_is_narrower_than_it_should_be(
-    networks: int, n: int, between: float, least: float, most: float
+    networks: int, n: int, between: float, least: float, most: float, small: float
 ) -> None:
     """The shares in the docstring of `over_networks`; of 20,000 draws their standard deviation is 0.002."""
     rng = np.random.default_rng(3)
@@ -249,6 +255,10 @@ def test_the_interval_over_two_networks_is_narrower_than_it_should_be(
     values = effects + 0.7 * rng.normal(size=(20_000, networks, n))
     covered = float((np.abs(values.mean((1, 2))) <= half_widths(values)).mean())
     assert least < covered < most
+    # p-values below 0.01 of this true null, likewise in the docstring.
+    assert float((np.abs(values.mean((1, 2))) > half_widths(values, 0.99)).mean()) == pytest.approx(
+        small, abs=0.004
+    )
 
 
 def test_a_bootstrap_over_prompts_alone_does_not_cover_other_networks() -> None:

@@ -143,9 +143,8 @@ def missed_effects(
     What is bounded is a node's effect on average over random companions, E[target | n in S] - E[target | n not in
     S]. Where effects add up it is that of `activation_patching`; a node whose effect shows only alone, or only with
     certain others, can have a smaller one. A smaller share comes closer to the node alone, and needs more subsets.
-    The test takes means for normal: in simulations of 40 nodes each bound held in 93% or more of the draws, but
-    where one was ten times as strong as another and no other had an effect, in 51% (64 subsets) and 86% (256).
-    Choose `top` so that no such node is left.
+    The test takes means for normal, which those of few subsets are not where one of the nodes is far stronger than
+    all others: choose `top` so that no such node is left.
 
     Args:
         model: as `activation_patching`, which the arguments not listed here follow.
