@@ -34,7 +34,7 @@ from dlm_lens.attention import (
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, NonFiniteLogitsError, StepObserver, StepPlan, denoise
-from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.run_like import HasRun, as_run
 from dlm_lens.sampling.stored_run import StoredRun
 
 MAX_BYTES = 4 * 2**30
@@ -256,7 +256,7 @@ def capture(
 
     Args:
         model: from `dlm_lens.load`.
-        prompt: as for `dlm_lens.denoise`, or a `DenoisingRun`, whose canvases are then rerun.
+        prompt: as for `dlm_lens.denoise`, or a run or recording, whose canvases are then rerun.
         sites: "q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z", "attn_out", "mlp_out", "resid"; several in
             a list. Scores and patterns are materialised.
         cache_steps: the steps to keep: an index, a slice or indices, negative from the end; None for all. Of
@@ -272,7 +272,6 @@ def capture(
 
     Raises:
         MemoryError: they would take more; raised before the first forward pass.
-        TypeError: a recording in place of its run.
         ValueError: an invalid site, layer, step, prompt or setting; settings together with a `DenoisingRun`.
     """
     several = isinstance(sites, Iterable) and not isinstance(sites, str)
@@ -286,9 +285,8 @@ def capture(
     chosen = chosen_indices("layer", layers, len(attention_blocks(model, stack)))
     keeper = _Keeper(model, wanted, chosen, cache_steps, device, max_bytes, stack)
     hooks = checked(hooks)
-    if hasattr(prompt, "run"):  # a recording
-        check_run(prompt)
-    if isinstance(prompt, DenoisingRun):
+    if isinstance(prompt, DenoisingRun | HasRun):
+        prompt = as_run(prompt)
         if settings:
             raise ValueError(f"{', '.join(settings)}: settings go with a prompt; this run is finished")
         _go_over(model, prompt, keeper, hooks)

@@ -22,6 +22,7 @@ from dlm_lens.probes.remasking import SHARE
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import at_places, on_canvases
 from dlm_lens.sampling.prompt_positions import of_whole_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
@@ -184,7 +185,7 @@ class ClassReadability(ShowsItself):
 @exclusive
 def class_readability(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     layers: Sequence[int] | None = None,
     held_out: float = 0.5,
@@ -208,10 +209,11 @@ def class_readability(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model, without a tokenizer, or with fewer than two different prompts; an
             unknown layer.
     """
+    run = as_run(run)
     stored = StoredRun(model, run, hooks=hooks)
     chosen = chosen_indices("layer", layers, len(attention_blocks(model)), "class_readability: ")
     if run.tokenizer is None:

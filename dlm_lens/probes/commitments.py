@@ -15,10 +15,10 @@ from dlm_lens.arguments import LARGEST_COUNT, checked_arguments, flag, whole
 from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.probes.predictions import read_predictions, result_of, right_tokens
-from dlm_lens.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.algorithm_registry import sampler_class, setting_of
 from dlm_lens.sampling.moved_tokens import at_places, on_canvases
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 from dlm_lens.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
@@ -216,7 +216,7 @@ def settled_at(
 @exclusive
 def commitment(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     hooks: Sequence[HookLike] = (),
     reference: Any = None,
@@ -238,9 +238,10 @@ def commitment(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model, or a reference of another shape.
     """
+    run = as_run(run)
     stored = StoredRun(model, run, decided=decided, hooks=hooks)
     result = result_of(stored.run)
     right = right_tokens(result, reference)
@@ -258,7 +259,7 @@ def commitment(
 
 
 @checked_arguments()
-def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None) -> Commitment:
+def proposed_commitment(run: RunLike, *, reference: Any = None) -> Commitment:
     """The commitment of a run's own proposals, from the run alone: no model, no forward pass.
 
     At temperature 0 a step proposes the most likely token for every position that it evaluates. These are the open
@@ -277,9 +278,7 @@ def proposed_commitment(run: DenoisingRun | Recording, *, reference: Any = None)
         ValueError: a run whose proposals are drawn, or by its settings without some tokens, so that the proposed
             token is not the most likely one; a model without a mask token; a reference of another shape.
     """
-    run = run.run if isinstance(run, Recording) else run
-    if not isinstance(run, DenoisingRun):
-        raise TypeError(f"the run is a {type(run).__name__}; give one of dlm_lens.denoise, or a recording")
+    run = as_run(run)
     if drawn := why_drawn(run):
         raise ValueError(
             f"proposed_commitment: the run {drawn}, so that what it proposes is not always its most likely token; "

@@ -15,8 +15,8 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.recording import LayerStep, PatternReducer, rerun
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.moved_tokens import answer_of, decisions_of
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Estimate, difference_of, estimate, mean_of
 
@@ -231,7 +231,7 @@ class RetrievalHeads(ShowsItself):
 @exclusive
 def retrieval_heads(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     hooks: Sequence[HookLike] = (),
     layers: Sequence[int] | None = None,
@@ -251,10 +251,10 @@ def retrieval_heads(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model, or a layer that does not exist.
     """
-    check_run(run)
+    run = as_run(run)
     config = model.config
     ids = [getattr(config, f"{name}_token_id", None) for name in ("mask", "pad", "bos", "eos")]
     named = [one for each in ids if each is not None for one in (each if isinstance(each, list) else [each])]

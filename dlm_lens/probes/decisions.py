@@ -11,7 +11,7 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, one_of
 from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import CORRELATION_BOUNDS, Estimate, estimate_mean
@@ -88,7 +88,7 @@ class DecisionOrder(ShowsItself):
 
 
 @checked_arguments(within=one_of("answer", "block"))
-def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionOrder:
+def decision_order(run: RunLike, *, within: Within = "answer") -> DecisionOrder:
     """The order in which a run decided its positions; no model is needed, a recording's `run` will do.
 
     A semi-autoregressive sampler fixes the order of the blocks: `within="block"` counts what is left to choose.
@@ -99,10 +99,10 @@ def decision_order(run: DenoisingRun, *, within: Within = "answer") -> DecisionO
         within: the pairs that count.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: another `within`.
     """
-    check_run(run)
+    run = as_run(run)
     given, run = run, run.by_token
     answer = decided_answer(run)
     retracted = _retracted(run, answer)

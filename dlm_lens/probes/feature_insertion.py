@@ -23,6 +23,7 @@ from dlm_lens.probes.predictions import result_of, right_tokens
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import on_canvases
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import (
     POSITIVE_BOUNDS,
@@ -219,7 +220,7 @@ class _Mean(Hook):
 @exclusive
 def insertion_loss(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     saes: SparseAutoencoder | Sequence[SparseAutoencoder],
     *,
     steps: Sequence[int] | None = None,
@@ -253,10 +254,11 @@ def insertion_loss(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model, an autoencoder that does not fit, two of one layer, an unknown place or
             null, a step that does not exist, or a reference of another shape.
     """
+    run = as_run(run)
     given = list(saes) if isinstance(saes, Iterable) else [saes]
     _check(model, given, places, nulls)
     stored = StoredRun(model, run)

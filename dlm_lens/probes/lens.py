@@ -22,9 +22,11 @@ from dlm_lens.probes.unembedding import Unembedding, lens_measures
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import on_canvases
 from dlm_lens.sampling.prompt_positions import of_whole_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
-from dlm_lens.sinks import Sinks
+from dlm_lens.sinks import Detector, Sinks
+from dlm_lens.sinks.detection import as_sinks
 from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, estimate_mean
 
 PER_LAYER = ("entropy", "kl", "rank")
@@ -208,8 +210,8 @@ class LogitLens(ShowsItself):
 @exclusive
 def logit_lens(
     model: Any,
-    run: DenoisingRun,
-    positions: GivenLensPositions = None,
+    run: RunLike,
+    positions: GivenLensPositions | Detector = None,
     *,
     steps: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
@@ -234,7 +236,8 @@ def logit_lens(
         model: from `dlm_lens.load`, the run's.
         run: from `denoise`.
         positions: `Sinks` of this run: the sinks of every step in any layer and head (with many heads, find them at
-            level "layer" or "model"), each paired with a control of its class. Or canvas positions, negative from
+            level "layer" or "model"), each paired with a control of its class; with a recording in place of the
+            run also a detector, which finds them in each head. Or canvas positions, negative from
             the end, in every row the same (a padded row begins at `run.padding`); learned sink tokens come after
             the canvas. Or a boolean mask [batch, position], or [step, batch, position] over all steps of the run
             (`run.unmasked`: what each step decides). Or a class of positions at each step, as hooks have them:
@@ -257,10 +260,13 @@ def logit_lens(
         [entry, layer] in nats.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a step, layer, position or class that is not there, a mask of another shape, sinks of another
             run, or another model's lens.
     """
+    if isinstance(positions, Detector):
+        positions = as_sinks(positions, run, "positions")
+    run = as_run(run)
     for name, value in (("positions", positions), ("steps", steps), ("layers", layers)):
         if isinstance(value, int):
             raise ValueError(

@@ -17,6 +17,7 @@ from dlm_lens.recording import Recording
 from dlm_lens.recording.recording import as_recording
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
+from dlm_lens.sinks.detection import SinksLike, as_sinks
 from dlm_lens.statistics import (
     POSITIVE_BOUNDS,
     SHARE_BOUNDS,
@@ -185,7 +186,7 @@ ENTRIES_AT_ONCE = 2**22
 @checked_arguments(seed=ONE_SEED)
 def value_norms(
     recording: Recording,
-    sinks: Sinks | Literal["learned"],
+    sinks: SinksLike,
     *,
     samples: int = SAMPLES,
     match: ValueMatch = "any",
@@ -200,7 +201,8 @@ def value_norms(
 
     Args:
         recording: with ValueNorm, and for shares of attention with ReceivedAttention.
-        sinks: as `find_sinks` found them in this recording; "learned" for the model's learned sink tokens.
+        sinks: as `find_sinks` found them in this recording, or a detector, which then finds them in each head;
+            "learned" for the model's learned sink tokens.
         samples: pairs at most; the paper has 10,000.
         match: "masked" (or "open") to pair masked sinks with masked tokens and decoded ones with decoded ones.
         seed: of the sample.
@@ -210,15 +212,16 @@ def value_norms(
             at all.
     """
     recording = as_recording(recording)
+    given = None if isinstance(sinks, str) and sinks == "learned" else as_sinks(sinks, recording)
     match = "masked" if match == "open" else match
     if samples < 1 or match not in ("any", "masked"):
         raise ValueError(
             f"value_norms(samples={samples}, match={shown(match)}): samples is at least 1, match 'any' or 'masked'"
         )
-    norms, found, undefined = _given(recording, sinks)
+    norms, found, undefined = _given(recording, given)
     where = found.nonzero()
     if not len(where):
-        raise ValueError(f"there is no sink by {_rule(sinks)}; lower the threshold")
+        raise ValueError(f"there is no sink by {_rule(given)}; lower the threshold")
     generator = torch.Generator().manual_seed(seed)
     drawn = where[torch.randperm(len(where), generator=generator)[:samples]]
     rows = max(1, ENTRIES_AT_ONCE // found.shape[-1])
@@ -232,7 +235,7 @@ def value_norms(
         percentile=percentile[kept],
         prompt=recording.run.row_prompts[drawn[kept, 1]],
         layer=layers[drawn[kept, 2]],
-        rule=_rule(sinks),
+        rule=_rule(given),
         formula="||v_j^m||_2 (2601.19657, Eq. 15)" if found.ndim == 5 else "1/M sum_m ||v_j^m||_2 (Eq. 16)",
         match=match,
         found=len(where),
@@ -264,16 +267,15 @@ class _Norms:
 
 
 def _given(
-    recording: Recording, sinks: Sinks | Literal["learned"]
+    recording: Recording, sinks: Sinks | None
 ) -> tuple[_Norms, Bool[Tensor, "step batch layer *head key"], Bool[Tensor, "step batch layer *head key"]]:
-    """Norms, which keys are sinks, and which are undefined."""
-    by_token = isinstance(sinks, str) and sinks == "learned"
-    per_head = by_token or (isinstance(sinks, Sinks) and sinks.level == "head" and "head" in sinks.dims)
+    """Norms, which keys are sinks (None: the learned ones), and which are undefined."""
+    per_head = sinks is None or (sinks.level == "head" and "head" in sinks.dims)
     heads = recording.heads or tuple(range(recording.query_heads))
     norms = _norms(recording, heads if per_head else None)
     shape = (len(recording.steps), len(recording.rows), len(recording.layers))
     shape = (*shape, *((len(heads),) if per_head else ()), recording.sizes["key"])
-    if isinstance(sinks, Sinks):
+    if sinks is not None:
         if sinks.level == "model":
             raise ValueError(
                 "the sinks are of the model's mean pattern, and a norm is of a head or a layer; find them at level "
@@ -285,8 +287,6 @@ def _given(
                 f"recording needs {list(shape)} and {recording.layers}; find them in this recording"
             )
         return norms, sinks.is_sink, sinks.scores.isnan()
-    if not by_token:
-        raise ValueError(f"sinks is {shown(sinks)}; give the Sinks of find_sinks, or 'learned'")
     if not recording.sinks:
         raise ValueError(f"{recording.model} has no learned sink tokens; give the Sinks of find_sinks")
     learned = torch.arange(shape[-1]) >= shape[-1] - recording.sinks
@@ -370,5 +370,5 @@ def _per_row(values: Tensor, kept: Tensor) -> Float[Tensor, "batch"]:
     return (values.double() * kept).transpose(0, 1).flatten(1).sum(-1)
 
 
-def _rule(sinks: Sinks | Literal["learned"]) -> str:
-    return sinks.rule if isinstance(sinks, Sinks) else "learned sink tokens"
+def _rule(sinks: Sinks | None) -> str:
+    return "learned sink tokens" if sinks is None else sinks.rule

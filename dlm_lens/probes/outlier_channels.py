@@ -17,7 +17,7 @@ from dlm_lens.hooks import ablate
 from dlm_lens.printable import shown
 from dlm_lens.probes.replays import Replay, replay
 from dlm_lens.recording import ChannelActivations, rerun
-from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import AboveMean, Detector, find_sinks
 from dlm_lens.statistics import (
@@ -141,7 +141,7 @@ class ChannelRemoval(ShowsItself):
 @exclusive
 def channel_removal(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     channels: Sequence[int] | None = None,
     top: int = 1,
@@ -167,9 +167,10 @@ def channel_removal(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a channel that does not exist, no channel that a control could take, or what `replay` refuses.
     """
+    run = as_run(run)
     detector = AboveMean(3.0) if detector is None else detector
     rec = rerun(model, run, [ChannelActivations()])
     magnitude = rec.channel_mean.double().nanmean((0, 1))

@@ -31,6 +31,7 @@ from dlm_lens.recording.query_classes import checked_class
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import on_canvases
 from dlm_lens.sampling.prompt_positions import from_prompt, of_whole_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Level, Received, find_sinks
@@ -231,7 +232,7 @@ def _full(received: Received, detector: Detector, level: Level) -> Bool[Tensor, 
 @exclusive
 def replay(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     hooks: Sequence[HookLike],
     *,
     layers: Sequence[int] | None = None,
@@ -273,10 +274,11 @@ def replay(
         hooks.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model or sampler or without steps, no hook, or a layer or class of queries that
             is not there.
     """
+    run = as_run(run)
     stored = StoredRun(model, run, decided=decided, warn=False)
     hooks = checked(hooks)
     if not len(hooks):

@@ -16,8 +16,7 @@ from dlm_lens.attention import MIN_VIEWERS, attach_hooks, attention_stacks, excl
 from dlm_lens.display import Preview, ShowsItself
 from dlm_lens.probes.score_parts import PARTS, SHARES, ScoreParts, rotation_readers
 from dlm_lens.recording import KeyNorm, QueryClass, QueryNorm, ReceivedAttention, Recording, rerun
-from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_of
 from dlm_lens.sinks.received import COLUMN_SUM, RELATIVE
@@ -219,7 +218,7 @@ class SinkAnatomy(ShowsItself):
 @exclusive
 def sink_anatomy(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     detector: Detector,
     *,
     queries: QueryClass = "all",
@@ -249,11 +248,11 @@ def sink_anatomy(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: `position=True` for a cached run or a model with an encoder, a model whose scores do not follow
             from queries and keys alone, or what `rerun` refuses.
     """
-    check_run(run)
+    run = as_run(run)
     if position and run.computed:
         if len(attention_stacks(model)) > 1:
             raise ValueError(

@@ -16,6 +16,7 @@ from dlm_lens.printable import shown
 from dlm_lens.probes.predictions import read_predictions, result_of
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import on_canvases
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import POSITIVE_BOUNDS, SHARE_BOUNDS, Bounds, Estimate, estimate, mean_of, summed
@@ -145,7 +146,7 @@ class TokenSmearing(ShowsItself):
 @exclusive
 def token_smearing(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     threshold: float = 0.03,
     radius: int = 10,
@@ -169,9 +170,10 @@ def token_smearing(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model, or of an AR model, whose steps predict one position.
     """
+    run = as_run(run)
     stored = StoredRun(model, run, decided=decided, hooks=hooks)
     if stored.autoregressive:
         raise ValueError(

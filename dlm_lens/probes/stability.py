@@ -14,8 +14,7 @@ from dlm_lens.attention import HookLike, exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.placement import in_float64
 from dlm_lens.recording import LayerStep, PatternReducer, ReceivedAttention, rerun
-from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, find_sinks
 from dlm_lens.statistics import SHARE_BOUNDS, Estimate, estimate_mean, prompts_or_rows
@@ -236,7 +235,7 @@ class PatternStability(ShowsItself):
 @exclusive
 def pattern_stability(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     detector: Detector,
     *,
     reference: int | None = None,
@@ -264,10 +263,10 @@ def pattern_stability(
         seed: of the intervals.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: an AR run, whose rows of the pattern never change; a step or share out of range.
     """
-    check_run(run)
+    run = as_run(run)
     if run.autoregressive:
         raise ValueError("the rows of an AR model's pattern never change once decoded; give the run of a DLM")
     chosen = run.steps // 5 if reference is None else reference

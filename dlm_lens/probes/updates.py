@@ -16,11 +16,10 @@ from dlm_lens.display import ShowsItself
 from dlm_lens.probes.norms import TIE
 from dlm_lens.recording import LayerStep, PatternReducer, ResidualNorm, UpdateNorm, rerun
 from dlm_lens.recording.reducers.norms import norm32
-from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
-from dlm_lens.sinks.detection import FOUND, check_all_heads
+from dlm_lens.sinks.detection import SinksLike, as_sinks, check_all_heads
 from dlm_lens.statistics import (
     CORRELATION_BOUNDS,
     POSITIVE_BOUNDS,
@@ -204,12 +203,12 @@ class SinkUpdates(ShowsItself):
         }
 
 
-@checked_arguments(sinks=FOUND, attends=ATTENDS, seed=ONE_SEED)
+@checked_arguments(attends=ATTENDS, seed=ONE_SEED)
 @exclusive
 def sink_updates(
     model: Any,
-    run: DenoisingRun,
-    sinks: Sinks,
+    run: RunLike,
+    sinks: SinksLike,
     *,
     attends: float = 0.5,
     hooks: Sequence[HookLike] = (),
@@ -224,18 +223,18 @@ def sink_updates(
 
     Args:
         model: from `dlm_lens.load`, the run's.
-        run: from `denoise`.
-        sinks: found in the same run (`find_sinks`), at level "head" or "layer".
+        run: from `denoise`, or a recording.
+        sinks: found in the same run (`find_sinks`), at level "head" or "layer"; with a recording also a detector.
         attends: a query attends to the sinks if it has more than this share of its attention there.
         hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         layers: the layers, of those that the sinks have; None for all of them.
         seed: of the intervals.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: sinks of another run or level or of some heads, a layer without sinks, a share out of range.
     """
-    check_run(run)
+    sinks, run = as_sinks(sinks, run), as_run(run)
     if sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:
         raise ValueError(
             f"the sinks have {list(sinks.is_sink.shape[:2])} steps and prompts, "

@@ -16,6 +16,7 @@ from dlm_lens.attention import SinkLayout, attention_blocks, attention_stacks, e
 from dlm_lens.placement import in_float64
 from dlm_lens.recording import ReceivedAttention, rerun
 from dlm_lens.sampling import DenoisingRun, StoredCanvases
+from dlm_lens.sampling.run_like import RunLike, as_run
 
 Discount = Literal["none", "sinks", "random"]
 SPARSITY = Rule("a share of the weights, at least 0 and below 1", lambda value: is_real(value) and 0 <= value < 1)
@@ -84,7 +85,7 @@ def sink_weights(
 @exclusive
 def input_norms(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     discount: Discount = "none",
     std: float = 2.0,
@@ -110,10 +111,11 @@ def input_norms(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run with a cache, an AR run, blocks that the canvas grows by, a model with an encoder or
             learned sink tokens, or weights that are not plain linear layers.
     """
+    run = as_run(run)
     stored = StoredCanvases(model, run)
     if why := _narrower(model, run, stored):
         raise ValueError(f"input_norms: every pass must have the whole canvas as queries, and {why}")

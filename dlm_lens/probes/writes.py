@@ -17,12 +17,12 @@ from dlm_lens.probes.unembedding import Unembedding
 from dlm_lens.recording.layer_reduction import on_canvas
 from dlm_lens.recording.layer_taps import LayerInputs, Tap
 from dlm_lens.sampling import DenoisingRun, StoredRun
-from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.prompt_positions import of_whole_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Sinks
-from dlm_lens.sinks.detection import FOUND, check_all_heads
+from dlm_lens.sinks.detection import SinksLike, as_sinks, check_all_heads
 from dlm_lens.statistics import POSITIVE_BOUNDS, estimate_mean
 
 
@@ -107,13 +107,13 @@ class SinkWrites(ShowsItself):
         return pd.DataFrame(lines)
 
 
-@checked_arguments(sinks=FOUND, steps=INDICES, seed=ONE_SEED, limit=whole(least=1))
+@checked_arguments(steps=INDICES, seed=ONE_SEED, limit=whole(least=1))
 @torch.no_grad()
 @exclusive
 def sink_writes(
     model: Any,
-    run: DenoisingRun,
-    sinks: Sinks,
+    run: RunLike,
+    sinks: SinksLike,
     *,
     hooks: Sequence[HookLike] = (),
     steps: Sequence[int] | None = None,
@@ -134,8 +134,8 @@ def sink_writes(
 
     Args:
         model: from `dlm_lens.load`, the run's.
-        run: from `denoise`.
-        sinks: of this run, at level "head".
+        run: from `denoise`, or a recording.
+        sinks: of this run, at level "head"; with a recording also a detector, as for `find_sinks`.
         hooks: interventions under which the canvases are seen, as for `recording.rerun`.
         steps: which steps, negative from the end; None for all.
         layers: which layers, negative from the end; None for all of the sinks'.
@@ -146,11 +146,11 @@ def sink_writes(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: sinks of another run or level or of some heads, a step or layer that does not exist or has no
             sinks looked for, no sink at all, or a limit below 1.
     """
-    check_run(run)
+    sinks, run = as_sinks(sinks, run), as_run(run)
     chosen = chosen_indices("step", steps, run.steps, "sink_writes: ")
     stored, head = StoredRun(model, run, hooks=hooks, steps=chosen), Unembedding(model)
     if sinks.dims != ("step", "batch", "layer", "head", "key") or sinks.is_sink.shape[:2] != run.unmasked.shape[:2]:

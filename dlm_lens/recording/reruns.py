@@ -13,7 +13,7 @@ from dlm_lens.recording.concatenation import fitted, joined
 from dlm_lens.recording.recorder import Recorder, Storage
 from dlm_lens.recording.recording import Recording
 from dlm_lens.sampling import DenoisingRun, StoredCanvases, part_of_run
-from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.run_parts import on_own_canvas
 from dlm_lens.sampling.run_rows import has_one_plan
 
@@ -23,7 +23,7 @@ from dlm_lens.sampling.run_rows import has_one_plan
 @exclusive
 def rerun(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     reducers: Sequence[Any],
     *,
     hooks: Sequence[HookLike] = (),
@@ -58,11 +58,11 @@ def rerun(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run with tokens that the model does not embed, a step, layer or row that does not exist, or
             what `Recorder` and the hooks refuse.
     """
-    check_run(run)
+    run = as_run(run)
     hooks = checked(hooks)
     one_plan = has_one_plan(run, hooks)
     first = run if one_plan else part_of_run(run, None, _alike(run, range(len(run.tokens)), False)[0])

@@ -483,17 +483,6 @@ def holds_random_tokens(
     return bool((held != held[:1]).any())
 
 
-def check_run(run: Any) -> None:
-    """Raise unless this is the run of `denoise`; a recording and a trajectory have it as `.run`.
-
-    Raises:
-        TypeError: naming the class of what was given.
-    """
-    if not isinstance(run, DenoisingRun):
-        kind, own = type(run).__name__, " (its .run)" if hasattr(run, "run") else ""
-        raise TypeError(f"the run is a {kind}; give the DenoisingRun that dlm_lens.denoise returned{own}")
-
-
 def _until(count: int) -> Int[Tensor, "count"]:
     """0, 1, ..., count - 1 on the CPU, where a run is whatever torch's default device."""
     return torch.arange(count, device="cpu")

@@ -16,10 +16,11 @@ from dlm_lens.attention import HookLike, attention_stack, checked, computed_span
 from dlm_lens.placement import canvas_device, on_input_device
 from dlm_lens.sampling.algorithm_registry import algorithm_of, algorithms
 from dlm_lens.sampling.cached_network import CachedLogits
-from dlm_lens.sampling.denoising_run import DenoisingRun, Proposal, StepPlan, check_run
+from dlm_lens.sampling.denoising_run import Proposal, StepPlan
 from dlm_lens.sampling.network import Network, run_forward
 from dlm_lens.sampling.observers import HookRunner, RunObserver
 from dlm_lens.sampling.run_checks import check_steps, warn_of_hooks, warn_of_model
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.run_rows import own_canvas, place_in_plan, with_one_plan
 from dlm_lens.sampling.samplers.base import FirstCanvas, rerun_sampler
 from dlm_lens.sampling.settings import check_model
@@ -46,7 +47,7 @@ class StoredCanvases:
         warn: whether a warning says that model or hooks are not those of the run.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a model without token embeddings, a run with token ids that the model does not embed, or an
             object that is no hook, acts in an encoder that the model lacks or refuses one of the steps; rows of
             several plans.
@@ -55,14 +56,14 @@ class StoredCanvases:
     def __init__(
         self,
         model: Any,
-        run: DenoisingRun,
+        run: RunLike,
         *,
         hooks: Sequence[HookLike] = (),
         steps: Sequence[int] | None = None,
         carried: Carried = "all",
         warn: bool = True,
     ) -> None:
-        check_run(run)
+        run = as_run(run)
         if not hasattr(model, "get_input_embeddings"):
             raise ValueError(f"{type(model).__name__} has no hook points; load it with dlm_lens.load")
         embedded, highest = model.get_input_embeddings().weight.shape[0], int(run.canvases.max())
@@ -385,7 +386,7 @@ class StoredRun(StoredCanvases):
         hooks, steps, carried, warn: as for `StoredCanvases`.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model, as far as sampler and vocabulary tell (its name only warns), or
             of a sampler whose logits cannot be computed again; `decided` where the sampler does not edit.
     """
@@ -395,7 +396,7 @@ class StoredRun(StoredCanvases):
     def __init__(
         self,
         model: Any,
-        run: DenoisingRun,
+        run: RunLike,
         *,
         decided: bool = False,
         hooks: Sequence[HookLike] = (),
@@ -403,7 +404,7 @@ class StoredRun(StoredCanvases):
         carried: Carried = "all",
         warn: bool = True,
     ) -> None:
-        check_run(run)
+        run = as_run(run)
         check_model(model)
         super().__init__(model, run, hooks=hooks, steps=steps, carried=carried, warn=warn)
         name = str(run.settings.get("sampler"))

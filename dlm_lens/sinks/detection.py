@@ -9,7 +9,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dlm_lens.arguments import LEVEL, RULES, Rule, checked_arguments, instance, named_arguments, one_of, whole
+from dlm_lens.arguments import (
+    LEVEL,
+    RULES,
+    Rule,
+    checked_arguments,
+    instance,
+    meant,
+    named_arguments,
+    one_of,
+    whole,
+)
 from dlm_lens.display import ROWS, Preview, ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.recording import QueryClass, Recording
@@ -255,6 +265,27 @@ def find_sinks(
             attention, relative=relative is not False, queries=queries, **pattern_settings
         )
     return _detected(received.at_level(level), detector)
+
+
+SinksLike = Sinks | Detector | str
+"""Sinks, or the rule by which to find them in a recording, as for `find_sinks`."""
+
+
+def as_sinks(given: SinksLike, source: Any, name: str = "sinks") -> Sinks:
+    """The sinks themselves; of a detector, or a text that names one, those that it finds in each head of `source`.
+
+    Raises:
+        ValueError: a detector where `source` is no recording, or something else.
+    """
+    source = meant(source)
+    if isinstance(given, Detector | str) and isinstance(source, Recording):
+        return find_sinks(source, given)
+    if not isinstance(given, Sinks):
+        raise ValueError(
+            f"{name} is {shown(given)}; it must be the Sinks of dlm_lens.find_sinks or, with a recording in place "
+            "of the run, a detector"
+        )
+    return given
 
 
 def scores_of(

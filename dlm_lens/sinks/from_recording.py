@@ -11,7 +11,7 @@ from dlm_lens.attention import MIN_VIEWERS, HookLike
 from dlm_lens.recording import KeyNorm, MassiveActivations, QueryClass, ReceivedAttention, Recording, rerun
 from dlm_lens.recording.query_classes import checked_class, received_name
 from dlm_lens.recording.recording import as_recording
-from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sinks.detectors.base import HiddenQuantity, Quantity
 from dlm_lens.sinks.key_axes import AXES, shared_fields_of
 from dlm_lens.sinks.key_statistics import KeyStatistic
@@ -21,7 +21,7 @@ from dlm_lens.sinks.received import COLUMN_SUM, RECEIVED, RELATIVE, Received, wa
 @checked_arguments()
 def received_over_steps(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     relative: bool = True,
     queries: QueryClass = "all",
@@ -58,11 +58,12 @@ def received_over_steps(
         A `Received` on the CPU in float32, its layers in increasing order.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a model without hook points, with attention that `layer_windows` refuses, a run of another
             model, an unknown class of queries, or a layer that does not exist.
         RuntimeError: a pattern is not finite.
     """
+    run = as_run(run)
     recording = rerun(
         model,
         run,
@@ -98,7 +99,7 @@ def _check_finite(received: Received) -> None:
 @checked_arguments()
 def key_statistic_over_steps(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     quantity: HiddenQuantity,
     *,
     hooks: Sequence[HookLike] = (),
@@ -113,9 +114,10 @@ def key_statistic_over_steps(
     positions that are not written yet have none. Learned sink tokens follow the canvas positions.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: an unknown quantity, a model without hook points, or a layer that does not exist.
     """
+    run = as_run(run)
     if quantity not in get_args(HiddenQuantity):
         raise ValueError(f"quantity is {quantity!r}; it must be one of {', '.join(get_args(HiddenQuantity))}")
     reducer = MassiveActivations() if quantity == "max activation" else KeyNorm()

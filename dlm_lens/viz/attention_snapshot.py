@@ -13,8 +13,7 @@ from dlm_lens.attention import HookLike
 from dlm_lens.printable import shown
 from dlm_lens.recording import AttentionPattern, QueryClass, ValueNorm, rerun
 from dlm_lens.recording.query_classes import checked_class
-from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks import Detector, Received, find_sinks, received_from_pattern
 from dlm_lens.sinks.from_patterns import ROW_TOLERANCE
@@ -127,7 +126,7 @@ class Snapshot:
 
 def snapshot(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     step: int,
     layer: int,
@@ -142,10 +141,10 @@ def snapshot(
     those that its received attention counts.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a step, layer, row or class of queries that does not exist, or a run of another model.
     """
-    check_run(run)
+    run = as_run(run)
     queries = checked_class(queries, "attention")
     for name, index, numbers in (("step", step, run.step_numbers), ("row", row, range(len(run.tokens)))):
         if not is_whole(index) or index not in numbers:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dlm_lens.arguments import chosen_indices, meant
 from dlm_lens.recording import QueryClass, Recording
-from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
+from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sampling.emerging_text import changed_on_canvas
 from dlm_lens.sampling.moved_tokens import at_places, history_places
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sinks import AboveMean, Detector, Level, Received, Sinks, Trajectories, find_sinks, trajectories
 from dlm_lens.sinks.key_axes import Follow, with_all_axes
 from dlm_lens.viz.selection import as_received, check_queries, choose, index_of, level_of, row_number
@@ -137,14 +137,14 @@ def revised_of(given: Source, row: int) -> Bool[Tensor, "step position"] | None:
     return changed_on_canvas(given.run, row)[1] if isinstance(given, Recording) else None
 
 
-def row_blocks(run: DenoisingRun, row: int) -> list[tuple[int, int]]:
+def row_blocks(run: RunLike, row: int) -> list[tuple[int, int]]:
     """The block of a row at each step of its run, as (start, stop) canvas positions; empty where it has ended.
 
     Raises:
         TypeError: no `DenoisingRun`.
         ValueError: the run has no such row.
     """
-    check_run(run)
+    run = as_run(run)
     (row,) = chosen_indices("row", [row], len(run.tokens))
     inside = run.in_block[:, row].long()
     starts, lengths = inside.argmax(-1).tolist(), inside.sum(-1).tolist()

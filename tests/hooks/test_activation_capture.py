@@ -340,9 +340,9 @@ def test_what_a_measurement_does_not_take_is_told(model: Any) -> None:
     with pytest.raises(ValueError, match=r"capture takes no observers: give them to dlm_lens\.denoise"):
         capture(model, IDS, observers=None, **RUN)
     recording = dl.record(model, IDS, **RUN)
-    with pytest.raises(TypeError, match=r"the run is a Recording; give the DenoisingRun .* \(its \.run\)"):
-        capture(model, recording)
-    assert capture(model, recording.run).steps == (0, 1, 2, 3)
+    own, of_run = capture(model, recording), capture(model, recording.run)
+    assert own.steps == (0, 1, 2, 3)
+    assert torch.equal(own["resid", 0, 3], of_run["resid", 0, 3])
     with pytest.raises(ValueError, match=r"bins is 2\.5; it must be a whole number of at least 1"):
         mean_activations(model, IDS, "resid", bins=2.5, **RUN)  # type: ignore[arg-type]
 

@@ -3,21 +3,25 @@
 from collections.abc import Callable
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import dlm_lens as dl
 from dlm_lens import sinks as of_sinks
 from dlm_lens.probes import (
+    commitment,
     decision_order,
     early_attention,
     feature_contexts,
     pattern_stability,
     region_flow,
     sink_updates,
+    sink_writes,
     token_effects,
     value_norms,
 )
-from dlm_lens.viz import emerging_text, feature_rates, region_mass
+from dlm_lens.viz import emerging_lines, feature_rates, region_mass
+from dlm_lens.viz.attention_snapshot import snapshot
 from dlm_lens.viz.sink_tracks import row_blocks
 
 FOLLOWED, RECEIVED = "Trajectories of dlm_lens.trajectories", "Recording, or the Received of dlm_lens.received_of"
@@ -79,23 +83,53 @@ def test_what_is_no_recording_is_named(results: dict[str, Any], name: str) -> No
             OF_RECORDINGS[name](results[kind])
 
 
-def test_a_recording_in_the_place_of_its_run_is_named_with_the_remedy(
-    tiny_llada: Any, results: dict[str, Any]
-) -> None:
-    recording, sinks = results["Recording"], results["Sinks"]
-    calls: list[Callable[[], Any]] = [
-        lambda: dl.logit_lens(tiny_llada, recording),
-        lambda: pattern_stability(tiny_llada, recording, dl.TopK(1)),
-        lambda: token_effects(tiny_llada, recording, step=0),
-        lambda: sink_updates(tiny_llada, recording, sinks),
-        lambda: decision_order(recording),
-        lambda: row_blocks(recording, 0),
-        lambda: emerging_text(recording),
-    ]
-    for call in calls:
+OF_RUNS: dict[str, Callable[[Any, Any], Any]] = {
+    "commitment": lambda model, run: commitment(model, run).token.tolist(),
+    "decision_order": lambda model, run: decision_order(run).table(),
+    "emerging_lines": lambda model, run: list(map(str, emerging_lines(run))),
+    "logit_lens": lambda model, run: dl.logit_lens(model, run).table(),
+    "pattern_stability": lambda model, run: pattern_stability(model, run, dl.TopK(1)).table(),
+    "replay": lambda model, run: dl.replay(model, run, [dl.hooks.mask_positions(0)]).table(),
+    "row_blocks": lambda model, run: row_blocks(run, 0),
+    "snapshot": lambda model, run: snapshot(model, run, step=1, layer=0).pattern.tolist(),
+    "token_effects": lambda model, run: token_effects(model, run, step=0).table(),
+}
+"""Functions that read a run, and their numbers."""
+
+
+@pytest.mark.parametrize("name", OF_RUNS)
+def test_a_recording_stands_for_its_run(tiny_llada: Any, results: dict[str, Any], name: str) -> None:
+    part = results["Recording"].select(step=[1])
+    for recording in (results["Recording"], *([part] if name == "commitment" else [])):
+        found, own = OF_RUNS[name](tiny_llada, recording), OF_RUNS[name](tiny_llada, recording.run)
+        pd.testing.assert_frame_equal(found, own) if isinstance(own, pd.DataFrame) else check_equal(found, own)
+    if name != "row_blocks":
+        with pytest.raises(TypeError, match="the run is a Received; give the DenoisingRun that"):
+            OF_RUNS[name](tiny_llada, results["Received"])
+
+
+def check_equal(found: Any, own: Any) -> None:
+    """Raise unless both are equal."""
+    assert found == own
+
+
+WITH_SINKS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "logit_lens": lambda model, run, sinks: dl.logit_lens(model, run, sinks).table(),
+    "sink_updates": lambda model, run, sinks: sink_updates(model, run, sinks).table(),
+    "sink_writes": lambda model, run, sinks: sink_writes(model, run, sinks).table(),
+    "value_norms": lambda model, run, sinks: value_norms(run, sinks).table(),
+}
+"""Functions that read the sinks of a run, and their numbers."""
+
+
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_a_detector_finds_the_sinks_of_a_recording(tiny_llada: Any, name: str) -> None:
+    reducers = [dl.ReceivedAttention(), dl.recording.ValueNorm()]
+    recording, detector = dl.record(tiny_llada, ["w1 w2"], reducers, gen_length=8, steps=2), dl.TopK(1)
+    own = WITH_SINKS[name](tiny_llada, recording, dl.find_sinks(recording, detector))
+    pd.testing.assert_frame_equal(WITH_SINKS[name](tiny_llada, recording, detector), own)
+    if name != "value_norms":
         with pytest.raises(
-            TypeError, match=r"the run is a Recording; give the DenoisingRun .* returned \(its .run\)"
+            ValueError, match=r"is TopK.*; it must be the Sinks .*, with a recording .*, a detector"
         ):
-            call()
-    with pytest.raises(ValueError, match=r"sinks is .*; it must be the Sinks of dlm_lens.find_sinks"):
-        sink_updates(tiny_llada, recording.run, recording)
+            WITH_SINKS[name](tiny_llada, recording.run, detector)

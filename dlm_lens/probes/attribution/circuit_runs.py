@@ -21,7 +21,7 @@ from dlm_lens.probes.attribution.passes import Passes
 from dlm_lens.probes.attribution.setup import BothSides, Direction, Setup
 from dlm_lens.probes.attribution.streams import Differences, Streams
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
-from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import Estimate, estimate, prompts_or_rows, ratio_of, summed
 
@@ -77,7 +77,7 @@ class Faithfulness:
 @exclusive
 def faithfulness(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     corrupted: Any,
     circuit: Circuit,
     *,
@@ -107,9 +107,10 @@ def faithfulness(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: as `edge_attribution`, or a circuit of another graph.
     """
+    run = as_run(run)
     setup = Setup.of(model, run, corrupted, target, steps, explain, direction, "faithfulness")
     graph = check_edges(setup, "faithfulness")
     if circuit.graph != graph:

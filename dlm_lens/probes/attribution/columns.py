@@ -22,6 +22,7 @@ from dlm_lens.probes.attribution.softmax import SoftmaxEffects
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.prompt_positions import of_whole_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 
@@ -100,7 +101,7 @@ REMEDY = "leave the layer out of layers=, or hide its columns with dlm_lens.comp
 @exclusive
 def column_attribution(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     target: Target = LOGIT_DIFFERENCE,
     steps: Sequence[int] | None = None,
@@ -126,10 +127,11 @@ def column_attribution(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: an index that is not there, a step with nothing to explain, or attention that is not a plain
             softmax.
     """
+    run = as_run(run)
     setup = Setup.of(model, run, ALONE, target, steps, explain, "noising", "column_attribution")
     nodes = NodeSet.of(setup, "z", layers, None, "column_attribution")
     setup.source = "zero"  # no other run: start makes one pass

@@ -21,6 +21,7 @@ from dlm_lens.probes.attribution.setup import BothSides, Direction, Setup
 from dlm_lens.probes.attribution.streams import Differences, Streams, graph_of
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class EdgeScores(ShowsItself):
 @exclusive
 def edge_attribution(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     corrupted: Any,
     *,
     target: Target = LOGIT_DIFFERENCE,
@@ -145,10 +146,11 @@ def edge_attribution(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: as `activation_patching`; a model whose parts do not add up to its residual stream, or
             with gated attention; a run with an approximate cache.
     """
+    run = as_run(run)
     setup = Setup.of(model, run, corrupted, target, steps, explain, direction, "edge_attribution")
     graph = check_edges(setup, "edge_attribution")
     _warn_of_experts(model)

@@ -18,14 +18,14 @@ from dlm_lens.probes.attribution.patching import NodeSet, values_of
 from dlm_lens.probes.attribution.setup import BothSides, Direction, Setup, Start
 from dlm_lens.probes.attribution.softmax import SoftmaxEffects
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
-from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.run_like import RunLike, as_run
 
 
 @checked_arguments(kept=flag(), qk_fix=flag(), grad_drop=flag(), steps=None, seed=ONE_SEED)
 @exclusive
 def attribution_patching(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     corrupted: Any,
     site: NodeSite = "z",
     *,
@@ -74,9 +74,10 @@ def attribution_patching(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: as `activation_patching`; `qk_fix` in a model whose attention is not a plain softmax.
     """
+    run = as_run(run)
     setup = Setup.of(model, run, corrupted, target, steps, explain, direction, "attribution_patching", kept)
     nodes = NodeSet.of(setup, site, layers, positions, "attribution_patching")
     if kept and grad_drop:

@@ -21,8 +21,8 @@ from dlm_lens.probes.attribution.passes import Keep
 from dlm_lens.probes.attribution.patching import Node, NodeSet, Put, values_of
 from dlm_lens.probes.attribution.setup import BothSides, Direction, Setup
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
-from dlm_lens.sampling import DenoisingRun
 from dlm_lens.sampling.prompt_positions import of_whole_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 
 BETWEEN = Rule("above 0 and below 1", lambda value: is_real(value) and 0 < value < 1)
@@ -116,7 +116,7 @@ class MissedEffects(ShowsItself):
 @exclusive
 def missed_effects(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     corrupted: Any,
     estimate: NodeEffects,
     *,
@@ -164,9 +164,10 @@ def missed_effects(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: arguments that differ from the estimate's, or no node outside the top.
     """
+    run = as_run(run)
     positions = estimate.positions
     setup = Setup.of(model, run, corrupted, target, estimate.steps, explain, direction, "missed_effects")
     nodes = NodeSet.of(setup, estimate.site, estimate.layers, positions, "missed_effects")

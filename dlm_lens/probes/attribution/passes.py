@@ -25,6 +25,7 @@ from dlm_lens.probes.unembedding import positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import at_places, came_from
 from dlm_lens.sampling.prompts import read_prompts
+from dlm_lens.sampling.run_like import HasRun, as_run
 from dlm_lens.sampling.run_rows import first_places
 
 
@@ -53,7 +54,7 @@ def other_side(model: Any, run: DenoisingRun, corrupted: Any) -> Side | str:
     Args:
         model: the run's.
         run: the clean run.
-        corrupted: "zero" or "mean"; a `DenoisingRun` with canvases of the same shape; hooks; or a prompt with as
+        corrupted: "zero" or "mean"; a run or recording with canvases of the same shape; hooks; or a prompt with as
             many tokens in every row, which replaces that of the run on every canvas, but for what the run fills in.
 
     Raises:
@@ -61,7 +62,8 @@ def other_side(model: Any, run: DenoisingRun, corrupted: Any) -> Side | str:
     """
     if isinstance(corrupted, str) and corrupted in ABLATIONS:
         return corrupted
-    if isinstance(corrupted, DenoisingRun):
+    if isinstance(corrupted, DenoisingRun | HasRun):
+        corrupted = as_run(corrupted)
         same = corrupted.canvases.shape == run.canvases.shape
         if not same or not torch.equal(corrupted.attention_mask, run.attention_mask):
             raise ValueError(

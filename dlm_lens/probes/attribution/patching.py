@@ -18,6 +18,7 @@ from dlm_lens.probes.attribution.passes import Keep, Passes
 from dlm_lens.probes.attribution.setup import BothSides, Direction, Setup, ablated, canvas_part
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Target
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.run_like import RunLike, as_run
 
 
 class Node(NamedTuple):
@@ -74,7 +75,7 @@ class Put(Hook):
 @exclusive
 def activation_patching(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     corrupted: Any,
     site: NodeSite = "z",
     *,
@@ -117,10 +118,11 @@ def activation_patching(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model or shape, a site, step, layer or position that is not there, or a step
             with nothing to explain.
     """
+    run = as_run(run)
     setup = Setup.of(model, run, corrupted, target, steps, explain, direction, "activation_patching", kept)
     nodes = NodeSet.of(setup, site, layers, positions, "activation_patching")
     both = BothSides(setup)

@@ -83,7 +83,7 @@ class Setup:
             kept: its argument.
 
         Raises:
-            TypeError: the run is no `DenoisingRun`.
+            TypeError: neither a run nor a recording.
             ValueError: an argument that does not fit.
         """
         if direction not in get_args(Direction):

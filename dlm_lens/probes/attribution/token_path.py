@@ -17,10 +17,10 @@ from dlm_lens.probes.attribution.passes import Passes, Side, repeated
 from dlm_lens.probes.attribution.setup import ALONE, BothSides, Setup, Start
 from dlm_lens.probes.attribution.targets import LOGIT_DIFFERENCE, Decisions, Target, named
 from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.encoder_decoder_network import StoredConditioning
 from dlm_lens.sampling.moved_tokens import came_from
 from dlm_lens.sampling.prompt_positions import of_whole_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.token_text import TokenTexts
 from dlm_lens.shapes import check_shapes
 
@@ -117,7 +117,7 @@ class TokenEffects(ShowsItself):
 @exclusive
 def token_effects(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     step: int,
     later: Sequence[int] | None = None,
     *,
@@ -156,10 +156,10 @@ def token_effects(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a step that decides nothing, a later one that is not later, or one that explains nothing.
     """
-    check_run(run)
+    run = as_run(run)
     (at,) = chosen_indices("step", [step], run.steps, "token_effects: ")
     first = Setup.of(model, run, ALONE, target, [at], None, "noising", "token_effects")
     if later is None:

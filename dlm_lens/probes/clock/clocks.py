@@ -48,6 +48,7 @@ from dlm_lens.probes.clock.states import (
 )
 from dlm_lens.recording.model_identity import weights_digest
 from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling.run_like import RunLike
 from dlm_lens.sampling.run_rows import open_and_planned, prompt_numbers
 from dlm_lens.shapes import check_shapes
 
@@ -248,7 +249,7 @@ CLOCK = instance(DenoisingClock, "a DenoisingClock of denoising_clock")
 @exclusive
 def denoising_clock(
     model: Any,
-    runs: DenoisingRun | Sequence[DenoisingRun],
+    runs: RunLike | Sequence[RunLike],
     *,
     layers: Sequence[int] | None = None,
     positions: Sequence[str] = POSITIONS,
@@ -295,7 +296,7 @@ def denoising_clock(
         progress: show a progress bar.
 
     Raises:
-        TypeError: a run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model, fewer than two different prompts, an unknown class of positions or
             layer, or runs in which the label is the same everywhere.
         MemoryError: the sums would take more; raised before the first forward pass.
@@ -336,7 +337,7 @@ def denoising_clock(
 @exclusive
 def read_clock(
     model: Any,
-    runs: DenoisingRun | Sequence[DenoisingRun],
+    runs: RunLike | Sequence[RunLike],
     clock: DenoisingClock,
     *,
     hooks: Sequence[HookLike] = (),
@@ -352,7 +353,7 @@ def read_clock(
         progress: show a progress bar.
 
     Raises:
-        TypeError: a run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model, or a clock of a model of another width or of fewer tokens.
     """
     tokens, width = model.get_input_embeddings().weight.shape

@@ -20,7 +20,8 @@ from dlm_lens.probes.clock.clocks import CLOCK, DenoisingClock
 from dlm_lens.probes.clock.states import EMBEDDING
 from dlm_lens.probes.residual_reader import ResidualReader, reading
 from dlm_lens.probes.unembedding import kl_divergence, positions_at_once, without_mask
-from dlm_lens.sampling import DenoisingRun, StoredRun
+from dlm_lens.sampling import StoredRun
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
 from dlm_lens.statistics import Estimate, estimate, mean_of, summed
 
@@ -217,7 +218,7 @@ class ClockSteering(ShowsItself):
 @exclusive
 def clock_steering(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     clock: DenoisingClock,
     *,
     by: Sequence[float] = (-0.25, 0.25),
@@ -248,10 +249,11 @@ def clock_steering(
         progress: show a progress bar.
 
     Raises:
-        TypeError: the run is no `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a run of another model, an AR run, a clock without open positions, no shift, or as
             `shift_clock`.
     """
+    run = as_run(run)
     stored = StoredRun(model, run)
     if stored.autoregressive:
         raise ValueError("clock_steering: an AR run has no open positions in its passes; take a run of a DLM")

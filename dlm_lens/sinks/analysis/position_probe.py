@@ -15,8 +15,8 @@ from dlm_lens.attention import exclusive
 from dlm_lens.display import ShowsItself
 from dlm_lens.sampling import DenoisingRun, RunPart
 from dlm_lens.sampling.algorithm_registry import algorithms, sampler_class
-from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.prompt_positions import of_whole_run
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.settings import check_model
 from dlm_lens.sampling.token_text import TokenTexts, tokenizer_of
 from dlm_lens.sinks.detection import Sinks, find_sinks
@@ -97,7 +97,7 @@ class PositionOrToken(ShowsItself):
 @exclusive
 def position_or_token(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     detector: Detector | None = None,
     *,
     steps: Sequence[int] | None = None,
@@ -131,7 +131,7 @@ def position_or_token(
         ValueError: a step that is not there.
     """
     check_model(model)
-    check_run(run)
+    run = as_run(run)
     rule = AboveMean(3.0) if detector is None else as_detector(detector)
     chosen = [0, run.steps // 3, 2 * run.steps // 3, run.steps - 1] if steps is None else list(steps)
     if not chosen:

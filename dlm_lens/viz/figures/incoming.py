@@ -20,8 +20,8 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, instance
 from dlm_lens.printable import counted
 from dlm_lens.recording import QueryClass, Recording
-from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
+from dlm_lens.sampling.denoising_run import holds_random_tokens
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import (
     PLAIN,
@@ -182,7 +182,7 @@ def _explain(figure: Figure, viewers: int, *, masked: str | None, undefined: boo
 @checked_arguments(weights=instance(Tensor, "the weights of sink_weights, [step, batch, position]"))
 @own_colours()
 def sink_discount(
-    weights: Float[Tensor, "step batch position"], run: DenoisingRun, *, row: int = 0, title: str = ""
+    weights: Float[Tensor, "step batch position"], run: RunLike, *, row: int = 0, title: str = ""
 ) -> Figure:
     """The weights of `sink_weights` over steps (across) and positions (down), 0 to 1; dots are open positions.
 
@@ -195,7 +195,7 @@ def sink_discount(
     Raises:
         ValueError: weights of another run, or a row that does not exist.
     """
-    check_run(run)
+    run = as_run(run)
     if weights.shape != run.unmasked.shape:
         raise ValueError(
             f"the weights have shape {list(weights.shape)}, the run {list(run.unmasked.shape)}; give the run of "

@@ -19,7 +19,7 @@ from dlm_lens.arguments import checked_arguments
 from dlm_lens.attention import HookLike
 from dlm_lens.printable import counted
 from dlm_lens.recording import QueryClass
-from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sinks import AboveMean, Detector
 from dlm_lens.sinks.detectors.base import as_detector
 from dlm_lens.viz.attention_snapshot import Snapshot, rows_sum, snapshot
@@ -46,7 +46,7 @@ MOST_LABELS = 40
 @own_colours()
 def attention_maps(
     model: Any,
-    run: DenoisingRun,
+    run: RunLike,
     *,
     steps: Sequence[int],
     layer: int,
@@ -77,10 +77,11 @@ def attention_maps(
         title: the beginning of the caption, such as the model's name.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: no step or too many; a step, layer, head or row that the run does not have; an unknown class of
             queries.
     """
+    run = as_run(run)
     chosen = listed_steps(steps)
     if not 1 <= len(chosen) <= MOST_MAPS:
         raise ValueError(f"{len(chosen)} steps; give one to {MOST_MAPS}")

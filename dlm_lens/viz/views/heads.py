@@ -11,6 +11,7 @@ from dlm_lens.arguments import INDICES, checked_arguments
 from dlm_lens.attention import HookLike
 from dlm_lens.printable import counted
 from dlm_lens.sampling import DenoisingRun
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.viz.attention_snapshot import Snapshot, rows_sum, snapshot
 from dlm_lens.viz.plot_options import PlotOptions
 from dlm_lens.viz.plot_registry import plot
@@ -26,7 +27,7 @@ COLOUR = "#08519c"
 
 @checked_arguments(positions=INDICES)
 def attention_heads(
-    run: DenoisingRun,
+    run: RunLike,
     model: Any,
     *,
     step: int,
@@ -51,9 +52,10 @@ def attention_heads(
             decoded, with a sentence in the view.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a step, layer, row or position that the run does not have.
     """
+    run = as_run(run)
     shot = snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks)
     kept, cropped = _cropped(shot, run, positions, len(shot.pattern))
     names = [f"head {head}" for head in range(len(shot.pattern))]
@@ -65,7 +67,7 @@ def attention_heads(
 
 @checked_arguments(positions=INDICES)
 def attention_pattern(
-    run: DenoisingRun,
+    run: RunLike,
     model: Any,
     *,
     step: int,
@@ -82,13 +84,14 @@ def attention_pattern(
 
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
+    run = as_run(run)
     shot = snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks)
     return _one_head(shot, run, head, positions, shot.pattern, "Attention", f"attention A_ij, {rows_sum(shot)}")
 
 
 @checked_arguments(positions=INDICES)
 def value_weighted_pattern(
-    run: DenoisingRun,
+    run: RunLike,
     model: Any,
     *,
     step: int,
@@ -105,6 +108,7 @@ def value_weighted_pattern(
 
     Args and raises: as `attention_heads`; `head` is the index of the head.
     """
+    run = as_run(run)
     shot = snapshot(model, run, step=step, layer=layer, row=row, hooks=hooks)
     weighted, unit = shot.pattern * shot.value_norms[:, None], "A_ij ||v_j||, in the units of the values"
     return _one_head(shot, run, head, positions, weighted, "Value-weighted attention", unit, sums=False)

@@ -5,13 +5,12 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from dlm_lens.display import RICH_STYLES
-from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run
 from dlm_lens.sampling.emerging_text import emerging_cells
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.viz.selection import index_of, step_places
 
 
-def emerging_lines(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
+def emerging_lines(run: RunLike, *, row: int = 0, steps: Sequence[int] | None = None) -> Iterator[Text]:
     """One line per step with the answer after it: new tokens in green, rewritten ones in yellow, open as ▢.
 
     Control characters in tokens are escaped (`token_text.shown`), so that no text can control the terminal.
@@ -23,10 +22,10 @@ def emerging_lines(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | No
         steps: the steps of the run to show; None for all that the row ran.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a row or a step that the run does not have.
     """
-    check_run(run)
+    run = as_run(run)
     index_of("row", row, range(len(run.tokens)))
     for step in range(int(run.row_steps[row])) if steps is None else step_places(steps, run.step_numbers):
         cells = emerging_cells(run, row, step)

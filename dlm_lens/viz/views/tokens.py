@@ -10,10 +10,10 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments
 from dlm_lens.printable import counted
 from dlm_lens.recording import QueryClass, Recording
-from dlm_lens.sampling import DenoisingRun
-from dlm_lens.sampling.denoising_run import check_run, holds_random_tokens
+from dlm_lens.sampling.denoising_run import holds_random_tokens
 from dlm_lens.sampling.emerging_text import MASK, came_by, canvas_after
 from dlm_lens.sampling.moved_tokens import NOWHERE, has_next
+from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sinks import Received
 from dlm_lens.viz.figures.labels import counted_keys, level_label
 from dlm_lens.viz.plot_options import PlotOptions
@@ -99,7 +99,7 @@ def received_tokens(
 
 
 @checked_arguments(steps=None)
-def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | None = None) -> View:
+def emerging_text(run: RunLike, *, row: int = 0, steps: Sequence[int] | None = None) -> View:
     """The canvas after a few steps: open positions as ▢, tokens that were decoded since the previous line in green.
 
     A token that a step since then has rewritten is in red, with ↻ before it.
@@ -110,10 +110,10 @@ def emerging_text(run: DenoisingRun, *, row: int = 0, steps: Sequence[int] | Non
         steps: the steps of the run; None for 8 that are evenly spread.
 
     Raises:
-        TypeError: the run is not a `DenoisingRun`.
+        TypeError: neither a run nor a recording.
         ValueError: a row or step that the run does not have, or a row that was over before the steps of a part.
     """
-    check_run(run)
+    run = as_run(run)
     index_of("row", row, range(len(run.tokens)))
     if steps is None and not int(run.row_steps[row]):
         raise ValueError(over_before(row))
