@@ -282,6 +282,7 @@ CALLS: dict[str, Callable[[Case], Any]] = {
     ),
     "probes.edge_attribution": lambda c: probes.edge_attribution(c.model, c.run, corrupted(c), steps=[1]),
     "probes.commitment": lambda c: probes.commitment(c.model, c.run),
+    "probes.linear_probe": lambda c: probes.linear_probe(c.model, c.run, [0, 1]).table(),
     "probes.class_readability": lambda c: probes.class_readability(c.model, c.run).table(),
     "probes.decision_order": lambda c: probes.decision_order(c.run),
     "probes.logit_lens": lambda c: dl.logit_lens(c.model, c.run).table(),

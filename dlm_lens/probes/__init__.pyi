@@ -46,6 +46,8 @@ from .flow import RegionFlow as RegionFlow
 from .flow import region_flow as region_flow
 from .lens import LogitLens as LogitLens
 from .lens import logit_lens as logit_lens
+from .linear_probes import LinearProbe as LinearProbe
+from .linear_probes import linear_probe as linear_probe
 from .mechanism import SinkMechanism as SinkMechanism
 from .mechanism import sink_mechanism as sink_mechanism
 from .norms import ValueNorms as ValueNorms

@@ -12,12 +12,11 @@ from torch import Tensor
 from dlm_lens.arguments import checked_arguments, chosen_indices, flag, place_of_layer, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
 from dlm_lens.display import ShowsItself
-from dlm_lens.placement import in_float64
 from dlm_lens.printable import shown
-from dlm_lens.probes.clock.fitting import RIDGES, split_by_prompt, warn_of_one_prompt
-from dlm_lens.probes.clock.states import POSITIONS, read_states
+from dlm_lens.probes.clock.fitting import split_by_prompt, warn_of_one_prompt
+from dlm_lens.probes.clock.states import POSITIONS
 from dlm_lens.probes.commitments import Commitment, commitment, settled_at
-from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
+from dlm_lens.probes.linear_probes import by_place, fit, permuted, read_classes
 from dlm_lens.probes.remasking import SHARE
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import at_places, on_canvases
@@ -221,20 +220,16 @@ def class_readability(
     (train,), (test,), (half,) = split_by_prompt([run], held_out, seed, "class_readability")
     warn_of_one_prompt([run], [train], "class_readability")
     wanted = _classes(run)
-    labels = (wanted, _permuted(wanted, seed))
-    equations = _fitted(stored, chosen, train, half, labels, progress)
-    solved = {layer: [_solution(pair) for pair in pairs] for layer, pairs in equations.items()}
+    shuffled = permuted(wanted, torch.Generator().manual_seed(seed))
+    labels = torch.stack([on_canvases(run, one, -1) for one in (wanted, shuffled)])
+    where = POSITIONS.index("open")
+    fits = fit(stored, chosen, train, half, labels, len(TOKEN_CLASSES), where, "fitting classes" * progress)
     read = torch.full((2, len(chosen), *run.unmasked.shape), -1)
-    for states in read_states(stored, chosen, test, progress="reading classes" * progress):
-        where = (states.kind == POSITIONS.index("open")).nonzero().flatten()
-        at = states.row[where], states.position[where]
-        for place, layer in enumerate(chosen):
-            stream = states.streams[layer]
-            for kind, (weight, bias) in enumerate(solved[layer]):
-                values = in_float64(stream[where.to(stream.device)]) @ weight.T + bias
-                read[kind, place, states.step][at] = values.argmax(-1).cpu()
+    for step, row, position, found in read_classes(stored, chosen, test, fits, where, "reading classes" * progress):
+        read[:, :, step, row, position] = found
     settled = commitment(model, run, hooks=hooks, progress=progress)
-    return ClassReadability(settled, chosen, test, wanted, read[0], read[1], _by_place(wanted, train), seed)
+    place = by_place(wanted, train, len(TOKEN_CLASSES))
+    return ClassReadability(settled, chosen, test, wanted, read[0], read[1], place, seed)
 
 
 def _classes(run: DenoisingRun) -> Int[Tensor, "batch position"]:
@@ -243,60 +238,3 @@ def _classes(run: DenoisingRun) -> Int[Tensor, "batch position"]:
     names = list(TOKEN_CLASSES)
     found = torch.tensor([[names.index(class_of(token)) for token in row] for row in run.tokens.tolist()])
     return found.masked_fill(~decided_answer(run), -1)
-
-
-def _permuted(wanted: Int[Tensor, "batch position"], seed: int) -> Int[Tensor, "batch position"]:
-    """The classes of every row in another order, once for the whole run."""
-    generator, found = torch.Generator().manual_seed(seed), wanted.clone()
-    for row in range(len(wanted)):
-        there = (wanted[row] >= 0).nonzero().flatten()
-        found[row, there] = wanted[row, there[torch.randperm(len(there), generator=generator)]]
-    return found
-
-
-def _fitted(
-    stored: StoredRun,
-    layers: Sequence[int],
-    train: Bool[Tensor, "batch"],
-    half: Int[Tensor, "batch"],
-    labels: tuple[Tensor, Tensor],
-    progress: bool,
-) -> dict[int, list[tuple[NormalEquations, NormalEquations]]]:
-    """Per layer the sums of both halves of the fitted prompts, for the classes and for the shuffled ones."""
-    found: dict[int, list[tuple[NormalEquations, NormalEquations]]] = {}
-    labels = (on_canvases(stored.run, labels[0], -1), on_canvases(stored.run, labels[1], -1))
-    for states in read_states(stored, layers, train, progress="fitting classes" * progress):
-        opened = states.kind == POSITIONS.index("open")
-        where = (opened & (labels[0][states.step, states.row, states.position] >= 0)).nonzero().flatten()
-        row, position = states.row[where], states.position[where]
-        for layer in layers:
-            stream = states.streams[layer]
-            if layer not in found:
-                size = (stream.shape[-1], len(TOKEN_CLASSES), stream.device)
-                found[layer] = [(NormalEquations(*size), NormalEquations(*size)) for _ in labels]
-            x = in_float64(stream[where.to(stream.device)])
-            for sums, label in zip(found[layer], labels, strict=True):
-                y = torch.nn.functional.one_hot(label[states.step, row, position], len(TOKEN_CLASSES)).double()
-                for number, equations in enumerate(sums):
-                    inside = half[row] == number
-                    equations.add(x[inside.to(x.device)], y[inside])
-    return found
-
-
-def _solution(halves: tuple[NormalEquations, NormalEquations]) -> tuple[Tensor, Tensor]:
-    """Weights and intercepts of all classes.
-
-    The values of a position's classes sum to 1, and that of a class that no fitted position has is 0: it is never
-    the largest.
-    """
-    return (halves[0] + halves[1]).solve(best_ridge(halves, RIDGES, slice(None)))
-
-
-def _by_place(wanted: Int[Tensor, "batch position"], train: Bool[Tensor, "batch"]) -> Int[Tensor, "batch position"]:
-    """The most frequent class of the fitted rows at each position; -1 where they have none."""
-    counts = torch.zeros(wanted.shape[1], len(TOKEN_CLASSES), dtype=torch.long)
-    for row in wanted[train]:
-        there = (row >= 0).nonzero().flatten()
-        counts[there, row[there]] += 1
-    best = counts.argmax(-1).masked_fill(counts.sum(-1) == 0, -1)
-    return best.expand_as(wanted).clone()

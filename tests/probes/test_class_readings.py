@@ -10,6 +10,7 @@ from torch import Tensor
 from dlm_lens.attention import Hook, PointContext
 from dlm_lens.hooks import at_layers
 from dlm_lens.probes import ClassReadability, class_readability
+from dlm_lens.probes.clock.fitting import RIDGES
 from dlm_lens.sampling import DenoisingRun, denoise, part_of_run
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 from dlm_lens.testing import tiny
@@ -58,8 +59,6 @@ def test_planted_classes_are_read(run: tuple[Any, DenoisingRun]) -> None:
 
 
 def test_the_probe_is_ridge_regression_on_all_open_states(run: tuple[Any, DenoisingRun]) -> None:
-    from dlm_lens.probes import class_readings
-
     model, done = run
     found = class_readability(model, done, layers=[0])
     seen: list[Tensor] = []
@@ -87,7 +86,7 @@ def test_the_probe_is_ridge_regression_on_all_open_states(run: tuple[Any, Denois
     centre, scale, mean = states.mean(0), states.std(0), labels.mean(0)
     standard = (states - centre) / scale
     reads = set()
-    for ridge in class_readings.RIDGES:
+    for ridge in RIDGES:
         matrix = standard.T @ standard / len(standard) + ridge * np.eye(len(centre))
         weight = np.linalg.solve(matrix, standard.T @ (labels - mean) / len(standard))
         lines = []
