@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlm_lens.adapters.registry import family_of, fills_masks
 from dlm_lens.attention import decoder_of, hooked_attentions
-from dlm_lens.files.json_objects import parse_json
+from dlm_lens.evaluation.tasks import toy
 from dlm_lens.files.paths import user_path
 from dlm_lens.files.tensor_files import read_tensors
 from dlm_lens.findings import Finding, checked
@@ -356,9 +356,7 @@ def default_texts(model: Any) -> tuple[str, ...]:
     """`TEXTS`, or the problems of the embedded models where the tokenizer knows those alone."""
     tokenizer = model.tokenizer
     if tokenizer is not None and not _alike(_returned(tokenizer, TEXTS[0]), TEXTS[0]):
-        lines = (Path(__file__).parent / "tasks" / "problems.jsonl").read_text(encoding="utf-8").splitlines()
-        problems = [parse_json(line) for line in lines[: len(TEXTS)]]
-        texts = tuple(f"{each['prompt']} {each['answer']}" for each in problems)
+        texts = tuple(map(toy.whole, toy.documents()[: len(TEXTS)]))
         if all(_alike(_returned(tokenizer, text), text) for text in texts):
             return texts
     return TEXTS

@@ -15,9 +15,8 @@ SEED = 7
 
 
 def problem(example: Example, options: Sequence[str] = ()) -> dict[str, object]:
-    """A line of problems.jsonl; the target is the answer's last word."""
-    line = {"task": example.task, "prompt": example.prompt, "answer": example.answer}
-    return line | ({"choices": options} if options else {})
+    """A line of problems.jsonl, from which `dlm_lens.evaluation.tasks.toy` computes the answer."""
+    return {"prompt": example.prompt, **({"choices": options} if options else {})}
 
 
 def options(example: Example, rng: random.Random) -> list[str]:

@@ -4,8 +4,16 @@ The sentences are those of the embedded models' language: word problems with a c
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+LISTS: dict[str, Callable[[list[str]], list[str]]] = {
+    "copy": list,
+    "sort": sorted,
+    "reverse": lambda one: one[::-1],
+}
+GAINS = ("buys", "finds", "gets", "picks", "wins")
 
 
 def arithmetic(**_metadata: Any) -> dict[str, Any]:
@@ -82,7 +90,26 @@ def whole(doc: dict[str, Any]) -> str:
 
 def _lines() -> list[dict[str, Any]]:
     text = (Path(__file__).parent / "problems.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    found = [json.loads(line) for line in text.splitlines()]
+    return [line | dict(zip(("task", "answer"), _solved(line["prompt"]), strict=True)) for line in found]
+
+
+def _solved(prompt: str) -> tuple[str, str]:
+    """The task of a problem, and its answer as it stood in training."""
+    *facts, question = prompt.split(" . ")
+    operation, *digits, _colon = question.split()
+    if operation in LISTS:
+        return "L", f"answer {' '.join(LISTS[operation](digits))} ."
+    if operation != "how":
+        animal = question.split()[-3]
+        (fact,) = (each for each in facts if each.split()[1] == animal)
+        return "F", f"{fact} . answer {fact.split()[-1]} ."
+    total, thoughts = int(facts[0].split()[2]), ""
+    for sentence in facts[1:]:
+        _who, verb, amount, *_ = sentence.split()
+        sign, after = ("+", total + int(amount)) if verb in GAINS else ("-", total - int(amount))
+        thoughts, total = f"{thoughts}{total} {sign} {amount} = {after} . ", after
+    return "A", f"{thoughts}answer {total} ."
 
 
 def _split(found: list[dict[str, Any]]) -> dict[str, Any]:
