@@ -107,11 +107,15 @@ class LinearProbe(ShowsItself):
         difference = self._right(layer, "probe") - self._right(layer, over)
         return self._mean(difference, step, "gain: ", CORRELATION_BOUNDS)
 
-    def p_value(self, layer: int) -> float:
-        """(1 + k) / (1 + n), where k of n probes of shuffled labels are right at as many positions or more."""
-        own = self.accuracy(layer).value
-        draws = self.draws[:, place_of_layer(layer, self.layers)]
-        return (1 + int((draws >= own - 1e-6).sum())) / (1 + len(draws))
+    def p_value(self, layer: int | None = None) -> float:
+        """(1 + k) / (1 + n), where k of n probes of shuffled labels are right at as many positions or more.
+
+        Without a layer the best layer of the probe is compared with the best one of each shuffle.
+        """
+        chosen = self.layers if layer is None else (layer,)
+        own = max(self.accuracy(one).value for one in chosen)
+        draws = self.draws[:, [place_of_layer(one, self.layers) for one in chosen]].amax(1)
+        return (1 + int((draws >= own - 1e-9).sum())) / (1 + len(draws))
 
     def table(self) -> pd.DataFrame:
         """One line per layer: the accuracies, the gain over each null, and `p_value`."""
@@ -263,7 +267,7 @@ def _read(
     """`LinearProbe.read`, `shuffled` and `draws`."""
     read = torch.full((len(layers), *wanted.shape), -1, dtype=torch.int16)
     shuffled = torch.zeros(read.shape)
-    right: Tensor = torch.zeros(())
+    right: Tensor = torch.zeros((), dtype=torch.float64)
     for step, row, position, found in read_classes(stored, layers, rows, fits, where, progress):
         label = wanted[step, row, position]
         read[:, step, row, position] = found[0].short().masked_fill(label < 0, -1)

@@ -98,7 +98,7 @@ def test_a_probe_is_ridge_regression_and_its_nulls_are_counts(run: tuple[Any, De
         assert found.accuracy(1, name).value == pytest.approx(count / total)
     assert found.gain(1, "place").value == pytest.approx((right - by_place) / total)
     assert found.accuracy(1, "shuffled").value == pytest.approx(float(found.draws[:, 0].mean()))
-    above = sum(draw >= right / total - 1e-6 for draw in found.draws[:, 0].tolist())
+    above = sum(draw >= right / total - 1e-9 for draw in found.draws[:, 0].tolist())
     assert found.p_value(1) == (1 + above) / 4
     line = found.table().iloc[0]
     assert (line["probe"], line["over_token"]) == pytest.approx((right / total, (right - by_token) / total))
@@ -114,6 +114,10 @@ def test_labels_without_a_meaning_are_not_read(run: tuple[Any, DenoisingRun]) ->
         chances.append(linear_probe(model, done, labels, layers=[1], shuffles=9, seed=seed).p_value(1))
     # Uniform on 0.1, ..., 1: 12 values have a mean of 0.55 with a standard deviation of 0.083.
     assert 0.3 < np.mean(chances) < 0.8
+    every = linear_probe(model, done, labels, shuffles=9)
+    best = max(every.accuracy(layer).value for layer in every.layers)
+    assert every.p_value() == (1 + sum(max(draw) >= best - 1e-9 for draw in every.draws.tolist())) / 10
+    assert every.p_value() >= min(every.p_value(layer) for layer in every.layers)
 
 
 def test_rows_of_one_prompt_get_the_labels_of_one_other() -> None:
