@@ -2,45 +2,41 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dlm_lens.arguments import checked_arguments, chosen_indices, flag, place_of_layer, whole
 from dlm_lens.attention import HookLike, attention_blocks, exclusive
-from dlm_lens.display import ShowsItself
-from dlm_lens.printable import shown
 from dlm_lens.probes.clock.fitting import split_by_prompt, warn_of_one_prompt
 from dlm_lens.probes.clock.states import POSITIONS
 from dlm_lens.probes.commitments import Commitment, commitment, settled_at
-from dlm_lens.probes.linear_probes import by_place, fit, permuted, read_classes
+from dlm_lens.probes.linear_probes import ProbeReadings, by_place, fit, permuted, read_classes
 from dlm_lens.probes.remasking import SHARE
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import at_places, on_canvases
-from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.sampling.run_rows import decided_answer
 from dlm_lens.shapes import check_shapes
 from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
-from dlm_lens.statistics import SHARE_BOUNDS, Bounds, Estimate, estimate_mean
+from dlm_lens.statistics import Estimate
 
 PROBES = ("class", "shuffled", "place")
-"""The probe, and its nulls: a probe of shuffled classes, and the most frequent class at the place."""
-
-READINGS = (*PROBES, "token")
-"""What is compared with the class of the final token: see `ClassReadability.accuracy`."""
+"""The probe, and its nulls."""
 
 
 @dataclass(frozen=True, eq=False)
-class ClassReadability(ShowsItself):
+class ClassReadability(ProbeReadings):
     """What linear probes of the residual stream read about the class of the final token, at open positions.
 
     A probe is a ridge regression of the indicators of the classes on the states of one layer at the open positions
-    of all steps; it reads the class with the largest value. All numbers are of held-out prompts. The definition is
-    ours: 2604.23235 asks whether classes of words are decided before words.
+    of all steps; it reads the class with the largest value. All numbers are of held-out prompts. Compared with the
+    class are "class", the probe; "shuffled", a probe of shuffled classes; "place", the most frequent class at the
+    place; and "token": the model's most likely token is the final one. The definition is ours: 2604.23235 asks
+    whether classes of words are decided before words.
 
     Args:
         settled: the run's predictions of tokens.
@@ -56,6 +52,8 @@ class ClassReadability(ShowsItself):
     Raises:
         ValueError: the shapes contradict each other.
     """
+
+    of: ClassVar[tuple[str, ...]] = (*PROBES, "token")
 
     settled: Commitment = field(repr=False)
     layers: tuple[int, ...]
@@ -74,24 +72,6 @@ class ClassReadability(ShowsItself):
         layer = self.layers[-1]
         known, by_place = self.accuracy(layer), self.accuracy(layer, "place")
         return f"ClassReadability(layer {layer}: class {known}, by place {by_place})"
-
-    def accuracy(self, layer: int, of: str = "class", step: int | None = None) -> Estimate:
-        """The share of open positions, over all steps or at one, of which something is right; over prompts.
-
-        Args:
-            layer: whose probe.
-            of: "class" (the probe), "shuffled" (a probe of shuffled classes), "place" (the most frequent class at
-                the place) or "token": the model's most likely token is the final one.
-            step: of the run, negative from the end; None for all.
-
-        Raises:
-            ValueError: a layer that was not read, another `of`, or a step that the run does not have.
-        """
-        right, counted = self._right(layer, of), self._counted
-        if step is not None:
-            at = list(chosen_indices("step", [step], len(counted), "accuracy: "))
-            right, counted = right[at], counted[at]
-        return self._mean(right[counted].float(), counted.nonzero()[:, 1], SHARE_BOUNDS)
 
     def class_at(self, layer: int, of: str = "class") -> Int[Tensor, "batch position"]:
         """The step from which on the right class is read until the token is decided; -1 where nothing is read.
@@ -128,29 +108,23 @@ class ClassReadability(ShowsItself):
         token, own = (
             numbers[torch.minimum(at.clamp(min=0), decided)] + (at > decided) for at in (committed, settled)
         )
-        return self._mean((token - own).float()[where], where.nonzero()[:, 0])
+        return self._over_prompts((token - own)[where], where.nonzero()[:, 0])
 
     def table(self) -> pd.DataFrame:
         """One line per layer: the accuracy of everything, and `earlier` for late tokens."""
         lines = []
         for layer in self.layers:
             line: dict[str, Any] = {"layer": layer}
-            for name in READINGS:
+            for name in self.of:
                 line |= self.accuracy(layer, name).columns(name)
             for name in PROBES:
                 line |= self.earlier(layer, name).columns(f"earlier_{name}")
             lines.append(line)
         return pd.DataFrame(lines)
 
-    def by_step(self, layer: int) -> pd.DataFrame:
-        """One line per step with open positions, by its number in the whole run: the four accuracies of a layer."""
-        lines = []
-        for step in self._counted.any(-1).any(-1).nonzero().flatten().tolist():
-            line: dict[str, Any] = {"step": step, "positions": int(self._counted[step].sum())}
-            for name in READINGS:
-                line |= self.accuracy(layer, name, step).columns(name)
-            lines.append(line)
-        return of_whole_run(pd.DataFrame(lines), self.settled.run, ())
+    @property
+    def _run(self) -> DenoisingRun:
+        return self.settled.run
 
     @property
     def _counted(self) -> Bool[Tensor, "step batch position"]:
@@ -159,24 +133,20 @@ class ClassReadability(ShowsItself):
 
     @property
     def _classes(self) -> Int[Tensor, "step batch position"]:
-        return on_canvases(self.settled.run, self.wanted, -1)
+        return on_canvases(self._run, self.wanted, -1)
 
-    def _right(self, layer: int, of: str) -> Bool[Tensor, "step batch position"]:
+    def _right(self, layer: int, of: str) -> Float[Tensor, "step batch position"]:
         if of == "token":
-            return self.settled.token == on_canvases(self.settled.run, self.settled.run.tokens, -1)
-        return self._read(layer, of) == self._classes
+            right = self.settled.token == on_canvases(self._run, self._run.tokens, -1)
+        else:
+            right = self._read(layer, of) == self._classes
+        return right.double()
 
     def _read(self, layer: int, of: str) -> Int[Tensor, "step batch position"]:
         index = place_of_layer(layer, self.layers)
-        if of == "place":
-            return on_canvases(self.settled.run, self.place, -1)
-        if of not in PROBES:
-            raise ValueError(f"of is {shown(of)}; it must be {', '.join(READINGS)}")
+        if self._checked(of) == "place":
+            return on_canvases(self._run, self.place, -1)
         return (self.read if of == "class" else self.shuffled)[index]
-
-    def _mean(self, values: Tensor, rows: Tensor, bounds: Bounds | None = None) -> Estimate:
-        prompt = self.settled.run.row_prompts
-        return estimate_mean(values.numpy(), prompt[rows].numpy(), len(prompt), bounds=bounds, seed=self.seed)
 
 
 @checked_arguments(held_out=SHARE, seed=whole(least=0))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,10 +24,7 @@ from dlm_lens.sampling.moved_tokens import on_canvases
 from dlm_lens.sampling.prompt_positions import of_whole_run
 from dlm_lens.sampling.run_like import RunLike, as_run
 from dlm_lens.shapes import check_shapes
-from dlm_lens.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Estimate, estimate_mean
-
-OF = ("probe", "shuffled", "place", "token")
-"""The probe, and what it is compared with: see `LinearProbe.accuracy`."""
+from dlm_lens.statistics import CORRELATION_BOUNDS, SHARE_BOUNDS, Bounds, Estimate, estimate_mean
 
 MOST_TARGETS = 4096
 """Of a regression: the classes of the labels and of all shuffled ones."""
@@ -35,12 +32,76 @@ MOST_TARGETS = 4096
 Labels = Int[Tensor, "step batch position"]
 
 
+class ProbeReadings(ShowsItself):
+    """Accuracies of what probes of layers read at positions of a run, and of their nulls."""
+
+    of: ClassVar[tuple[str, ...]]
+    """What may be compared with the labels, the probe first."""
+    layers: tuple[int, ...]
+    seed: int
+
+    def accuracy(self, layer: int, of: str = "", step: int | None = None) -> Estimate:
+        """The share of positions, over all steps or at one, of which something is right; over held-out prompts.
+
+        Args:
+            layer: whose probe.
+            of: what is compared, one of the class's `of`; "" for the probe.
+            step: of the run, negative from the end; None for all.
+
+        Raises:
+            ValueError: a layer that was not read, another `of`, or a step that the run does not have.
+        """
+        return self._mean(self._right(layer, of or self.of[0]), step, "accuracy: ", SHARE_BOUNDS)
+
+    def by_step(self, layer: int) -> pd.DataFrame:
+        """One line per step with positions to read, by its number in the whole run: the accuracies of a layer."""
+        lines = []
+        for step, count in enumerate(self._counted.sum((1, 2)).tolist()):
+            if count:
+                line: dict[str, Any] = {"step": step, "positions": count}
+                for name in self.of:
+                    line |= self.accuracy(layer, name, step).columns(name)
+                lines.append(line)
+        return of_whole_run(pd.DataFrame(lines), self._run, ())
+
+    def _mean(
+        self, values: Float[Tensor, "step batch position"], step: int | None, who: str, bounds: Bounds
+    ) -> Estimate:
+        counted = self._counted
+        if step is not None:
+            at = list(chosen_indices("step", [step], len(counted), who))
+            values, counted = values[at], counted[at]
+        return self._over_prompts(values[counted], counted.nonzero()[:, 1], bounds)
+
+    def _over_prompts(self, values: Tensor, rows: Tensor, bounds: Bounds | None = None) -> Estimate:
+        prompt = self._run.row_prompts
+        return estimate_mean(values.numpy(), prompt[rows].numpy(), len(prompt), bounds=bounds, seed=self.seed)
+
+    def _checked(self, of: str) -> str:
+        if of not in self.of:
+            raise ValueError(f"of is {shown(of)}; it must be {', '.join(self.of)}")
+        return of
+
+    @property
+    def _run(self) -> DenoisingRun:
+        raise NotImplementedError
+
+    @property
+    def _counted(self) -> Bool[Tensor, "step batch position"]:
+        raise NotImplementedError
+
+    def _right(self, layer: int, of: str) -> Float[Tensor, "step batch position"]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class LinearProbe(ShowsItself):
+class LinearProbe(ProbeReadings):
     """What linear probes of the residual stream read about labels, at one class of positions, in held-out prompts.
 
     A probe is a ridge regression of the indicators of the classes on the states of one layer at these positions of
-    all steps; it reads the class with the largest value, argmax_c w_c h + b_c.
+    all steps; it reads the class with the largest value, argmax_c w_c h + b_c. Compared with the labels are the
+    "probe", "shuffled", the mean over probes of shuffled labels, "place", the most frequent label at the position,
+    and "token", the most frequent one beside the token that the position holds.
 
     Args:
         run: whose canvases were read.
@@ -62,6 +123,8 @@ class LinearProbe(ShowsItself):
     Raises:
         ValueError: the shapes contradict each other.
     """
+
+    of: ClassVar[tuple[str, ...]] = ("probe", "shuffled", "place", "token")
 
     run: DenoisingRun = field(repr=False)
     layers: tuple[int, ...]
@@ -88,20 +151,6 @@ class LinearProbe(ShowsItself):
         known, shuffled = self.accuracy(layer), self.accuracy(layer, "shuffled")
         return f"LinearProbe({len(self.names)} classes; layer {layer}: {known}, shuffled labels {shuffled})"
 
-    def accuracy(self, layer: int, of: str = "probe", step: int | None = None) -> Estimate:
-        """The share of positions, over all steps or at one, whose label is read; interval over held-out prompts.
-
-        Args:
-            layer: whose probe.
-            of: "probe", "shuffled" (the mean over probes of shuffled labels), "place" (the most frequent label at
-                the canvas position) or "token" (the most frequent one beside the token that the position holds).
-            step: of the run, negative from the end; None for all.
-
-        Raises:
-            ValueError: a layer that was not read, another `of`, or a step that the run does not have.
-        """
-        return self._mean(self._right(layer, of), step, "accuracy: ", SHARE_BOUNDS)
-
     def gain(self, layer: int, over: str = "shuffled", step: int | None = None) -> Estimate:
         """The accuracy of the probe less that of a null, paired by position; arguments as for `accuracy`."""
         difference = self._right(layer, "probe") - self._right(layer, over)
@@ -122,42 +171,27 @@ class LinearProbe(ShowsItself):
         lines = []
         for layer in self.layers:
             line: dict[str, Any] = {"layer": layer}
-            for name in OF:
+            for name in self.of:
                 line |= self.accuracy(layer, name).columns(name)
-            for name in OF[1:]:
+            for name in self.of[1:]:
                 line |= self.gain(layer, name).columns(f"over_{name}")
             lines.append(line | {"p": self.p_value(layer)})
         return pd.DataFrame(lines)
 
-    def by_step(self, layer: int) -> pd.DataFrame:
-        """One line per step with positions to read, by its number in the whole run: the accuracies of a layer."""
-        counts, lines = (self.wanted >= 0).sum((1, 2)).tolist(), []
-        for step, count in enumerate(counts):
-            if count:
-                line: dict[str, Any] = {"step": step, "positions": count}
-                for name in OF:
-                    line |= self.accuracy(layer, name, step).columns(name)
-                lines.append(line)
-        return of_whole_run(pd.DataFrame(lines), self.run, ())
+    @property
+    def _run(self) -> DenoisingRun:
+        return self.run
+
+    @property
+    def _counted(self) -> Bool[Tensor, "step batch position"]:
+        return self.wanted >= 0
 
     def _right(self, layer: int, of: str) -> Float[Tensor, "step batch position"]:
         index = place_of_layer(layer, self.layers)
-        if of not in OF:
-            raise ValueError(f"of is {shown(of)}; it must be {', '.join(OF)}")
-        if of == "shuffled":
+        if self._checked(of) == "shuffled":
             return self.shuffled[index].double()
         found = {"probe": self.read[index], "place": self.place, "token": self.token}[of]
         return (found == self.wanted).double()
-
-    def _mean(self, values: Tensor, step: int | None, who: str, bounds: Any) -> Estimate:
-        counted = self.wanted >= 0
-        if step is not None:
-            at = list(chosen_indices("step", [step], len(counted), who))
-            values, counted = values[at], counted[at]
-        prompt, rows = self.run.row_prompts, counted.nonzero()[:, 1]
-        return estimate_mean(
-            values[counted].numpy(), prompt[rows].numpy(), len(prompt), bounds=bounds, seed=self.seed
-        )
 
 
 @checked_arguments(
