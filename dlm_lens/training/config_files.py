@@ -58,7 +58,7 @@ def read_settings(name: str | Path, overrides: Sequence[str] = ()) -> "TrainingS
     """Settings of a shipped config ("qwen2.5-0.5b-sink") or a YAML file, with overrides ("optimisation.rate=2e-4").
 
     A file may name another file in `base` and replaces its values. The `kind` of the objective is one of
-    `training.objectives.OBJECTIVES`. Where a file or an override changes it, the settings of the file below that
+    `training.settings.OBJECTIVES`. Where a file or an override changes it, the settings of the file below that
     only the kind before has are left out.
 
     Raises:
@@ -98,8 +98,7 @@ def build_settings(values: Mapping[str, Any]) -> "TrainingSettings":
     Raises:
         ValueError: an unknown setting, or a value of the wrong kind.
     """
-    from dlm_lens.training.objectives import OBJECTIVES
-    from dlm_lens.training.settings import TrainingSettings
+    from dlm_lens.training.settings import OBJECTIVES, TrainingSettings
 
     given = dict(values)
     objective = given.pop("objective", None)
@@ -251,7 +250,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def _of_kind(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """The settings of an objective, without those that only its kind has where `above` changes the kind."""
-    from dlm_lens.training.objectives import OBJECTIVES
+    from dlm_lens.training.settings import OBJECTIVES
 
     before = below.get("kind", USUAL)
     kinds = (before, above.get("kind", before))

@@ -5,13 +5,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dlm_lens.attention import Placement
+from dlm_lens.training.bound_objective import LikelihoodBoundLoss
 from dlm_lens.training.config_files import check_types
-from dlm_lens.training.objective import MaskedDiffusionLoss, check_choices
-from dlm_lens.training.objectives import AnyObjective
+from dlm_lens.training.objective import MaskedDiffusionLoss, NextToken, check_choices
 from dlm_lens.training.sources import Packing
+from dlm_lens.training.uniform_objective import UniformDiffusionLoss
+
+AnyObjective = MaskedDiffusionLoss | NextToken | UniformDiffusionLoss | LikelihoodBoundLoss
+"""Every objective: a dataclass of its settings with `kind`, `predicted_share` and `for_evaluation`."""
+
+OBJECTIVES: Mapping[str, Any] = {one.kind: one for one in get_args(AnyObjective)}
+"""Kind, as `objective.kind` of a file has it -> class."""
 
 IDS = "input_ids"
 """The name of a column of ids; every other one holds texts."""

@@ -21,7 +21,7 @@ from dlm_lens.training import (
     masked_loss,
 )
 from dlm_lens.training.objective import Noised
-from dlm_lens.training.objectives import OBJECTIVES
+from dlm_lens.training.settings import OBJECTIVES
 from tests.reference import forward64
 
 MASK = 63
