@@ -21,7 +21,7 @@ from dlm_lens.cli.options import (
     quiet_transformers,
 )
 from dlm_lens.cli.output import show_json
-from dlm_lens.files.text_files import read_utf8
+from dlm_lens.files.paths import read_utf8
 
 if TYPE_CHECKING:
     from dlm_lens.findings import Finding

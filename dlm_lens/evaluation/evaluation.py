@@ -23,8 +23,7 @@ from dlm_lens.attention import in_use
 from dlm_lens.display import ShowsItself
 from dlm_lens.evaluation.settings import GenerationSettings, LikelihoodSettings, read_settings
 from dlm_lens.files.atomic_writes import replacing, write_file
-from dlm_lens.files.paths import user_path
-from dlm_lens.files.text_files import read_utf8
+from dlm_lens.files.paths import read_utf8, user_path
 from dlm_lens.hooks.expressions import parse_hooks
 from dlm_lens.placement import seeded
 from dlm_lens.printable import one_line, shown

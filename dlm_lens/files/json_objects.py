@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dlm_lens.files.text_files import read_utf8
+from dlm_lens.files.paths import read_utf8
 from dlm_lens.printable import one_line, printable_name, shown
 
 LARGEST = 64 * 2**20

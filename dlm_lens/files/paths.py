@@ -1,4 +1,4 @@
-"""Checks of the paths that a user gives, before any work is done."""
+"""The paths that a user gives: checks before any work is done, and `read_utf8`, the text of a file."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -122,3 +122,21 @@ def check_file(path: Path, suffixes: Sequence[str] = ()) -> None:
     if suffixes and path.suffix.lower() not in suffixes:
         raise ValueError(f"{path} ends in {path.suffix or 'nothing'}; it is written as {', '.join(suffixes)}")
     _check_writable(path.parent)
+
+
+def read_utf8(path: Path, needed_by: str = "text files") -> str:
+    r"""The text of a file, without a byte order mark; lines end with \n, also where the file has \r\n or \r.
+
+    Args:
+        path: of the file.
+        needed_by: what is in this encoding, for the message.
+
+    Raises:
+        ValueError: it is not UTF-8; the sentence has the first byte that is not.
+        OSError: it cannot be read.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start}), the encoding of {needed_by}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")  # as Python opens text files

@@ -29,10 +29,9 @@ from dlm_lens.attention import (
     exclusive,
 )
 from dlm_lens.files.atomic_writes import remove_stale
-from dlm_lens.files.paths import made_file_path, user_path
+from dlm_lens.files.paths import made_file_path, read_utf8, user_path
 from dlm_lens.files.sealed_json import Document, fitted, naming, parsed
 from dlm_lens.files.tensor_files import metadata_of, read_with_metadata, write_tensors
-from dlm_lens.files.text_files import read_utf8
 from dlm_lens.placement import input_device
 from dlm_lens.printable import printable_name
 from dlm_lens.probes.residual_reader import EntryReader

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from dlm_lens.files.text_files import read_utf8
+from dlm_lens.files.paths import read_utf8
 from dlm_lens.training.sources import Example, RowSource
 
 KJV = "kjv"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dlm_lens.files.text_files import read_utf8
+from dlm_lens.files.paths import read_utf8
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
