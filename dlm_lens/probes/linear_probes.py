@@ -256,11 +256,7 @@ def linear_probe(
         return values.expand(run.unmasked.shape) if of_rows else on_canvases(run, values, -1)
 
     wanted, where = on_steps(every), POSITIONS.index(positions)
-    there = torch.stack([(kinds_of(run, step) == where) & stored.computes(step) for step in range(run.steps)])
-    there &= run.attention_mask & (wanted >= 0)
-    for rows, one in (("fitted", train), ("held-out", test)):
-        if not bool(there[:, one].any()):
-            raise ValueError(f"linear_probe: no {rows} prompt has a label at the positions {positions!r}")
+    there = _labelled(stored, wanted, where, {"fitted": train, "held-out": test})
     warn_of_one_prompt([run], [train], "linear_probe")
     others = [
         of_other_prompts(given, run, generator)[:, None].expand_as(every) if of_rows else permuted(given, generator)
@@ -289,6 +285,27 @@ def linear_probe(
     )
 
 
+def _labelled(
+    stored: StoredRun, labels: Labels, where: int, parts: Mapping[str, Bool[Tensor, "batch"]]
+) -> Bool[Tensor, "step batch position"]:
+    """The positions of a class that a step computes and that have a label.
+
+    Raises:
+        ValueError: a part of the rows has none; names the classes at which it has some.
+    """
+    run = stored.run
+    kinds = torch.stack([kinds_of(run, step).masked_fill(~stored.computes(step), -1) for step in range(run.steps)])
+    kinds = kinds.masked_fill(~run.attention_mask | (labels < 0), -1)
+    for name, rows in parts.items():
+        have = [repr(one) for kind, one in enumerate(POSITIONS) if bool((kinds[:, rows] == kind).any())]
+        if (wanted := repr(POSITIONS[where])) not in have:
+            raise ValueError(
+                f"linear_probe: no {name} prompt has a label at the positions {wanted}; there are some at "
+                f"{', '.join(have) or 'none of the positions that its steps compute'}"
+            )
+    return kinds == where
+
+
 def _read(
     stored: StoredRun,
     layers: Sequence[int],
@@ -312,13 +329,7 @@ def _read(
 
 
 class Fits(NamedTuple):
-    """Solved regressions.
-
-    Args:
-        weight: layer -> w of each kind of labels and each of its classes.
-        bias: layer -> b of them.
-        states: which states were fitted.
-    """
+    """Solved regressions: layer -> w and b of each kind of labels and class, and which states were fitted."""
 
     weight: Mapping[int, Float[Tensor, "kind class d_model"]]
     bias: Mapping[int, Float[Tensor, "kind class"]]
@@ -345,7 +356,7 @@ def fit(
         layers: whose outputs are read.
         train: the rows to fit to.
         half: the half of them, 0 or 1, of each row.
-        labels: on the canvas of every step, -1 where there is none; all kinds have labels at the same positions.
+        labels: on the canvas of every step, -1 for none; all kinds have labels at the same positions.
         classes: how many.
         where: the class of positions, an index of `POSITIONS`.
         progress: what a progress bar calls it; empty for none.
@@ -374,19 +385,14 @@ def fit(
     return Fits(weight, {layer: one.unflatten(0, (-1, classes)) for layer, (_, one) in solved.items()}, fitted)
 
 
-class Reading(NamedTuple):
-    """The classes that are read at a step: of each kind of labels in each layer, at some positions."""
-
-    step: int
-    row: Int[Tensor, "state"]
-    position: Int[Tensor, "state"]
-    read: Int[Tensor, "kind layer state"]
-
-
 def read_classes(
     stored: StoredRun, layers: Sequence[int], rows: Bool[Tensor, "batch"], fits: Fits, where: int, progress: str
-) -> Iterator[Reading]:
-    """The class with the largest value at one class of positions of some rows, step by step; arguments as `fit`."""
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """The classes with the largest values at one class of positions of some rows; arguments as for `fit`.
+
+    Yields:
+        Of every step its index, the rows and positions of the states, and the classes [kind, layer, state].
+    """
     for states in read_states(stored, layers, rows, progress=progress):
         chosen = (states.kind == where).nonzero().flatten()
         found = []
@@ -395,7 +401,7 @@ def read_classes(
             x = in_float64(states.streams[layer][chosen.to(weight.device)])
             values = x @ weight.flatten(0, 1).T + bias.flatten()
             found.append(values.unflatten(-1, bias.shape).argmax(-1).T.cpu())
-        yield Reading(states.step, states.row[chosen], states.position[chosen], torch.stack(found, 1))
+        yield states.step, states.row[chosen], states.position[chosen], torch.stack(found, 1)
 
 
 def permuted(labels: Int[Tensor, "batch position"], generator: torch.Generator) -> Int[Tensor, "batch position"]:

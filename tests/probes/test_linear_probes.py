@@ -149,8 +149,11 @@ def test_what_cannot_be_read_is_refused(run: tuple[Any, DenoisingRun]) -> None:
             linear_probe(model, done, labels)
     first = torch.full_like(done.tokens, -1)
     first[:, 0] = ROWS
-    with pytest.raises(ValueError, match=r"no fitted prompt has a label at the positions 'open'"):
+    with pytest.raises(ValueError, match=r"no fitted prompt has a label at the positions 'open'; .* at 'prompt'$"):
         linear_probe(model, done, first)
+    written = denoise(tiny("causal"), PROMPTS, gen_length=4)
+    with pytest.raises(ValueError, match=r"the positions 'open'; there are some at 'written', 'prompt'$"):
+        linear_probe(tiny("causal"), written, ROWS)
     with pytest.raises(ValueError, match=r"names is \['a'\]; it must be a list of names of the classes 0 to 2"):
         linear_probe(model, done, ROWS, names=["a"])
     with pytest.raises(ValueError, match=r"3 classes and 5000 shuffles are 15003 targets; give fewer"):
