@@ -144,8 +144,10 @@ def test_value_norms_of_a_snapshot_are_the_recorded_ones(model, recording):
 def test_a_snapshot_of_what_is_not_there(model, recording, wrong, message):
     with pytest.raises(ValueError, match=message):
         snapshot(model, recording.run, **{"step": 0, "layer": 0, "row": 0} | wrong)
-    with pytest.raises(TypeError, match="give the DenoisingRun"):
-        snapshot(model, recording, step=0, layer=0)
+    with pytest.raises(TypeError, match="the run is a Received; give the DenoisingRun"):
+        snapshot(model, received_of(recording), step=0, layer=0)
+    own, of_run = snapshot(model, recording, step=0, layer=0), snapshot(model, recording.run, step=0, layer=0)
+    assert torch.equal(own.pattern, of_run.pattern)
 
 
 @pytest.mark.long
