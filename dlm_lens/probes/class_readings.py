@@ -53,7 +53,7 @@ class ClassReadability(ProbeReadings):
         ValueError: the shapes contradict each other.
     """
 
-    of: ClassVar[tuple[str, ...]] = (*PROBES, "token")
+    compared: ClassVar[tuple[str, ...]] = (*PROBES, "token")
 
     settled: Commitment = field(repr=False)
     layers: tuple[int, ...]
@@ -115,7 +115,7 @@ class ClassReadability(ProbeReadings):
         lines = []
         for layer in self.layers:
             line: dict[str, Any] = {"layer": layer}
-            for name in self.of:
+            for name in self.compared:
                 line |= self.accuracy(layer, name).columns(name)
             for name in PROBES:
                 line |= self.earlier(layer, name).columns(f"earlier_{name}")

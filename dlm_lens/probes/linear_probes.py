@@ -17,7 +17,7 @@ from dlm_lens.placement import in_float64
 from dlm_lens.printable import shown
 from dlm_lens.probes.clock.fitting import RIDGES, split_by_prompt, warn_of_one_prompt
 from dlm_lens.probes.clock.states import POSITIONS, kinds_of, read_states
-from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
+from dlm_lens.probes.normal_equations import NormalEquations, best_ridges
 from dlm_lens.probes.remasking import SHARE
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import on_canvases
@@ -35,23 +35,23 @@ Labels = Int[Tensor, "step batch position"]
 class ProbeReadings(ShowsItself):
     """Accuracies of what probes of layers read at positions of a run, and of their nulls."""
 
-    of: ClassVar[tuple[str, ...]]
-    """What may be compared with the labels, the probe first."""
+    compared: ClassVar[tuple[str, ...]]
+    """What is compared with the labels, the probe first."""
     layers: tuple[int, ...]
     seed: int
 
-    def accuracy(self, layer: int, of: str = "", step: int | None = None) -> Estimate:
+    def accuracy(self, layer: int, of: str | None = None, step: int | None = None) -> Estimate:
         """The share of positions, over all steps or at one, of which something is right; over held-out prompts.
 
         Args:
             layer: whose probe.
-            of: what is compared, one of the class's `of`; "" for the probe.
+            of: one of `compared`; None for the probe.
             step: of the run, negative from the end; None for all.
 
         Raises:
             ValueError: a layer that was not read, another `of`, or a step that the run does not have.
         """
-        return self._mean(self._right(layer, of or self.of[0]), step, "accuracy: ", SHARE_BOUNDS)
+        return self._mean(self._right(layer, of or self.compared[0]), step, "accuracy: ", SHARE_BOUNDS)
 
     def by_step(self, layer: int) -> pd.DataFrame:
         """One line per step with positions to read, by its number in the whole run: the accuracies of a layer."""
@@ -59,7 +59,7 @@ class ProbeReadings(ShowsItself):
         for step, count in enumerate(self._counted.sum((1, 2)).tolist()):
             if count:
                 line: dict[str, Any] = {"step": step, "positions": count}
-                for name in self.of:
+                for name in self.compared:
                     line |= self.accuracy(layer, name, step).columns(name)
                 lines.append(line)
         return of_whole_run(pd.DataFrame(lines), self._run, ())
@@ -78,8 +78,8 @@ class ProbeReadings(ShowsItself):
         return estimate_mean(values.numpy(), prompt[rows].numpy(), len(prompt), bounds=bounds, seed=self.seed)
 
     def _checked(self, of: str) -> str:
-        if of not in self.of:
-            raise ValueError(f"of is {shown(of)}; it must be {', '.join(self.of)}")
+        if of not in self.compared:
+            raise ValueError(f"of is {shown(of)}; it must be {', '.join(self.compared)}")
         return of
 
     @property
@@ -100,8 +100,9 @@ class LinearProbe(ProbeReadings):
 
     A probe is a ridge regression of the indicators of the classes on the states of one layer at these positions of
     all steps; it reads the class with the largest value, argmax_c w_c h + b_c. Compared with the labels are the
-    "probe", "shuffled", the mean over probes of shuffled labels, "place", the most frequent label at the position,
-    and "token", the most frequent one beside the token that the position holds.
+    "probe", "place", the most frequent label at the position, and "token", the most frequent one beside the token
+    that the position holds; "shuffled" is the mean over probes that are fitted to labels in another order, and
+    scored on these.
 
     Args:
         run: whose canvases were read.
@@ -111,7 +112,7 @@ class LinearProbe(ProbeReadings):
         held_out: the rows that were not fitted.
         wanted: the label of each position that is read; -1 elsewhere.
         read: the class that each layer's probe reads; -1 elsewhere.
-        shuffled: the share of probes of shuffled labels that read the label.
+        shuffled: the share of probes of shuffled labels that read the position's shuffled label.
         draws: the accuracy of each of these probes over all positions.
         place: the most frequent label of the fitted rows at the same canvas position; -1 if they have none.
         token: the most frequent label of the fitted states whose position holds the same token; if there is none,
@@ -124,7 +125,7 @@ class LinearProbe(ProbeReadings):
         ValueError: the shapes contradict each other.
     """
 
-    of: ClassVar[tuple[str, ...]] = ("probe", "shuffled", "place", "token")
+    compared: ClassVar[tuple[str, ...]] = ("probe", "shuffled", "place", "token")
 
     run: DenoisingRun = field(repr=False)
     layers: tuple[int, ...]
@@ -171,9 +172,9 @@ class LinearProbe(ProbeReadings):
         lines = []
         for layer in self.layers:
             line: dict[str, Any] = {"layer": layer}
-            for name in self.of:
+            for name in self.compared:
                 line |= self.accuracy(layer, name).columns(name)
-            for name in self.of[1:]:
+            for name in self.compared[1:]:
                 line |= self.gain(layer, name).columns(f"over_{name}")
             lines.append(line | {"p": self.p_value(layer)})
         return pd.DataFrame(lines)
@@ -194,13 +195,7 @@ class LinearProbe(ProbeReadings):
         return (found == self.wanted).double()
 
 
-@checked_arguments(
-    held_out=SHARE,
-    seed=whole(least=0),
-    shuffles=whole(least=1),
-    positions=one_of(*POSITIONS),
-    names=None,
-)
+@checked_arguments(held_out=SHARE, seed=whole(least=0), shuffles=whole(least=1), positions=one_of(*POSITIONS))
 @torch.no_grad()
 @exclusive
 def linear_probe(
@@ -258,15 +253,16 @@ def linear_probe(
     wanted, where = on_steps(every), POSITIONS.index(positions)
     there = _labelled(stored, wanted, where, {"fitted": train, "held-out": test})
     warn_of_one_prompt([run], [train], "linear_probe")
+    draw = torch.Generator().manual_seed(seed)
     others = [
-        of_other_prompts(given, run, generator)[:, None].expand_as(every) if of_rows else permuted(given, generator)
-        for generator in [torch.Generator().manual_seed(seed)]
+        of_other_prompts(given, run, draw)[:, None].expand_as(every) if of_rows else permuted(given, draw)
         for _ in range(shuffles)
     ]
     targets = torch.stack([one.short() for one in (wanted, *map(on_steps, others))])
     fits = fit(stored, chosen, train, half, targets, len(classes), where, "fitting" * progress)
     wanted = wanted.masked_fill(~(there & test[:, None]), -1)
-    read, shuffled, draws = _read(stored, chosen, test, fits, wanted, where, "reading" * progress)
+    targets = targets.masked_fill(wanted < 0, -1)
+    read, shuffled, draws = _read(stored, chosen, test, fits, targets, where, "reading" * progress)
     return LinearProbe(
         run=run,
         layers=chosen,
@@ -311,21 +307,21 @@ def _read(
     layers: Sequence[int],
     rows: Bool[Tensor, "batch"],
     fits: "Fits",
-    wanted: Labels,
+    labels: Int[Tensor, "kind step batch position"],
     where: int,
     progress: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`LinearProbe.read`, `shuffled` and `draws`."""
-    read = torch.full((len(layers), *wanted.shape), -1, dtype=torch.int16)
+    """`LinearProbe.read`, `shuffled` and `draws`; each probe is compared with the labels of its own kind."""
+    read = torch.full((len(layers), *labels.shape[1:]), -1, dtype=torch.int16)
     shuffled = torch.zeros(read.shape)
     right: Tensor = torch.zeros((), dtype=torch.float64)
     for step, row, position, found in read_classes(stored, layers, rows, fits, where, progress):
-        label = wanted[step, row, position]
-        read[:, step, row, position] = found[0].short().masked_fill(label < 0, -1)
-        matches = (found[1:] == label).float()
+        label = labels[:, None, step, row, position]
+        read[:, step, row, position] = found[0].short().masked_fill(label[0] < 0, -1)
+        matches = (found[1:] == label[1:]).float()
         shuffled[:, step, row, position] = matches.mean(0)
         right = right + matches.sum(-1)
-    return read, shuffled, right / int((wanted >= 0).sum())
+    return read, shuffled, right / int((labels[0] >= 0).sum())
 
 
 class Fits(NamedTuple):
@@ -349,7 +345,7 @@ def fit(
     """Regressions of several kinds of labels on the states of some rows, at one class of positions.
 
     The values of a position's classes sum to 1, and that of a class that no fitted position has is 0: it is never
-    the largest. The penalty is that with which each half of the rows predicts the first labels of the other best.
+    the largest. Of each kind the penalty is that with which half of the rows predicts the other half's labels best.
 
     Args:
         stored: the run.
@@ -378,11 +374,17 @@ def fit(
             for number, equations in enumerate(sums[layer]):
                 inside = half[row] == number
                 equations.add(x[inside.to(x.device)], y[inside])
-    solved = {
-        layer: (pair[0] + pair[1]).solve(best_ridge(pair, RIDGES, slice(classes))) for layer, pair in sums.items()
-    }
-    weight = {layer: one.unflatten(0, (-1, classes)) for layer, (one, _) in solved.items()}
-    return Fits(weight, {layer: one.unflatten(0, (-1, classes)) for layer, (_, one) in solved.items()}, fitted)
+    weight, bias = {}, {}
+    for layer, (one, other) in sums.items():
+        ridges, both = best_ridges((one, other), RIDGES, classes), one + other
+        solved = {ridge: both.solve(ridge) for ridge in {*ridges}}
+        weight[layer], bias[layer] = (
+            torch.stack(
+                [solved[ridge][part].unflatten(0, (-1, classes))[kind] for kind, ridge in enumerate(ridges)]
+            )
+            for part in range(2)
+        )
+    return Fits(weight, bias, fitted)
 
 
 def read_classes(
@@ -420,9 +422,8 @@ def of_other_prompts(
 
     Rows without a label keep none, and give none.
     """
-    found, prompts = labels.clone(), run.row_prompts
-    rows = [((prompts == one) & (labels >= 0)).nonzero().flatten() for one in prompts.unique()]
-    rows = [one for one in rows if len(one)]
+    found, prompts = labels.clone(), run.row_prompts.masked_fill(labels < 0, -1)
+    rows = [(prompts == one).nonzero().flatten() for one in prompts.unique() if one >= 0]
     order = torch.randperm(len(rows), generator=generator).tolist()
     for own, other in zip(rows, order, strict=True):
         found[own] = labels[rows[other][torch.arange(len(own)) % len(rows[other])]]
@@ -485,8 +486,7 @@ def _names(names: Sequence[str] | None, labels: Tensor, shuffles: int) -> tuple[
         ValueError: too few of them, or more targets of the regression than are possible.
     """
     count = int(labels.max()) + 1
-    targets = count * (1 + shuffles)
-    if targets > MOST_TARGETS:
+    if (targets := count * (1 + shuffles)) > MOST_TARGETS:
         raise ValueError(
             f"linear_probe: {count} classes and {shuffles} shuffles are {targets} targets; give fewer, for at most "
             f"{MOST_TARGETS}"

@@ -101,10 +101,10 @@ class NormalEquations:
         return noise * values.clamp(min=0).sqrt() @ vectors.T
 
 
-def best_ridge(
-    halves: tuple[NormalEquations, NormalEquations], ridges: Sequence[float], targets: slice = slice(1)
-) -> float:
-    """The penalty with the smallest squared error, each half predicted by the other's solution.
+def best_ridges(
+    halves: tuple[NormalEquations, NormalEquations], ridges: Sequence[float], size: int = 1
+) -> list[float]:
+    """The penalty with the smallest squared error, each half predicted by the other's solution, of each group.
 
     The largest where all are equal, as for constant states, and where a half has no row (a single training prompt),
     so that nothing is predicted.
@@ -112,13 +112,13 @@ def best_ridge(
     Args:
         halves: the sums of both halves.
         ridges: the penalties.
-        targets: whose squared errors are added up; by default the first target's alone.
+        size: targets of a group, whose squared errors are added up.
     """
+    groups = len(halves[0].y) // size
     if not all(half.count for half in halves):
-        return max(ridges)
-    errors = []
-    for ridge in ridges:
-        pairs = (halves, halves[::-1])
-        errors.append(sum(float(scored.error(*fitted.solve(ridge))[targets].sum()) for fitted, scored in pairs))
-    least = min(errors)
-    return max(ridge for ridge, error in zip(ridges, errors, strict=True) if error <= least * (1 + 1e-12))
+        return [max(ridges)] * groups
+    one, other = halves
+    errors = torch.stack([other.error(*one.solve(ridge)) + one.error(*other.solve(ridge)) for ridge in ridges])
+    errors = errors.unflatten(-1, (groups, size)).sum(-1)
+    least = errors <= errors.amin(0) * (1 + 1e-12)
+    return [max(ridge for ridge, one in zip(ridges, column, strict=True) if one) for column in least.T.tolist()]

@@ -12,7 +12,7 @@ from dlm_lens.hooks import at_layers, capture
 from dlm_lens.probes import linear_probe
 from dlm_lens.probes.clock.fitting import RIDGES
 from dlm_lens.probes.clock.states import POSITIONS, kinds_of
-from dlm_lens.probes.linear_probes import of_other_prompts
+from dlm_lens.probes.linear_probes import of_other_prompts, permuted
 from dlm_lens.sampling import DenoisingRun, denoise, part_of_run
 from dlm_lens.testing import tiny
 
@@ -57,6 +57,19 @@ def test_planted_labels_of_rows_are_read(run: tuple[Any, DenoisingRun]) -> None:
     assert part.names == ("0", "1", "2")
 
 
+def by_numpy(stream: np.ndarray, fitted: np.ndarray, counted: np.ndarray, labels: Tensor) -> list[np.ndarray]:
+    """What ridge regression reads with each penalty: [step, batch, position], -1 where it is not counted."""
+    x, y = stream[fitted], np.eye(3)[np.broadcast_to(labels.numpy(), fitted.shape)[fitted]]
+    used, reads = x.std(0) > 1e-9, []
+    for ridge in RIDGES:
+        standard = (x - x.mean(0))[:, used] / x.std(0)[used]
+        matrix = standard.T @ standard / len(x) + ridge * np.eye(int(used.sum()))
+        weight = np.linalg.solve(matrix, standard.T @ (y - y.mean(0)) / len(x))
+        values = ((stream - x.mean(0))[..., used] / x.std(0)[used]) @ weight + y.mean(0)
+        reads.append(np.where(counted, values.argmax(-1), -1))
+    return reads
+
+
 def test_a_probe_is_ridge_regression_and_its_nulls_are_counts(run: tuple[Any, DenoisingRun]) -> None:
     model, done = run
     labels = (done.tokens % 3).masked_fill(done.tokens % 5 == 0, -1)
@@ -67,17 +80,16 @@ def test_a_probe_is_ridge_regression_and_its_nulls_are_counts(run: tuple[Any, De
     held_out, every = found.held_out[:, None], labels.expand_as(where)
     assert torch.equal(found.wanted, every.masked_fill(~(where & held_out), -1))
     stream = torch.stack([states["resid", 1, step] for step in range(done.steps)]).double().numpy()
-    fitted = (where & ~held_out).numpy()
-    x, y = stream[fitted], np.eye(3)[every.numpy()[fitted]]
-    used, reads = x.std(0) > 1e-9, []
-    for ridge in RIDGES:
-        standard = (x - x.mean(0))[:, used] / x.std(0)[used]
-        matrix = standard.T @ standard / len(x) + ridge * np.eye(int(used.sum()))
-        weight = np.linalg.solve(matrix, standard.T @ (y - y.mean(0)) / len(x))
-        values = ((stream - x.mean(0))[..., used] / x.std(0)[used]) @ weight + y.mean(0)
-        reads.append(np.where((where & held_out).numpy(), values.argmax(-1), -1))
+    fitted, counted = (where & ~held_out).numpy(), (where & held_out).numpy()
+    reads = by_numpy(stream, fitted, counted, labels)
     # Which of the penalties was chosen is tested with the regression itself.
     assert any((found.read[0].numpy() == one).all() for one in reads)
+    generator = torch.Generator().manual_seed(4)
+    for draw in found.draws[:, 0].tolist():
+        other = permuted(labels, generator)
+        assert not torch.equal(other, labels)
+        scores = [(one == other.numpy())[counted].mean() for one in by_numpy(stream, fitted, counted, other)]
+        assert any(score == pytest.approx(draw) for score in scores)
     right = total = by_place = by_token = 0
     for step, row, position in (found.wanted >= 0).nonzero().tolist():
         others = [

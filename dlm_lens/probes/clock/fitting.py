@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlm_lens.placement import float64_device, in_float64
 from dlm_lens.probes.clock.states import POSITIONS, QUANTITIES, StepStates, quantities_of
-from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
+from dlm_lens.probes.normal_equations import NormalEquations, best_ridges
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.run_rows import open_and_planned, prompt_numbers, prompts_of_rows
 from dlm_lens.shapes import check_shapes
@@ -173,7 +173,7 @@ class ClockSums:
         for kind in range(len(self.kinds)):
             for place in range(len(self.layers)):
                 one, other = self.equations[kind, place]
-                penalty = best_ridge((one, other), RIDGES) if ridge is None else ridge
+                penalty = best_ridges((one, other), RIDGES)[0] if ridge is None else ridge
                 equations = one + other
                 weight, bias = equations.solve(penalty)
                 curve = self.curves[kind, place].cpu() / self.counts[kind].clamp(min=1)[:, None]

@@ -19,7 +19,7 @@ from dlm_lens.probes import (
 )
 from dlm_lens.probes.clock.fitting import RIDGES, permuted, prompts_of_rows
 from dlm_lens.probes.clock.states import POSITIONS, kinds_of, quantities_of
-from dlm_lens.probes.normal_equations import NormalEquations, best_ridge
+from dlm_lens.probes.normal_equations import NormalEquations, best_ridges
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.statistics import R2_BOUNDS, estimate
 from dlm_lens.testing import tiny
@@ -84,7 +84,15 @@ def test_the_penalty_is_chosen_by_the_error_on_the_other_half() -> None:
                 ((x[1] @ one[0] + one[1] - y[1, :, 0]) ** 2).sum()
                 + ((x[0] @ two[0] + two[1] - y[0, :, 0]) ** 2).sum()
             )
-        assert best_ridge(halves, ridges) == ridges[int(np.argmin(errors))] == (1000.0 if not strength else 1e-1)
+        assert best_ridges(halves, ridges) == [ridges[int(np.argmin(errors))]] == [1000.0 if not strength else 1e-1]
+    # A penalty for each group of targets.
+    halves = NormalEquations(12, 4), NormalEquations(12, 4)
+    for half, a, b in zip(halves, x, noise, strict=True):
+        half.add(
+            torch.from_numpy(a), torch.from_numpy(np.concatenate([b, -b, b + 3 * a[:, :1], b + 3 * a[:, :1]], 1))
+        )
+    assert best_ridges(halves, ridges, 2) == [1000.0, 1e-1]
+    assert best_ridges(halves, ridges) == [1000.0, 1000.0, 1e-1, 1e-1]
 
 
 def ended_after(run: dl.DenoisingRun, row: int) -> int:
