@@ -34,7 +34,7 @@ from dlm_lens.attention import (
 from dlm_lens.display import ShowsItself
 from dlm_lens.printable import shown
 from dlm_lens.sampling import DenoisingRun, NonFiniteLogitsError, StepObserver, StepPlan, denoise
-from dlm_lens.sampling.run_like import HasRun, as_run
+from dlm_lens.sampling.run_like import as_run, is_run
 from dlm_lens.sampling.stored_run import StoredRun
 
 MAX_BYTES = 4 * 2**30
@@ -285,7 +285,7 @@ def capture(
     chosen = chosen_indices("layer", layers, len(attention_blocks(model, stack)))
     keeper = _Keeper(model, wanted, chosen, cache_steps, device, max_bytes, stack)
     hooks = checked(hooks)
-    if isinstance(prompt, DenoisingRun | HasRun):
+    if is_run(prompt):
         prompt = as_run(prompt)
         if settings:
             raise ValueError(f"{', '.join(settings)}: settings go with a prompt; this run is finished")

@@ -1,12 +1,11 @@
 """What a function takes for a run: the run, or a recording of it."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from dlm_lens.arguments import meant
 from dlm_lens.sampling.denoising_run import DenoisingRun
 
 
-@runtime_checkable
 class HasRun(Protocol):
     """What holds the run that it came from: a `Recording`."""
 
@@ -17,6 +16,11 @@ class HasRun(Protocol):
 
 RunLike = DenoisingRun | HasRun
 """A run, or a `Recording` in its place: the run that it recorded, or its part of it."""
+
+
+def is_run(given: Any) -> bool:
+    """Whether this is a run, or holds the one that it came from."""
+    return isinstance(getattr(meant(given), "run", given), DenoisingRun)
 
 
 def as_run(given: RunLike) -> DenoisingRun:

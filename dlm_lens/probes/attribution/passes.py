@@ -25,7 +25,7 @@ from dlm_lens.probes.unembedding import positions_at_once, without_mask
 from dlm_lens.sampling import DenoisingRun, StoredRun
 from dlm_lens.sampling.moved_tokens import at_places, came_from
 from dlm_lens.sampling.prompts import read_prompts
-from dlm_lens.sampling.run_like import HasRun, as_run
+from dlm_lens.sampling.run_like import as_run, is_run
 from dlm_lens.sampling.run_rows import first_places
 
 
@@ -62,7 +62,7 @@ def other_side(model: Any, run: DenoisingRun, corrupted: Any) -> Side | str:
     """
     if isinstance(corrupted, str) and corrupted in ABLATIONS:
         return corrupted
-    if isinstance(corrupted, DenoisingRun | HasRun):
+    if is_run(corrupted):
         corrupted = as_run(corrupted)
         same = corrupted.canvases.shape == run.canvases.shape
         if not same or not torch.equal(corrupted.attention_mask, run.attention_mask):
