@@ -9,6 +9,7 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,6 +191,22 @@ def test_the_citation_is_whole() -> None:
     for reference in citation["references"]:
         assert {"type", "title", "authors", "year"} <= reference.keys()
         assert all({"family-names", "given-names"} <= author.keys() for author in reference["authors"])
+
+
+def test_the_changelog_names_what_there_is() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Who used the repository before")[0]
+    names = ("evaluation", "hooks", "probes", "recording", "sinks", "viz")
+    rooms = [importlib.import_module(f"dlm_lens.{name}") for name in names]
+    dotted = {name: name.split(".")[1:] for name in re.findall(r"`(dlm_lens(?:\.\w+)+)", text)}
+    assert len(dotted) > 15
+    for name, parts in dotted.items():
+        place: Any = dlm_lens
+        for part in parts:
+            assert hasattr(place, part), name
+            place = getattr(place, part)
+    simple = {name for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", text) if not name.startswith("dlm_lens")}
+    # A method of a bridge.
+    assert {name for name in simple if not any(name in room.__all__ for room in rooms)} == {"denoise_with_cache"}
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

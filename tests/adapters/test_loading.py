@@ -404,8 +404,9 @@ def test_families_tell_what_they_load() -> None:
     }
     others = {"modernbert", "uniform_qwen", "duo", "udlm", "sumi", "gidd", "diffusion_gemma", "causal"}
     assert families.keys() == masked | others
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert f"| {len(families)} families as native transformers models" in readme
+    for path in ("README.md", "CHANGELOG.md"):
+        text = (Path(__file__).parents[2] / path).read_text(encoding="utf-8")
+        assert f" {len(families)} families as native transformers models" in text
     without = {family.name for family in families.values() if not family.has_mask_token}
     assert without == {"uniform_qwen", "duo", "udlm", "sumi", "diffusion_gemma"}
     assert "GSAI-ML/LLaDA-8B-Instruct" in families["llada"].hub_names

@@ -1,4 +1,4 @@
-"""Paths that a user gives: a home directory that no shell has put in, and names that safetensors cannot open."""
+"""Paths that a user gives (home directories, names that safetensors cannot open), and `read_utf8`."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import torch
 import dlm_lens as dl
 from dlm_lens.experiments import find_experiment, render_experiment, run_experiment
 from dlm_lens.features import SparseAutoencoder, load_sae, save_sae
-from dlm_lens.files.paths import check_directory, check_file, check_utf8, user_path
+from dlm_lens.files.paths import check_directory, check_file, check_utf8, read_utf8, user_path
 from dlm_lens.hooks import MeanActivations
 from dlm_lens.testing import tiny
 
@@ -89,3 +89,18 @@ def test_names_that_are_not_utf8_are_told_before_any_work(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=sentence):
             read()
     check_utf8(tmp_path / "é \u202e")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_lines_end_as_in_an_opened_text_file(end: bytes, mark: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(mark + end.join(["é".encode(), b"", b"b\x0cc", b""]))
+    assert read_utf8(path) == path.read_text(encoding="utf-8-sig") == "é\n\nb\fc\n"
+
+
+def test_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes("é".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"text\.txt is not UTF-8 \(byte 0\), the encoding of lists"):
+        read_utf8(path, "lists")
