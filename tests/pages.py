@@ -1,5 +1,7 @@
 """The pages of the docs as a reader follows them: `python -m tests.pages [PAGE ...]` draws and prints them anew.
 
+A page is named by its path below docs, `families/llada.md`.
+
 A page writes the picture that it shows under the name that the picture has in docs/images. What a block of Python
 prints stands below it, in a block of text.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from dlm_lens import AboveMean, find_sinks, load, record
+from dlm_lens import AboveMean, families, find_sinks, load, record
 from dlm_lens.recording.reducer_registry import REDUCERS
 from tests import pages
 from tests.pages import ROOT, blocks, outputs, run_blocks, run_commands, shown, shows_outputs, stale, with_outputs
@@ -16,22 +16,27 @@ from tests.printed import differences
 
 RECIPES = sorted((ROOT / "docs").glob("add-a-*.md"))
 """Pages that name files to be written; their own tests follow them in a scratch copy (tests/recipes.py)."""
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FAMILIES = sorted((ROOT / "docs" / "families").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *FAMILIES]
 REFERENCE = [page for page in PAGES if page not in RECIPES]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.name, marks=pytest.mark.long)
+        pytest.param(page, id=_name(page), marks=pytest.mark.long)
         for page in PAGES
         if blocks(page) and page not in RECIPES and page.name != "README.md"
     ],
 )
 def test_the_page_runs(page: Path, tmp_path: Path) -> None:
     printed = run_blocks(page, tmp_path)
-    renew = f"run `python -m tests.pages {page.name}`"
+    renew = f"run `python -m tests.pages {_name(page).removeprefix('docs/')}`"
     assert not stale(tmp_path), renew
     if shows_outputs(page):
         for fresh, stored in zip(printed, outputs(page), strict=True):
@@ -109,18 +114,32 @@ def test_the_table_of_reducers_has_their_texts() -> None:
 TASKS = sorted((ROOT / "docs" / "tasks").glob("*.md"))
 
 
-@pytest.mark.parametrize("page", [*PAGES, *TASKS], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [*PAGES, *TASKS], ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", REFERENCE, ids=_name)
 def test_files_named_in_commands_exist(page: Path) -> None:
     for target in re.findall(
         r"\b((?:tests|benchmarks|experiments|docs|dlm_lens)/[\w/.-]+\.(?:py|md))\b", page.read_text()
     ):
         assert (ROOT / target).exists(), f"{page.name} names {target}"
+
+
+def test_every_family_has_a_row_and_a_page_that_shows_it() -> None:
+    table = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| \[`(\w+)`\]\(families/(\w+)\.md\) \|", table, flags=re.MULTILINE))
+    assert set(rows) == {family.name for family in families()}
+    assert {page.stem for page in FAMILIES} == set(rows.values())
+    for name, page in rows.items():
+        text = (ROOT / "docs" / "families" / f"{page}.md").read_text(encoding="utf-8")
+        assert f"`{name}`" in text.splitlines()[0]
+        assert blocks(ROOT / "docs" / "families" / f"{page}.md")
+        hub_names = next(family for family in families() if family.name == name).hub_names
+        assert not hub_names or any(hub_name in text for hub_name in hub_names)
+        assert all(hub_name.split("/")[0] in text for hub_name in hub_names), f"{page} does not name an owner"
 
 
 def test_the_architecture_names_files_and_rooms_that_exist() -> None:

@@ -103,7 +103,7 @@ def test_every_sampler_and_setting_is_on_the_page_of_the_samplers():
         rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.{6,}) \|$", section, re.MULTILINE)
         assert [row[0] for row in rows] == [one.name for one in dataclasses.fields(algorithm.settings)]
     assert "| `block_length` | `128` (a2d_qwen3); `32` (modernbert) | tokens of a block" in page
-    assert "| [`duo_psi`](#duo_psi) | [duo](../families.md#duo) |" in page
+    assert "| [`duo_psi`](#duo_psi) | [duo](../families/duo.md) |" in page
 
 
 def test_every_public_name_is_in_the_reference():

@@ -157,7 +157,7 @@ def sampler_settings(command: Any, own: Mapping[str, Any], others: Iterable[str]
             if name not in known | {"reference_quirks"}:
                 raise ValueError(
                     f"--set {name}: no sampler has such a setting{near_name(name, sorted(known), elsewhere)}; "
-                    "docs/families.md says which ones the family of the model has"
+                    "`dlm-lens families FAMILY` prints those of a family"
                 )
     return given | read
 

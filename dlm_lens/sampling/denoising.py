@@ -84,8 +84,8 @@ def denoise(
         progress: show a progress bar.
         reference_quirks: reproduce the authors' code to the number: one random stream for the batch (needs a single
             seed), [MASK] allowed as a proposal, equal confidences ranked by `torch.topk`, thresholds rounded to the
-            dtype of the logits where theirs compare such confidences. What else it reproduces of a family is under
-            "Our sampler and the reference" in docs/families.md, of LLaDA in docs/denoising.md.
+            dtype of the logits where theirs compare such confidences. What else it reproduces of a family is on the
+            family's page in docs/families.
         hooks: interventions (`dlm_lens.hooks`), run at their sites in every forward pass with the step as context.
             Those that hide columns of attention need no pattern. An AR model then decodes without a cache, so that
             they act on every row of the prefix. A call on the model in a callback, such as another `denoise` in

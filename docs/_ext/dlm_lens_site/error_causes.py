@@ -57,7 +57,7 @@ GROUPS = (
         "A field of config.json has a value that the family's network cannot have, or an option that is not "
         "implemented and would change numbers silently.",
         "Fetch the config.json that belongs to the weights. If the model was changed on purpose, its option "
-        "is not implemented here: [families](../../families.md) says what each family was verified with.",
+        "is not implemented here: the pages of [families](../../families.md) say what each was verified with.",
     ),
     Group(
         "weight-files",
@@ -120,7 +120,7 @@ GROUPS = (
         "A setting of the family's own algorithm has a value that the original implementation does not have "
         "either, a cache is asked to do what only the full pass can, or an observer edits what the cache "
         "holds already.",
-        "The sentence names setting and range. [Families](../../families.md) lists the settings of every "
+        "The sentence names setting and range. [Samplers](../samplers.md) lists the settings of every "
         "sampler, [caches](../../caches.md) what a cache excludes.",
     ),
     Group(

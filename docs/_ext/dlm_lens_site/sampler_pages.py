@@ -10,8 +10,8 @@ from dlm_lens_site.files import DOCS
 HEAD = """# Samplers
 
 What `denoise` takes for each sampler beside its own arguments, and what `run.confidence` is.
-`dl.sampler_settings(model)` prints it for a model, `dlm-lens families FAMILY` for a family. How they work is in
-[families](../families.md).
+`dl.sampler_settings(model)` prints it for a model, `dlm-lens families FAMILY` for a family. How they work is on
+the pages of the [families](../families.md).
 
 | sampler | families |
 |---|---|"""
@@ -27,10 +27,10 @@ def sampler_page() -> dict[str, str]:
         name: {one.name: one.samplers[name] for one in families() if name in one.samplers} for name in algorithms()
     }
     table = (DOCS / "families.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^\| \[`(\w+)`\]\(#(\w+)\)", table, re.MULTILINE))
+    pages = dict(re.findall(r"^\| \[`(\w+)`\]\((families/\w+\.md)\)", table, re.MULTILINE))
     lines = [HEAD]
     for name, own in used.items():
-        links = ", ".join(f"[{family}](../families.md#{sections[family]})" for family in own)
+        links = ", ".join(f"[{family}](../{pages[family]})" for family in own)
         lines.append(f"| [`{name}`](#{name}) | {links} |")
     for name, own in used.items():
         shown = {family: settings_of_sampler(algorithms()[name], defaults) for family, defaults in own.items()}

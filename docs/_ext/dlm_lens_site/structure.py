@@ -99,9 +99,12 @@ def sections() -> dict[str, tuple[str, ...]]:
 
 
 def add_the_tables_of_contents(_app: Sphinx, name: str, source: list[str]) -> None:
-    """Append the tables of contents to the home page, and the pages of errors to `troubleshooting`."""
+    """Append the tables of contents to the home page, the families' to `families`, errors to `troubleshooting`."""
     if name == "index":
         source[0] += "".join(_table(caption, pages) for caption, pages in sections().items())
+    elif name == "families":
+        names = sorted(path.stem for path in (DOCS / "families").glob("*.md"))
+        source[0] += _table(None, tuple(f"families/{name}" for name in names))
     elif name == "troubleshooting":
         pages = sorted(f"_pages/errors/{path.stem}" for path in (DOCS / "_pages" / "errors").glob("*.md"))
         source[0] += "\n\n## Every error sentence\n\n" + "".join(f"- [](/{page}.md)\n" for page in pages)
