@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from dlm_lens.arguments import Rule, is_seed, listed_indices, near_name
@@ -184,8 +184,12 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
 
     Raises:
         ValueError: a setting that this family's sampler does not have.
+        KeyError: one that it needs has no value.
     """
     check_known(kind, values, family)
+    for field in fields(kind):
+        if field.default is field.default_factory is MISSING and field.name not in values:
+            raise KeyError(field.name)
     return kind(**values)
 
 

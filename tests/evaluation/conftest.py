@@ -40,7 +40,7 @@ def texts(count: int, low: int, high: int, seed: int = 0) -> list[str]:
 
 def changed_task(folder: Path, name: str, *changes: tuple[str, str]) -> str:
     """A shipped task with lines of its file changed, in a folder of its own; returns its path."""
-    for file in ("toy.py", "problems.jsonl"):
+    for file in ("toy.py", "problems.txt"):
         shutil.copy(TASKS / file, folder)
     text = (TASKS / f"{name}.yaml").read_text()
     for before, after in (("tag: toy_problems\n", ""), (f"task: {name}", f"task: {name}_changed"), *changes):

@@ -1,6 +1,5 @@
 """Writes the data of the shipped tasks: `python -m tests.evaluation.make_data`."""
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,15 +7,15 @@ from pathlib import Path
 from experiments.toy.corpus import held_out, training_prompts
 from experiments.toy.language import COLOURS, PLACES, Example, Task
 
-FILE = Path(__file__).parents[2] / "dlm_lens/evaluation/tasks/problems.jsonl"
+FILE = Path(__file__).parents[2] / "dlm_lens/evaluation/tasks/problems.txt"
 COUNT = 100
 SEED = 7
 """Of the test prompts: others than those that the cards of the models were measured on (seed 1)."""
 
 
-def problem(example: Example, options: Sequence[str] = ()) -> dict[str, object]:
-    """A line of problems.jsonl, from which `dlm_lens.evaluation.tasks.toy` computes the answer."""
-    return {"prompt": example.prompt, **({"choices": options} if options else {})}
+def problem(example: Example, options: Sequence[str] = ()) -> str:
+    """A line of problems.txt, from which `dlm_lens.evaluation.tasks.toy` computes the answer."""
+    return "\t".join((example.prompt, *options))
 
 
 def options(example: Example, rng: random.Random) -> list[str]:
@@ -30,12 +29,12 @@ def options(example: Example, rng: random.Random) -> list[str]:
 
 
 def data() -> str:
-    """One line of JSON per problem."""
+    """One line per problem."""
     seen, rng = training_prompts(), random.Random(SEED)
     tasks: tuple[Task, ...] = ("A", "L", "F")
     drawn = [example for task in tasks for example in held_out(task, COUNT, seen, seed=SEED).examples]
     lines = [problem(one, options(one, rng) if one.task == "F" else ()) for one in drawn]
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    return "".join(f"{line}\n" for line in lines)
 
 
 if __name__ == "__main__":

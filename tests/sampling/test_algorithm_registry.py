@@ -147,3 +147,29 @@ def test_defaults_of_a_config_that_its_sampler_does_not_have_are_refused(
             dl.denoise(model, [[1, 2]], **given)
     with pytest.raises(ValueError, match=sentence):
         dl.record(model, [[1, 2]])
+
+
+@pytest.mark.parametrize("family", [family.name for family in dl.families()])
+def test_a_setting_without_a_default_is_named(family: str) -> None:
+    """A family of one's own may leave out what its sampler needs."""
+    named = set()
+    for sampler in next(one for one in dl.families() if one.name == family).samplers:
+        if (family, sampler) == ("bd3lm", "mdlm"):
+            continue  # a network without blocks alone has it, and the tiny one has blocks
+        model = tiny(family, **({"sampler": sampler} if sampler != tiny_sampler(family) else {}))
+        complete = model.sampler_defaults
+        for name in complete:
+            model.sampler_defaults = {key: value for key, value in complete.items() if key != name}
+            given = {} if name == "gen_length" else {"gen_length": 4}
+            try:
+                run = dl.denoise(model, "w1 w2", **given)
+            except ValueError as error:
+                assert f"sampler {sampler} of this family has no default {name}: give it" in str(error)  # noqa: PT017
+                named.add(name)
+            else:
+                assert run.settings["gen_length"] == 4
+    assert "gen_length" in named
+
+
+def tiny_sampler(family: str) -> str:
+    return next(iter(next(one for one in dl.families() if one.name == family).samplers))

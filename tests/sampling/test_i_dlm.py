@@ -118,7 +118,7 @@ def test_kept_drafts_and_corrections_have_their_probabilities() -> None:
     """min(1, p / (alpha q)) of a draft, and max(0, p - q) of its correction, over many rows."""
     rows, alpha = 40_000, 0.8
     p, q = torch.tensor([0.1, 0.2, 0.6, 0.1]), torch.tensor([0.5, 0.1, 0.3, 0.1])
-    settings = IDLMSettings(gen_length=2, verify_alpha=alpha)
+    settings = IDLMSettings(gen_length=2, stride=4, verify_alpha=alpha)
     propose = IDLMPropose(settings, RowNoise(tuple(range(rows))), SpecialIds(None), False)
     propose.drafted = torch.ones(rows, 1, dtype=torch.bool)
     propose.before = q.expand(rows, 4)
@@ -147,7 +147,7 @@ def test_the_next_token_is_drawn_with_both_filters_of_the_whole_distribution(
 ) -> None:
     rows = 20_000
     propose = IDLMPropose(
-        IDLMSettings(gen_length=2, **options), RowNoise(tuple(range(rows))), SpecialIds(None), False
+        IDLMSettings(gen_length=2, stride=4, **options), RowNoise(tuple(range(rows))), SpecialIds(None), False
     )
     where = torch.ones(rows, 1, dtype=torch.bool)
     propose.drafted, propose.before = torch.zeros_like(where), torch.zeros(0, 4)

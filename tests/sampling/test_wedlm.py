@@ -141,10 +141,10 @@ def test_tokens_follow_the_filtered_softmax_of_the_scaled_logits() -> None:
     three = logits[:3].double().softmax(-1)
     assert 0.8 < float(three[:2].sum()) < 0.83
     cases = [
-        (WeDLMSettings(8, temperature=1.0), plain),
-        (WeDLMSettings(8, temperature=0.5), (2 * logits[:5].double()).softmax(-1)),
-        (WeDLMSettings(8, temperature=1.0, top_k=3), three),
-        (WeDLMSettings(8, temperature=2.0, top_k=3, top_p=0.8), (logits[:2].double() / 2).softmax(-1)),
+        (WeDLMSettings(8, 16, temperature=1.0), plain),
+        (WeDLMSettings(8, 16, temperature=0.5), (2 * logits[:5].double()).softmax(-1)),
+        (WeDLMSettings(8, 16, temperature=1.0, top_k=3), three),
+        (WeDLMSettings(8, 16, temperature=2.0, top_k=3, top_p=0.8), (logits[:2].double() / 2).softmax(-1)),
     ]
     for settings, expected in cases:
         found = counted(settings, logits)
@@ -158,7 +158,7 @@ def test_tokens_follow_the_filtered_softmax_of_the_scaled_logits() -> None:
 def test_the_confidence_is_the_entropy_before_temperature_and_filters() -> None:
     logits = torch.tensor([[3.0, 1.0, -2.0, 0.5], [0.0, 0.0, 0.0, 0.0]])
     here = torch.tensor([[False, True, False, True]])
-    for settings in (WeDLMSettings(8, temperature=0.1, top_k=1), WeDLMSettings(8, temperature=0.0)):
+    for settings in (WeDLMSettings(8, 16, temperature=0.1, top_k=1), WeDLMSettings(8, 16, temperature=0.0)):
         propose = WeDLMPropose(settings, RowNoise((0,)), SpecialIds(mask=3), False)
         confidence = propose(torch.zeros(1, 4, dtype=torch.long), logits, here, here).confidence
         likely = logits.double().softmax(-1)

@@ -3,7 +3,6 @@
 The sentences are those of the embedded models' language: word problems with a chain of thought, lists, look-ups.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,10 @@ def choice_documents() -> list[dict[str, Any]]:
     """The look-ups with their answers, each with every one of its `choices` in place of the target."""
     found = []
     for line in _lines():
-        if choices := line.get("choices"):
+        if words := line["choices"]:
             answer, target = line["answer"], final_answer(line["answer"])
-            written = [answer.replace(target, word) for word in choices]
-            found.append({"prompt": line["prompt"], "choices": written, "gold": choices.index(target)})
+            written = [answer.replace(target, word) for word in words]
+            found.append({"prompt": line["prompt"], "choices": written, "gold": words.index(target)})
     return found
 
 
@@ -89,9 +88,13 @@ def whole(doc: dict[str, Any]) -> str:
 
 
 def _lines() -> list[dict[str, Any]]:
-    text = (Path(__file__).parent / "problems.jsonl").read_text(encoding="utf-8")
-    found = [json.loads(line) for line in text.splitlines()]
-    return [line | dict(zip(("task", "answer"), _solved(line["prompt"]), strict=True)) for line in found]
+    """The problems of problems.txt: a line is a prompt and, of a look-up, the answers to choose from, by tabs."""
+    text = (Path(__file__).parent / "problems.txt").read_text(encoding="utf-8")
+    found = []
+    for prompt, *choices in (line.split("\t") for line in text.splitlines()):
+        task, answer = _solved(prompt)
+        found.append({"prompt": prompt, "choices": choices, "task": task, "answer": answer})
+    return found
 
 
 def _solved(prompt: str) -> tuple[str, str]:

@@ -40,7 +40,7 @@ class IDLMSettings:
     """
 
     gen_length: int
-    stride: int = 4
+    stride: int
     temperature: float = 1.0
     top_k: int | None = 50
     top_p: float | None = 0.95

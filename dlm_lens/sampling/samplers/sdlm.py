@@ -45,7 +45,7 @@ class SDLMSettings:
     """
 
     gen_length: int
-    window_length: int = 4
+    window_length: int
     threshold: float = 0.9
     remasking: str = "probability"
     temperature: float = 0.0

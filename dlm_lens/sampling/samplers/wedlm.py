@@ -44,7 +44,7 @@ class WeDLMSettings:
     """
 
     gen_length: int
-    window_length: int = 16
+    window_length: int
     entropy_threshold: float = 0.4
     position_penalty: float = 0.02
     temperature: float = 0.2
