@@ -265,7 +265,7 @@ class DiffusionLM(HuggingFaceModel):
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
         # A tracer asks whether it was given a prompt at all; `PromptBatcher.add` reads it.
-        return int(_prompt(inputs, kwargs) is not None)
+        return int(_prompt(inputs, kwargs) is not None or "inputs_embeds" in kwargs)
 
     def read_invoke(self, *inputs: Any, **kwargs: Any) -> Prompts | None:
         """The prompts of an invoke; None if it has none."""

@@ -132,7 +132,9 @@ class PromptBatcher(RowBatcher):
         Raises:
             TypeError: there is no prompt.
         """
-        if not self.invokes and "inputs_embeds" not in {**self.kwargs, **self.extra_kwargs}:
+        given = {**self.kwargs, **self.extra_kwargs}
+        embedded = "inputs_embeds" in given and getattr(fn, "__name__", "") != "generate"
+        if not self.invokes and not embedded:
             raise TypeError(
                 "there is no prompt; give one to lm.generate(...), lm.trace(...) or at least one tracer.invoke(...)"
             )

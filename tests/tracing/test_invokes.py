@@ -273,6 +273,27 @@ def test_a_trace_without_a_prompt_is_refused(lm: Any, method: str) -> None:
                 lm.layers[0].output.save()
 
 
+def test_embeddings_in_place_of_a_prompt(lm: Any) -> None:
+    ids = torch.tensor([A])
+    embeddings = lm._module.get_input_embeddings()(ids).detach()
+    plain = lm._module(ids).logits
+    with lm.trace(inputs_embeds=embeddings):
+        pattern = lm.layers[1].attn.pattern.save()
+        logits = lm.output.logits.save()
+    with lm.trace() as tracer:
+        with tracer.invoke(inputs_embeds=embeddings):
+            invoked = lm.output.logits.save()
+    with lm.trace(ids):
+        expected = lm.layers[1].attn.pattern.save()
+        beside_pattern = lm.output.logits.save()  # which attention computes without its fused kernel
+    assert torch.equal(invoked, plain)
+    assert torch.equal(pattern, expected)
+    assert torch.equal(logits, beside_pattern)
+    with pytest.raises(TypeError, match="there is no prompt"):
+        with lm.generate(inputs_embeds=embeddings, **RUN) as tracer:
+            tracer.result.save()
+
+
 def test_shapes_without_computing(lm: Any) -> None:
     with lm.scan("w5 w9 w14"):
         pattern = nnsight.save(lm.layers[1].attn.pattern.shape)
