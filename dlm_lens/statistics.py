@@ -230,9 +230,12 @@ def prompts_or_rows(prompt: Any, rows: int) -> NDArray[np.int64]:
     return np.arange(rows) if prompt is None else np.asarray(prompt)
 
 
-def count_prompts(prompt: Any, rows: int) -> int:
-    """How many prompts the rows have; `prompt` as for `prompts_or_rows`."""
-    return len(np.unique(prompts_or_rows(prompt, rows)))
+def count_prompts(denominator: Floats, prompt: Any) -> NDArray[np.int64]:
+    """How many prompts have a denominator [row, *entry], by entry: those of an interval of `ratio_by_prompt`."""
+    names, numbers = np.unique(prompts_or_rows(prompt, len(denominator)), return_inverse=True)
+    found = np.zeros((len(names), *np.shape(denominator)[1:]))
+    np.add.at(found, numbers, denominator)
+    return np.asarray((found > 0).sum(0))
 
 
 def summed(values: Any, prompt: Any, prompts: int) -> Floats:

@@ -21,6 +21,7 @@ from dlm_lens.statistics import (
     CORRELATION_BOUNDS,
     POSITIVE_BOUNDS,
     SHARE_BOUNDS,
+    count_prompts,
     difference_of,
     difference_of_differences,
     estimate,
@@ -251,6 +252,16 @@ def test_a_ratio_by_prompt_is_the_estimate_of_a_mean_whose_cases_are_rows() -> N
     found = [float(each[0]) for each in ratio_by_prompt(hits[:, None], cases[:, None], prompt)]
     assert found == pytest.approx([wanted.value, wanted.low, wanted.high])
     assert wanted.low < wanted.value < wanted.high
+
+
+def test_the_prompts_of_an_interval_are_those_that_have_a_denominator() -> None:
+    cases = np.array([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [3.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
+    assert count_prompts(cases, None).tolist() == [2, 0, 3]
+    assert count_prompts(cases, [7, 7, 7, 2]).tolist() == [1, 0, 2]
+    assert count_prompts(cases[:, 2], [7, 3, 7, 2]) == 3
+    assert count_prompts(cases[:0], None).tolist() == [0, 0, 0]
+    _, low, high = ratio_by_prompt(cases / 2, cases, [7, 7, 7, 2])
+    assert (np.isfinite(low) & np.isfinite(high)).tolist() == [False, False, True]
 
 
 def test_of_no_rows_there_is_neither_a_ratio_nor_a_mean() -> None:

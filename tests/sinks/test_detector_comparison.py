@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
+from dlm_lens.adapters import load
 from dlm_lens.recording import ReceivedAttention, record
 from dlm_lens.sinks import (
     AboveMean,
@@ -22,6 +23,8 @@ from dlm_lens.sinks import (
     eps_sweep,
     find_sinks,
     sink_profile,
+    token_enrichment,
+    trajectories,
 )
 from dlm_lens.sinks import received_of as recorded
 from dlm_lens.sinks.analysis import detector_comparison as module
@@ -193,6 +196,28 @@ def test_a_recording_stands_for_its_received_attention():
     for call in (lambda: sink_profile(3), lambda: eps_sweep(3, [1.0]), lambda: compare_query_classes(3, received)):
         with pytest.raises(ValueError, match="is 3; it must be a Recording, or the Received of"):
             call()
+
+
+def test_prompts_are_those_that_have_a_case():
+    """A line without an interval has one prompt with a case, or none, however many prompts were run."""
+    model = load("toy")
+    prompts = [
+        f"{name} has {n} apples . {name} buys 2 more . how many apples ? :"
+        for name, n in (("tom", 5), ("mia", 6), ("leo", 17))
+    ]
+    both = ReceivedAttention(queries=("masked", "unmasked"))
+    rec = record(model, prompts, [both], gen_length=8, block_length=8, seed=0)
+    classes = [find_sinks(recorded(rec, queries=name), AboveMean(2.0)) for name in ("masked", "unmasked")]
+    there = (classes[0].main() >= 0) & (classes[1].main() >= 0)  # [step, batch, layer, head]
+    table = compare_query_classes(rec, rec, AboveMean(2.0))
+    assert table["prompts"].tolist() == there.any(0).sum(0).flatten().tolist()
+    assert table["prompts"].nunique() > 2
+    assert (table["low"].notna() == (table["prompts"] > 1)).all()
+    assert (table["sequences"] == len(prompts)).all()
+    paths = trajectories(recorded(rec, queries="unmasked"), AboveMean(2.0))
+    enriched = token_enrichment(paths, by="head")
+    assert enriched["prompts"].nunique() > 1
+    assert (enriched["low"].notna() == (enriched["prompts"] > 1)).all()
 
 
 def test_ratio_by_prompt_resamples_prompts():

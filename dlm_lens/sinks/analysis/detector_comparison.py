@@ -61,7 +61,7 @@ def compare_detectors(
     sink.
     Columns: `first`, `second`; `jaccard` with its 95% interval `low`, `high` (bootstrap over prompts; NaN for
     one); `kept_first`, `kept_second`, the share of keys that are sinks; `same_main`, the share of the patterns
-    with a sink by both in which the largest is the same; `n` keys, `sequences`, `prompts`.
+    with a sink by both in which the largest is the same; `n` keys, `sequences`; `prompts` with a sink.
 
     Args:
         attention: what `find_sinks` takes; None if all `detectors` are `Sinks`.
@@ -102,7 +102,8 @@ def _pair(first: tuple[Any, ...], second: tuple[Any, ...], prompt: Tensor | None
         return rows.flatten(1).sum(1).double().numpy()
 
     rows = 1 if batch is None else a.shape[batch]
-    jaccard, low, high = ratio_by_prompt(per_sequence(a & b), per_sequence(a | b), prompt, bounds=SHARE_BOUNDS)
+    either = per_sequence(a | b)
+    jaccard, low, high = ratio_by_prompt(per_sequence(a & b), either, prompt, bounds=SHARE_BOUNDS)
     n, compared = int(both.sum()), (a_main >= 0) & (b_main >= 0)
     same = (a_main == b_main)[compared].double().mean()
     return {
@@ -116,7 +117,7 @@ def _pair(first: tuple[Any, ...], second: tuple[Any, ...], prompt: Tensor | None
         "same_main": float(same),
         "n": n,
         "sequences": rows,
-        "prompts": count_prompts(prompt, rows),
+        "prompts": int(count_prompts(either, prompt)),
     }
 
 

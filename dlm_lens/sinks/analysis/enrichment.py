@@ -20,7 +20,6 @@ from dlm_lens.statistics import (
     POSITIVE_BOUNDS,
     Floats,
     count_prompts,
-    prompts_or_rows,
     ratio_by_prompt,
     wilson_bounds,
 )
@@ -57,9 +56,9 @@ def token_enrichment(
 
     Columns: layer, head (by `by`); `class`; `sinks`, how many sink-steps; `share`, `base`, `enrichment` with its
     95% interval `low`, `high` (bootstrap over prompts; NaN for one; of a class without a sink up to Wilson's bound
-    of its share over the base); `sequences`, `prompts`. The classes exclude each other, in the order of
-    `TOKEN_CLASSES`; see `dlm_lens.sinks.token_classes`. In models without a mask token "mask" is "open", whatever
-    these positions hold.
+    of its share over the base); `sequences`; `prompts` with a base. The classes exclude each other, in the order
+    of `TOKEN_CLASSES`; see `dlm_lens.sinks.token_classes`. In models without a mask token "mask" is "open",
+    whatever these positions hold.
 
     Args:
         paths: from `trajectories`, with tokens.
@@ -204,11 +203,10 @@ def _lines(
     names: tuple[str, ...], seen: Floats, base: Floats, total: Floats, prompt: Any
 ) -> list[dict[str, object]]:
     ratio, low, high = ratio_by_prompt(seen, base, prompt, bounds=POSITIVE_BOUNDS)
-    everything = max(total.sum(), 1.0)
+    everything, prompts = max(total.sum(), 1.0), count_prompts(base, prompt)
     # Of a class without a sink all draws are 0; its share is below Wilson's bound of its prompts, as in `within`.
     for place in np.flatnonzero((seen.sum(0) == 0) & np.isfinite(high)):
-        own = prompts_or_rows(prompt, len(seen))[base[:, place] > 0]
-        high[place] = wilson_bounds(0, len(np.unique(own)))[1] * everything / base[:, place].sum()
+        high[place] = wilson_bounds(0, prompts[place])[1] * everything / base[:, place].sum()
     return [
         {
             "class": name,
@@ -219,7 +217,7 @@ def _lines(
             "low": low[number],
             "high": high[number],
             "sequences": len(seen),
-            "prompts": count_prompts(prompt, len(seen)),
+            "prompts": int(prompts[number]),
         }
         for number, name in enumerate(names)
         if base[:, number].sum() > 0

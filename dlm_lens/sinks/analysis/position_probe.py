@@ -89,7 +89,7 @@ class PositionOrToken(ShowsItself):
                     f"{outcome}_low": float(low[0]),
                     f"{outcome}_high": float(high[0]),
                 }
-            lines.append({**line, "n": len(group), "sequences": rows, "prompts": count_prompts(prompt, rows)})
+            lines.append({**line, "n": len(group), "sequences": rows, "prompts": int(count_prompts(n, prompt))})
         return pd.DataFrame(lines)
 
 

@@ -32,8 +32,8 @@ def compare_query_classes(
     Columns: layer, head; `differ`, part of the steps with a sink of both classes whose largest sinks differ, with
     its 95% interval `low`, `high` (bootstrap over prompts; NaN for one); `disjoint`, part of them in which no
     position is a sink of both; `jaccard` of all sinks; `only_masked`, `only_unmasked`, part of the steps in which
-    one class alone has a sink; `both`, how many steps have a sink of both, of `steps` compared; `sequences`,
-    `prompts`.
+    one class alone has a sink; `both`, how many steps have a sink of both, of `steps` compared; `sequences`;
+    `prompts`, those that have such a step.
 
     Args:
         masked: `received_over_steps(model, run, queries="masked")`, or "open"; or a `Recording` with this class.
@@ -74,10 +74,11 @@ def compare_query_classes(
             "only_unmasked": sums["only_unmasked"] / sums["steps"],
             "both": sums["both"].astype(int),
             "steps": sums["steps"].astype(int),
+            "sequences": np.full(differ.shape, len(counts["both"])),
+            "prompts": count_prompts(counts["both"], masked.row_prompts),
         }
     flat = {name: np.ravel(value) for name, value in columns.items()}
-    rows = len(counts["both"])
-    return pd.DataFrame({**places, **flat}).assign(sequences=rows, prompts=count_prompts(masked.row_prompts, rows))
+    return pd.DataFrame({**places, **flat})
 
 
 def _counts(first: Sinks, second: Sinks) -> dict[str, np.ndarray]:
