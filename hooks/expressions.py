@@ -190,7 +190,7 @@ def hook_names() -> tuple[str, ...]:
     """The functions of `dlm_lens.hooks` that an expression may call, without importing their modules."""
     import dlm_lens.hooks
 
-    return tuple(sorted(name for name in dlm_lens.hooks.__all__ if name.islower() and name not in NOT_HOOKS))
+    return tuple(sorted(name for name in dir(dlm_lens.hooks) if name.islower() and name not in NOT_HOOKS))
 
 
 def detector_names() -> tuple[str, ...]:

@@ -3,11 +3,3 @@ from .loading import load as load
 from .model_names import embedded_models as embedded_models
 from .registry import Family as Family
 from .registry import family_of as family_of
-
-__all__ = [
-    "Family",
-    "ImageLayout",
-    "embedded_models",
-    "family_of",
-    "load",
-]

@@ -12,20 +12,3 @@ from .request_recordings import RecordSettings as RecordSettings
 from .score_differences import score_differences as score_differences
 from .settings import GenerationSettings as GenerationSettings
 from .settings import LikelihoodSettings as LikelihoodSettings
-
-__all__ = [
-    "Evaluation",
-    "GenerationSettings",
-    "HarnessLM",
-    "LikelihoodSettings",
-    "Preset",
-    "RecordSettings",
-    "ReferenceLogits",
-    "Score",
-    "check_checkpoint",
-    "evaluate",
-    "find_preset",
-    "list_presets",
-    "score_differences",
-    "shipped_tasks",
-]

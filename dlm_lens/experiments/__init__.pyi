@@ -14,22 +14,3 @@ from .runner import list_items as list_items
 from .runner import load_results as load_results
 from .runner import render_experiment as render_experiment
 from .runner import run_experiment as run_experiment
-
-__all__ = [
-    "Bench",
-    "Cost",
-    "Experiment",
-    "Finding",
-    "Record",
-    "Rendering",
-    "Results",
-    "Table",
-    "find_experiment",
-    "list_experiments",
-    "list_items",
-    "load_results",
-    "plan_experiment",
-    "read_results",
-    "render_experiment",
-    "run_experiment",
-]

@@ -28,36 +28,3 @@ from .setting_meanings import SamplerSettings as SamplerSettings
 from .setting_meanings import sampler_settings as sampler_settings
 from .stored_run import StoredCanvases as StoredCanvases
 from .stored_run import StoredRun as StoredRun
-
-__all__ = [
-    "Algorithm",
-    "CanvasLogits",
-    "Comparison",
-    "ComparisonDifference",
-    "DenoisingRun",
-    "FinishedStep",
-    "HookRunner",
-    "ImageTokens",
-    "LogLikelihood",
-    "NonFiniteLogitsError",
-    "Proposal",
-    "Resumption",
-    "RunObserver",
-    "RunPart",
-    "RunState",
-    "Sampler",
-    "SamplerSetting",
-    "SamplerSettings",
-    "StepObserver",
-    "StepPlan",
-    "StoredCanvases",
-    "StoredRun",
-    "algorithms",
-    "collecting_columns",
-    "compare",
-    "denoise",
-    "generate_image_tokens",
-    "log_likelihood",
-    "part_of_run",
-    "sampler_settings",
-]

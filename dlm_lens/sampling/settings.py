@@ -187,10 +187,8 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
         KeyError: one that it needs has no value.
     """
     check_known(kind, values, family)
-    for field in fields(kind):
-        if field.default is field.default_factory is MISSING and field.name not in values:
-            raise KeyError(field.name)
-    return kind(**values)
+    needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
+    return kind(**{name: values[name] for name in {*needed, *values}})
 
 
 def of_run(kind: type[Any], values: Mapping[str, Any]) -> Any:

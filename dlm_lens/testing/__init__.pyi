@@ -1,3 +1,1 @@
 from .models import tiny as tiny
-
-__all__ = ["tiny"]

@@ -54,7 +54,7 @@ def test_detectors_and_their_settings_are_read(monkeypatch: pytest.MonkeyPatch) 
         return mask
 
     monkeypatch.setattr(room, "keep", keep, raising=False)
-    monkeypatch.setattr(room, "__all__", [*room.__all__, "keep"])
+    monkeypatch.setattr(room, "__dir__", lambda: [*room.__all__, "keep"])
     expressions._hook_makers.cache_clear()
     try:
         text = "keep(above_mean(0.5), attention_share(0.2), [top_k(2), None], (1, 'a'), range(2, 9, 3), -2, top=1)"
