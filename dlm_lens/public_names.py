@@ -13,15 +13,19 @@ SEARCHED = ("recording", "sinks", "probes", "sampling")
 _OTHERS = ("hooks", "viz", "training", "evaluation", "features", "tracing", "adapters", "testing")
 """Packages of which an error says that they have a name."""
 
-_OF_THE_HOSTS = {
+_KNOWN_AS = {
     "add_hook": "hooks.attach_hooks",
     "from_pretrained": "load",
     "generate": "denoise",
     "HookedTransformer": "bridge",
     "LanguageModel": "DiffusionLM",
     "TransformerBridge": "bridge",
+    "attribute": "probes.attribution_patching",
+    "clock": "probes.denoising_clock",
+    "feature_activations": "recording.FeatureActivations",
+    "load_features": "features.load_sae",
 }
-"""Names of transformers, nnsight and TransformerLens -> what does this here."""
+"""Names of the hosts, and words for what has another name here -> the name here."""
 
 
 def attach_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -38,7 +42,8 @@ def attach_names(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
         """The public name; a private one is looked up as Python does, which asks for many."""
         if name in names or name.startswith("_"):
             return listed(name)
-        if os.path.exists(path := os.path.join(folder, name)) or os.path.exists(f"{path}.py"):
+        path = os.path.join(folder, name)
+        if name not in _KNOWN_AS and (os.path.exists(path) or os.path.exists(f"{path}.py")):
             # What `from package import module` meets first: no place for a search through all packages.
             raise AttributeError(f"{package} has no {name!r} yet; import {package}.{name}")
         raise AttributeError(no_name(package, name))
@@ -48,6 +53,8 @@ def attach_names(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
 
 def no_name(package: str, name: str) -> str:
     """What the error of an unknown name says: where it is, or which names are like it."""
+    if name in _KNOWN_AS:
+        return f"{package} has no {name!r}; here it is dlm_lens.{_KNOWN_AS[name]}"
     import difflib
     from importlib import import_module
 
@@ -55,8 +62,6 @@ def no_name(package: str, name: str) -> str:
     for one in (package, "dlm_lens", *(f"dlm_lens.{other}" for other in (*SEARCHED, *_OTHERS))):
         for public in import_module(one).__all__:
             places.setdefault(public, f"{one}.{public}")
-    if name in _OF_THE_HOSTS:
-        return f"{package} has no {name!r}; here it is dlm_lens.{_OF_THE_HOSTS[name]}"
     if name in places:
         return f"{package} has no {name!r}; it is {places[name]}"
     close = ", ".join(places[one] for one in difflib.get_close_matches(name, places))

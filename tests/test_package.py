@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import dlm_lens
+from dlm_lens import public_names
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,6 +100,22 @@ def test_a_room_says_where_a_name_is_or_which_names_are_like_it() -> None:
     ):
         with pytest.raises(AttributeError, match=said):
             getattr(room, name)
+
+
+def test_a_word_for_what_has_another_name_leads_to_it() -> None:
+    for name, place in public_names._KNOWN_AS.items():
+        for room in (dlm_lens, dlm_lens.probes):
+            if name in dir(room):
+                continue  # of dlm_lens.training, for example
+            with pytest.raises(AttributeError, match=f"has no '{name}'; here it is dlm_lens.{place}$"):
+                room.__getattr__(name)
+        found: Any = dlm_lens
+        for part in place.split("."):
+            found = getattr(found, part)
+        assert callable(found)
+    from dlm_lens.probes import clock  # a package has this name
+
+    assert clock.__name__ == "dlm_lens.probes.clock"
 
 
 def test_every_room_exports_what_it_lists() -> None:
