@@ -169,11 +169,12 @@ def read_prompts(path: Path) -> list[Any]:
     """The prompts of a file: texts, chats and token ids.
 
     Raises:
-        FileNotFoundError: the file does not exist, or is a directory.
+        FileNotFoundError: the file does not exist, or is a directory or a pipe.
         ValueError: a file that is not UTF-8, a line that is no prompt, or no line at all.
     """
     if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
+        other = "is a pipe or a device, which cannot be read twice" if path.exists() else "does not exist"
+        what = "is a directory" if path.is_dir() else other
         raise FileNotFoundError(f"{path} {what}; --prompts takes a file of JSON lines")
     found = [_prompt(line, text, where) for where, text, line in read_json_lines(path, "a prompt", FORM)]
     if not found:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -302,6 +303,19 @@ def test_the_program_says_it_in_one_line(files):
         done.stderr.splitlines()[-1]
         == f"dlm-lens: {files / 'none.jsonl'} does not exist; --prompts takes a file of JSON lines"
     )
+
+
+def test_what_can_be_read_once_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, sentence in (
+        (
+            tmp_path / "pipe",
+            "is a pipe or a device, which cannot be read twice; --prompts takes a file",
+        ),
+        (tmp_path, "is a directory; --prompts takes a file"),
+    ):
+        with pytest.raises(FileNotFoundError, match=re.escape(f"{path} {sentence}")):
+            read_prompts(path)
 
 
 SEPARATORS = ["\u2028", "\u2029", "\u0085", "\x0b", "\x0c", "\x1c"]
