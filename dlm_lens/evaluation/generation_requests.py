@@ -154,7 +154,7 @@ class Generator:
 
     def _resolved(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: value for name, value in settings.items() if value is not None}
-        return self.algorithm.resolve(self.model.sampler_defaults, given, 0)
+        return self.algorithm.resolved(self.model.sampler_defaults, given)
 
     def _rows_wait(self, settings: Mapping[str, Any]) -> bool:
         return bool(self.algorithm.sampler.rows_wait(self._resolved(settings)))

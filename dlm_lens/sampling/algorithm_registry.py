@@ -1,7 +1,7 @@
 """The sampling algorithms of `denoise`. An algorithm is one file of `samplers/` that defines `ALGORITHM`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,38 @@ class Algorithm:
     confidence: str
     corruption: Any = None
     loss: Any = None
+
+    def resolved(
+        self, defaults: Mapping[str, Any], given: Mapping[str, Any], masks: int = 0, *, whole: bool = True
+    ) -> dict[str, Any]:
+        """The settings of a run, as `resolve` fills them in.
+
+        Args:
+            defaults: of the checkpoint.
+            given: by the caller.
+            masks: in the prompt.
+            whole: the settings are all that the sampler needs, and not a family's, of which config.json gives some.
+
+        Raises:
+            ValueError: neither the caller nor the family gives one that is needed.
+        """
+        own = fields(self.settings)
+        try:
+            found = self.resolve(defaults, given, masks)
+            needed = [one.name for one in own if whole and one.default is one.default_factory is MISSING]
+            lacking = [name for name in needed if name not in found]
+        except KeyError as error:
+            lacking = [
+                one.name for one in own if one.name == error.args[0] and one.name not in {**defaults, **given}
+            ]
+            if not lacking:
+                raise
+        if lacking:
+            raise ValueError(
+                f"the sampler {self.name} of this family has no default {lacking[0]}: give it, or add it to "
+                "`samplers` of the family"
+            )
+        return found
 
 
 @cache

@@ -249,15 +249,8 @@ def prepared_run(
     holes = 0 if in_prompt is None else int(in_prompt.sum(-1).amax())
     check_defaults(algorithm, model.config)
     check_values({**model.sampler_defaults, **given}, rules_of(algorithm.settings))
-    try:
-        values = algorithm.resolve(model.sampler_defaults, given, holes)
-        settings = only_known(algorithm.settings, values, algorithm.name)
-    except KeyError as error:
-        name = error.args[0]
-        raise ValueError(
-            f"the sampler {algorithm.name} of this family has no default {name}: give it, or add it to `samplers` "
-            "of the family"
-        ) from None
+    values = algorithm.resolved(model.sampler_defaults, given, holes)
+    settings = only_known(algorithm.settings, values, algorithm.name)
     if reference_quirks and len(set(seeds)) > 1:
         raise ValueError("reference_quirks has one random stream for the batch; give a single seed")
     if algorithm.sampler.grows and not algorithm.sampler.any_block_length:

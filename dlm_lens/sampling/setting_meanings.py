@@ -87,7 +87,7 @@ def sampler_settings(model: Any) -> SamplerSettings:
 
 def settings_of_sampler(algorithm: Algorithm, defaults: Mapping[str, Any]) -> SamplerSettings:
     """The settings of an algorithm, for checkpoints with these defaults (all that a run needs)."""
-    values, meanings = algorithm.resolve(defaults, {}, 0), _meanings(algorithm.settings)
+    values, meanings = algorithm.resolved(defaults, {}, whole=False), _meanings(algorithm.settings)
     found = tuple(
         SamplerSetting(
             one.name,

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dlm_lens.arguments import Rule, is_seed, listed_indices, near_name
@@ -184,11 +184,9 @@ def only_known(kind: type[Any], values: Mapping[str, Any], family: str) -> Any:
 
     Raises:
         ValueError: a setting that this family's sampler does not have.
-        KeyError: one that it needs has no value.
     """
     check_known(kind, values, family)
-    needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
-    return kind(**{name: values[name] for name in {*needed, *values}})
+    return kind(**values)
 
 
 def of_run(kind: type[Any], values: Mapping[str, Any]) -> Any:

@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import dlm_lens as dl
 from dlm_lens.adapters import family_of
 from dlm_lens.sampling import StoredRun, algorithms, samplers
+from dlm_lens.sampling.setting_meanings import settings_of_sampler
 from dlm_lens.testing import tiny
 
 LEFTMOST = '''
@@ -169,6 +171,17 @@ def test_a_setting_without_a_default_is_named(family: str) -> None:
             else:
                 assert run.settings["gen_length"] == 4
     assert "gen_length" in named
+
+
+def test_the_settings_of_a_family_without_a_default_cannot_be_listed_either() -> None:
+    with pytest.raises(ValueError, match="the sampler llada of this family has no default gen_length: give it"):
+        settings_of_sampler(algorithms()["llada"], {"steps": 4, "block_length": 4})
+
+
+def test_an_error_of_a_resolver_itself_is_not_taken_for_a_missing_default() -> None:
+    algorithm = replace(algorithms()["sdlm"], resolve=lambda defaults, given, masks: {}["elsewhere"])
+    with pytest.raises(KeyError, match="elsewhere"):
+        algorithm.resolved({"gen_length": 8, "window_length": 4}, {})
 
 
 def tiny_sampler(family: str) -> str:
