@@ -230,12 +230,10 @@ def prompts_or_rows(prompt: Any, rows: int) -> NDArray[np.int64]:
     return np.arange(rows) if prompt is None else np.asarray(prompt)
 
 
-def count_prompts(denominator: Floats, prompt: Any) -> NDArray[np.int64]:
+def prompts_with_cases(denominator: Floats, prompt: Any) -> NDArray[np.int64]:
     """How many prompts have a denominator [row, *entry], by entry: those of an interval of `ratio_by_prompt`."""
     names, numbers = np.unique(prompts_or_rows(prompt, len(denominator)), return_inverse=True)
-    found = np.zeros((len(names), *np.shape(denominator)[1:]))
-    np.add.at(found, numbers, denominator)
-    return np.asarray((found > 0).sum(0))
+    return np.asarray((summed(denominator, numbers, len(names)) > 0).sum(0))
 
 
 def summed(values: Any, prompt: Any, prompts: int) -> Floats:

@@ -21,13 +21,13 @@ from dlm_lens.statistics import (
     CORRELATION_BOUNDS,
     POSITIVE_BOUNDS,
     SHARE_BOUNDS,
-    count_prompts,
     difference_of,
     difference_of_differences,
     estimate,
     estimate_mean,
     expanded,
     mean_of,
+    prompts_with_cases,
     ratio_by_prompt,
     ratio_of,
     summed,
@@ -256,10 +256,10 @@ def test_a_ratio_by_prompt_is_the_estimate_of_a_mean_whose_cases_are_rows() -> N
 
 def test_the_prompts_of_an_interval_are_those_that_have_a_denominator() -> None:
     cases = np.array([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [3.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
-    assert count_prompts(cases, None).tolist() == [2, 0, 3]
-    assert count_prompts(cases, [7, 7, 7, 2]).tolist() == [1, 0, 2]
-    assert count_prompts(cases[:, 2], [7, 3, 7, 2]) == 3
-    assert count_prompts(cases[:0], None).tolist() == [0, 0, 0]
+    assert prompts_with_cases(cases, None).tolist() == [2, 0, 3]
+    assert prompts_with_cases(cases, [7, 7, 7, 2]).tolist() == [1, 0, 2]
+    assert prompts_with_cases(cases[:, 2], [7, 3, 7, 2]) == 3
+    assert prompts_with_cases(cases[:0], None).tolist() == [0, 0, 0]
     _, low, high = ratio_by_prompt(cases / 2, cases, [7, 7, 7, 2])
     assert (np.isfinite(low) & np.isfinite(high)).tolist() == [False, False, True]
 

@@ -18,7 +18,7 @@ from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
 from dlm_lens.sinks.from_recording import received_in
 from dlm_lens.sinks.received import Level, Received
-from dlm_lens.statistics import SHARE_BOUNDS, count_prompts, prompts_or_rows, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, prompts_or_rows, prompts_with_cases, ratio_by_prompt
 
 ENTRIES_AT_ONCE = 2**19
 
@@ -117,7 +117,7 @@ def _pair(first: tuple[Any, ...], second: tuple[Any, ...], prompt: Tensor | None
         "same_main": float(same),
         "n": n,
         "sequences": rows,
-        "prompts": int(count_prompts(either, prompt)),
+        "prompts": int(prompts_with_cases(either, prompt)),
     }
 
 

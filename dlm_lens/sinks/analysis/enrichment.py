@@ -19,7 +19,7 @@ from dlm_lens.sinks.token_classes import TOKEN_CLASSES, TokenClasses
 from dlm_lens.statistics import (
     POSITIVE_BOUNDS,
     Floats,
-    count_prompts,
+    prompts_with_cases,
     ratio_by_prompt,
     wilson_bounds,
 )
@@ -203,7 +203,7 @@ def _lines(
     names: tuple[str, ...], seen: Floats, base: Floats, total: Floats, prompt: Any
 ) -> list[dict[str, object]]:
     ratio, low, high = ratio_by_prompt(seen, base, prompt, bounds=POSITIVE_BOUNDS)
-    everything, prompts = max(total.sum(), 1.0), count_prompts(base, prompt)
+    everything, prompts = max(total.sum(), 1.0), prompts_with_cases(base, prompt)
     # Of a class without a sink all draws are 0; its share is below Wilson's bound of its prompts, as in `within`.
     for place in np.flatnonzero((seen.sum(0) == 0) & np.isfinite(high)):
         high[place] = wilson_bounds(0, prompts[place])[1] * everything / base[:, place].sum()

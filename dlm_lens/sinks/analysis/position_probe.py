@@ -24,7 +24,7 @@ from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector, as_detector
 from dlm_lens.sinks.from_recording import received_over_steps
 from dlm_lens.sinks.received import MERGED, Level
-from dlm_lens.statistics import SHARE_BOUNDS, count_prompts, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, prompts_with_cases, ratio_by_prompt
 
 OUTCOMES = ("token", "position", "both", "neither")
 
@@ -89,7 +89,9 @@ class PositionOrToken(ShowsItself):
                     f"{outcome}_low": float(low[0]),
                     f"{outcome}_high": float(high[0]),
                 }
-            lines.append({**line, "n": len(group), "sequences": rows, "prompts": int(count_prompts(n, prompt))})
+            lines.append(
+                {**line, "n": len(group), "sequences": rows, "prompts": int(prompts_with_cases(n, prompt))}
+            )
         return pd.DataFrame(lines)
 
 

@@ -12,7 +12,7 @@ from dlm_lens.sinks.detectors.above_mean import AboveMean
 from dlm_lens.sinks.detectors.base import Detector
 from dlm_lens.sinks.from_recording import received_in
 from dlm_lens.sinks.received import Level, Received, in_model
-from dlm_lens.statistics import SHARE_BOUNDS, count_prompts, ratio_by_prompt
+from dlm_lens.statistics import SHARE_BOUNDS, prompts_with_cases, ratio_by_prompt
 
 
 @checked_arguments()
@@ -75,7 +75,7 @@ def compare_query_classes(
             "both": sums["both"].astype(int),
             "steps": sums["steps"].astype(int),
             "sequences": np.full(differ.shape, len(counts["both"])),
-            "prompts": count_prompts(counts["both"], masked.row_prompts),
+            "prompts": prompts_with_cases(counts["both"], masked.row_prompts),
         }
     flat = {name: np.ravel(value) for name, value in columns.items()}
     return pd.DataFrame({**places, **flat})
