@@ -40,7 +40,15 @@ from dlm_lens.tracing.controllers import TracedModule, add_projection_point
 from dlm_lens.tracing.envoys import AttentionEnvoy, LayersEnvoy, SamplerEnvoy, module_names
 from dlm_lens.tracing.self_check import check_model
 from dlm_lens.tracing.steps import Step, loop_state
-from dlm_lens.tracing.traced_run import PROMPT_NAMES, LastOfTrace, PromptBatcher, Run, TracedRun, run_or_scan
+from dlm_lens.tracing.traced_run import (
+    PROMPT_NAMES,
+    LastOfTrace,
+    PromptBatcher,
+    Run,
+    TracedRun,
+    is_generate,
+    run_or_scan,
+)
 from dlm_lens.tracing.tracers import RunEditingTracer, RunInterleaver, RunScanningTracer, RunTracer
 
 
@@ -165,7 +173,7 @@ class DiffusionLM(HuggingFaceModel):
             run.going = False
 
     def trace(self, *inputs: Any, **options: Any) -> Any:
-        """Open a trace of one forward pass of the model; see nnsight's `Envoy.trace`."""
+        """Open a trace of one forward pass, of a prompt or of `inputs_embeds=`; see nnsight's `Envoy.trace`."""
         self.interleaver.check_free()
         options.setdefault("tracer_cls", RunTracer)
         return super().trace(*inputs, **options)
@@ -289,7 +297,7 @@ class DiffusionLM(HuggingFaceModel):
         prompts = found[0] if len(found) == 1 else self._joined(found)
         self.interleaver.content = prompts.attention_mask
         with unset_fake_temporarily():
-            if getattr(fn, "__name__", "") == "generate":
+            if is_generate(fn):
                 return (prompts.ids, prompts.attention_mask.long()), settings
             return (), {**_forward_inputs(prompts), **self._checked(settings)}
 

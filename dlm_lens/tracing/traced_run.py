@@ -133,12 +133,17 @@ class PromptBatcher(RowBatcher):
             TypeError: there is no prompt.
         """
         given = {**self.kwargs, **self.extra_kwargs}
-        embedded = "inputs_embeds" in given and getattr(fn, "__name__", "") != "generate"
+        embedded = "inputs_embeds" in given and not is_generate(fn)
         if not self.invokes and not embedded:
             raise TypeError(
                 "there is no prompt; give one to lm.generate(...), lm.trace(...) or at least one tracer.invoke(...)"
             )
         return super().assemble(fn)
+
+
+def is_generate(fn: Any) -> bool:
+    """Whether what a trace calls is `lm.generate`, and not the model's forward pass."""
+    return getattr(fn, "__name__", "") == "generate"
 
 
 def _alike(one: Any, other: Any) -> bool:
