@@ -326,8 +326,9 @@ def checked_arguments(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """A decorator that checks the arguments of a function, and its further settings, against `RULES`.
 
-    None is accepted where it is an argument's default; single numbers of numpy's arrive as Python's, and objects
-    that stand for another one as that. torch's default device and inference mode do not reach inside.
+    None is accepted where it is an argument's default. Single numbers of numpy's, and tensors without axes where
+    the argument is a number, arrive as Python's, and objects that stand for another one as that. torch's default
+    device and inference mode do not reach inside.
 
     Args:
         **own: rules of this function's own, in place of those; None for an argument that it checks itself.
@@ -337,6 +338,7 @@ def checked_arguments(
         """The function with its arguments checked."""
         signature = inspect.signature(call)
         rules = {name: rule for name, rule in {**RULES, **own}.items() if rule is not None}
+        numbers = {name for name, one in signature.parameters.items() if _of_numbers(one.annotation)}
 
         @wraps(call)
         def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -351,9 +353,10 @@ def checked_arguments(
                     check_values(value, rules)
                     bound.arguments[name] = {key: _of_python(one) for key, one in value.items()}
                     continue
+                value = plain_number(value) if name in numbers else _of_python(value)
                 if name in rules and not (value is None and parameter.default is None):
                     rules[name].check(name, value)
-                bound.arguments[name] = _of_python(value)
+                bound.arguments[name] = value
             from dlm_lens.placement import plain_defaults  # not above: the help of the command line needs no torch
 
             with plain_defaults():
@@ -453,6 +456,11 @@ def plain_number(value: Any) -> Any:
     if is_numpy_scalar(value):
         return value.item() if value.dtype.kind in "biuf" else value
     return value.item() if is_array(value) and not len(value.shape) else value
+
+
+def _of_numbers(kind: Any) -> bool:
+    """Whether a type has only numbers, and perhaps None."""
+    return all(one in (int, float, NoneType) for one in get_args(kind) or (kind,))
 
 
 def _of_python(value: Any) -> Any:

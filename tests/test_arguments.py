@@ -175,6 +175,23 @@ def test_one_index_of_numpy_or_torch_is_an_index(one: Any) -> None:
     assert chosen_steps(one, 4) == (1,)
 
 
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor, np.array])
+def test_a_number_of_numpy_or_torch_is_the_number_of_a_picture(kind: Any) -> None:
+    model = tiny("llada")
+    run = dl.denoise(model, [[5, 9, 11], [5, 9, 12]], **RUN)
+    numbers = {"step": 2, "layer": 1, "head": 0, "row": 1}
+    other, plain = (
+        dl.viz.attention_pattern(run, model, **{name: given(value) for name, value in numbers.items()})
+        for given in (kind, int)
+    )
+    assert (other.title, other.pieces) == (plain.title, plain.pieces)
+    maps = [dl.viz.attention_maps(model, run, steps=[1], layer=1, head=0, row=given(1)) for given in (kind, int)]
+    found, expected = (figure.axes[0].collections[0].get_array().tolist() for figure in maps)
+    assert found == expected
+    with pytest.raises(ValueError, match="rows go from 0 to 1"):
+        dl.viz.attention_pattern(run, model, **numbers | {"row": kind(2)})
+
+
 WRONG_POSITIONS = ("x", 1.5, [1.5], [], (0, 1, 2, 3), slice("a", None), True)
 
 
