@@ -508,6 +508,9 @@ def test_models_side_by_side_take_whatever_tells_their_sinks(recording):
     assert "rule: AboveMean(eps=0.3)" in texts(figure)
     with pytest.raises(ValueError, match=r"no \(layer, head\) for b"):
         dl.viz.sink_positions_by_model({"b": received}, heads={})
+    for other in ({"rows": {"B": 1}}, {"blocks": {"B": [(0, 4)]}}):
+        with pytest.raises(ValueError, match="rows or blocks have 'B'; the models are b"):
+            dl.viz.sink_positions_by_model({"b": received}, heads={"b": (1, 2)}, **other)
     rendered(figure)
 
 

@@ -146,7 +146,8 @@ def sink_positions_by_model(
         title: the beginning of the caption.
 
     Raises:
-        ValueError: no model or too many, a model without an entry in `heads`, or as in `sink_positions`.
+        ValueError: no model or too many, a model without an entry in `heads`, an entry of no model in `rows` or
+            `blocks`, or as in `sink_positions`.
     """
     if not 1 <= len(models) <= MOST_MODELS:
         raise ValueError(f"{len(models)} models; give one to {MOST_MODELS}")
@@ -154,6 +155,8 @@ def sink_positions_by_model(
     if missing:
         raise ValueError(f"heads has no (layer, head) for {', '.join(missing)}")
     rows, blocks = rows or {}, blocks or {}
+    if unknown := [name for name in (*rows, *blocks) if name not in models]:
+        raise ValueError(f"rows or blocks have {shown(unknown[0])}; the models are {', '.join(models)}")
     across = min(3, len(models)) if len(models) != 4 else 2
     down = -(-len(models) // across)
     width, height = 4.6 * across, 3.5 * down
