@@ -1,9 +1,10 @@
-"""Long tests that are run in turn: many cases of one code path, of which a run of all tests has a quarter.
+"""Long tests that are run in turn: many cases of one code path, and single tests that take half a minute or more.
 
-Cases of a test that is marked `in_turn` (and `long`) are divided into four turns. The turn of a run follows from
-the number of commits, so that any four commits after each other have run all cases. A run of chosen files or
-tests (by `-k` too) has all of theirs, and so has one with DLM_LENS_TURN=all (`make test-every`); with 0 to 3 it has
-that turn.
+Cases of a test that is marked `in_turn` (and `long`) are divided into four turns, of which a run of all tests has
+one. The turn of a run follows from the number of commits, so that any four commits after each other have run all
+cases; the first case of a test has a turn by the test's name, so that single ones are spread over the turns. A run
+of chosen files or tests (by `-k` too) has all of theirs, and so has one with DLM_LENS_TURN=all (`make test-every`);
+with 0 to 3 it has that turn.
 """
 
 import os
@@ -11,6 +12,7 @@ import subprocess
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -56,7 +58,7 @@ def left_to_others(items: list[pytest.Item]) -> list[pytest.Item]:
         if not (item.get_closest_marker("in_turn") and item.get_closest_marker("long")):
             continue
         test = item.nodeid.split("[")[0]
-        if cases[test] % TURNS != int(taken):
+        if (crc32(test.encode()) + cases[test]) % TURNS != int(taken):
             others.append(item)
         cases[test] += 1
     return others

@@ -25,9 +25,9 @@ def test_a_scan_has_the_shapes_of_a_pass(family: str) -> None:
         found = [list(lm.layers[layer].attn.pattern.shape) for layer in range(2)].save()
     assert shapes == found
     assert model.config._experts_implementation == set_before == "grouped_mm"
-    with lm.scan("w3 w4 w5", fn=lm.generate, gen_length=4):
+    with lm.scan("w3 w4 w5", fn=lm.generate, gen_length=4, steps=4):
         in_run = list(lm.layers[1].attn.pattern.shape).save()
-    with lm.generate("w3 w4 w5", gen_length=4):
+    with lm.generate("w3 w4 w5", gen_length=4, steps=4):
         computed = list(lm.layers[1].attn.pattern.shape).save()
     assert in_run == computed
 

@@ -93,6 +93,7 @@ def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 def test_the_real_model_is_converted_once_and_answers(
     cache: Path, monkeypatch: pytest.MonkeyPatch, read_once: None
 ) -> None:

@@ -89,6 +89,7 @@ def slow_but(*quick: Any) -> list[Any]:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", slow_but(as_decoder))
 def test_hooks_and_readers_act_on_a_compiled_model(model: Any, way: Any) -> None:
     held = compiled(way)

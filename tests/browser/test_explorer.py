@@ -337,6 +337,7 @@ def large(steps=200, layers=32, heads=32, keys=192):
     return Received(values=values, expected=ones, counted=counted, layers=tuple(range(layers))), run
 
 
+@pytest.mark.in_turn
 def test_it_is_fluid_with_two_hundred_steps_of_a_thousand_heads(notebook):
     """The time of the page's main thread for a move, which other work beside the tests does not change."""
     explorer = dl.viz.explore(tiny("llada"), large())

@@ -122,6 +122,7 @@ def test_objectives(story: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 def test_the_ar_model_learns_next_tokens(story: str, tmp_path: Path) -> None:
     run = Miniature("ar", 0, steps=30, batch_size=4, text=story)
     checkpoint = trained(run, tmp_path / run.name)

@@ -88,6 +88,7 @@ run_experiment(find_experiment("one-token-table1"), Path({out!r}), small=True, s
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 def test_kill_9_in_a_training_changes_no_number(story: str, tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     # 120 steps of the AR model are saved at 100; then 20 of each conversion.

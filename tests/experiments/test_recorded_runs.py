@@ -61,6 +61,7 @@ def test_prompts_without_sinks_have_no_shares_of_them() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("figure", FIGURES)
 def test_a_figure_says_of_a_prompt_what_it_says_of_it_alone(figure: str, bench: Any) -> None:
     run = find_experiment(figure).run

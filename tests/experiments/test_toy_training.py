@@ -128,6 +128,7 @@ def test_training_is_in_bfloat16_with_the_rates_of_the_twins(corpus: Corpus, tmp
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("model", "optimizer"), [("toy", "muon"), ("toy-ar", "muon"), ("toy", "adamw")])
 def test_a_few_steps_reduce_the_loss(model: str, optimizer: str, corpus: Corpus, tmp_path: Path) -> None:
     trainer = new_run(corpus, tmp_path, model, optimizer)

@@ -158,6 +158,7 @@ def test_guidance_masks_both_halves_alike(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["llada", "dream", "diffugpt", "front", "end", "llama"])
 def test_a_padded_row_is_what_it_is_alone(name: str) -> None:
     model, options = plain_model_of(name), settings_of(name)

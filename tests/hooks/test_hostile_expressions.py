@@ -150,6 +150,7 @@ def test_any_expression_is_read_or_refused(audited: None, text: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(

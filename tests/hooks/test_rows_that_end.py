@@ -10,6 +10,8 @@ from dlm_lens.testing import tiny
 from tests.recording.test_rows_that_end import ENDS, model_and_settings
 
 
+@pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("hooks", [[], [zero_value(0)], [mask_top_sinks(1)]])
 @pytest.mark.parametrize(("family", "end"), ENDS)
 def test_means_of_a_batch_are_those_of_its_rows_alone(family: str, end: str, hooks: list) -> None:

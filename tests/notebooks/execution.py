@@ -13,7 +13,6 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,6 @@ def _shown(value: Any) -> dict[str, Any]:
     return data
 
 
-@cache
 def executed(path: Path) -> dict[str, Any]:
     """The notebook with the outputs of a fresh run, in an empty folder. Skips without registry, if it needs one."""
     notebook = read(path)

@@ -38,6 +38,7 @@ def test_stale_text_is_found(fresh: str, stored: str, equal: bool) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs_and_its_outputs_are_stored(path: Path) -> None:
     fresh, stored = executed(path), read(path)
@@ -65,7 +66,7 @@ def _check(kind: str, fresh: Any, stored: Any, place: str, *, trained: bool) -> 
 
 def lines_of(name: str) -> list[str]:
     """Every line that a notebook prints."""
-    return "\n".join(printed(executed(FOLDER / name))).splitlines()
+    return "\n".join(printed(read(FOLDER / name))).splitlines()
 
 
 def estimate_in(line: str, after: str) -> tuple[float, float, float]:
@@ -73,9 +74,8 @@ def estimate_in(line: str, after: str) -> tuple[float, float, float]:
     return float(value), float(low), float(high)
 
 
-@pytest.mark.long
 def test_moving_sinks() -> None:
-    text, _, moves, norms, lens, mechanism = printed(executed(FOLDER / "moving_sinks.ipynb"))
+    text, _, moves, norms, lens, mechanism = printed(read(FOLDER / "moving_sinks.ipynb"))
     assert text.startswith("tom has 5 apples")
     assert "answer 9 ." in text
     toy, ar, chance = (estimate_in(line, "pattern") for line in moves.splitlines())
@@ -94,9 +94,8 @@ def test_moving_sinks() -> None:
     assert abs(differences["confidence", "random"][0]) < 0.01
 
 
-@pytest.mark.long
 def test_tracing() -> None:
-    plain, _, edited, late = printed(executed(FOLDER / "tracing.ipynb"))
+    plain, _, edited, late = printed(read(FOLDER / "tracing.ipynb"))
     rows = [line.split("hidden from step ")[1].split(": ") for line in late.splitlines()]
     answers = {int(step): answer for step, answer in rows}
     assert answers[8] == plain.strip()  # there is no step 8
@@ -104,9 +103,8 @@ def test_tracing() -> None:
     assert len({line.split("in the last layer: ")[1] for line in edited.splitlines()}) > 2
 
 
-@pytest.mark.long
 def test_transformerlens() -> None:
-    outputs = printed(executed(FOLDER / "transformerlens.ipynb"))
+    outputs = printed(read(FOLDER / "transformerlens.ipynb"))
     assert outputs[0].startswith("answer 1 2 4 9 .\n")
     (patched,) = [text for text in outputs if text.startswith("donor")]
     lines = dict(line.split(": ") for line in patched.splitlines())
@@ -116,7 +114,6 @@ def test_transformerlens() -> None:
     assert all("{'answer 1 2 4 9 .'}" in line for line in heads.splitlines()[1:])
 
 
-@pytest.mark.long
 def test_diffusion_gemma() -> None:
     lines = lines_of("diffusion_gemma.ipynb")
     answers = {
@@ -130,7 +127,6 @@ def test_diffusion_gemma() -> None:
     assert shares[0] == pytest.approx(5 / 13, abs=0.005)
 
 
-@pytest.mark.long
 def test_ten_minutes() -> None:
     lines = lines_of("ten_minutes.ipynb")
     right = "26 - 6 = 20 . 20 - 9 = 11 . 11 + 12 = 23 . answer 23 ."
@@ -138,7 +134,6 @@ def test_ten_minutes() -> None:
     assert "True True" in lines
 
 
-@pytest.mark.long
 def test_knock_outs() -> None:
     lines = lines_of("knock_outs.ipynb")
     assert "16 of 16 right without hooks" in lines
@@ -152,7 +147,6 @@ def test_knock_outs() -> None:
     )  # one way, undecided
 
 
-@pytest.mark.long
 def test_block_diffusion() -> None:
     lines = lines_of("block_diffusion.ipynb")
     whole, untrained, trained = (
@@ -165,7 +159,6 @@ def test_block_diffusion() -> None:
     assert "cached equals uncached: True" in lines
 
 
-@pytest.mark.long
 def test_own_detector_and_hook() -> None:
     lines = lines_of("own_detector_and_hook.ipynb")
     shares = [estimate_in(line, "columns):") for line in lines if "of earlier blocks hidden" in line]
@@ -175,7 +168,6 @@ def test_own_detector_and_hook() -> None:
     assert "the same in TransformerLens: True" in lines
 
 
-@pytest.mark.long
 def test_sink_token_training() -> None:
     lines = lines_of("sink_token_training.ipynb")
     losses = [[float(x) for x in line.split(":")[1].split()] for line in lines if "loss every 10 steps" in line]
@@ -197,7 +189,6 @@ def test_sink_token_training() -> None:
     assert whole[0] == 1
 
 
-@pytest.mark.long
 def test_smollm2() -> None:
     lines = lines_of("smollm2.ipynb")
     assert any(line.endswith("The capital of France is Paris.") for line in lines)

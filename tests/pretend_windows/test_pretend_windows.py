@@ -65,6 +65,7 @@ def test_the_rules_refuse(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.timeout(600)
 def test_files_are_written_under_the_rules_of_windows() -> None:
     # A worker of pytest-xdist tells its children so.

@@ -78,7 +78,11 @@ def recorded(how: str, path: Path, model: Any, prompts: list[str], settings: dic
     return dl.record(model, prompts, REDUCERS, to=path if how == "to" else None, **settings)
 
 
-@pytest.mark.parametrize("how", ["memory", "to", "saved", "rerun", "rerun by rows"])
+@pytest.mark.in_turn
+@pytest.mark.parametrize(
+    "how",
+    ["memory", *(pytest.param(how, marks=pytest.mark.long) for how in ("to", "saved", "rerun", "rerun by rows"))],
+)
 @pytest.mark.parametrize(("family", "end"), ENDS)
 def test_nothing_is_defined_after_the_end_of_a_row(family: str, end: str, how: str, tmp_path: Path) -> None:
     model, settings, prompts = model_and_settings(family, end)

@@ -195,6 +195,8 @@ def test_normalisations(normalisation: str) -> None:
     assert float(masked_loss(model, **asked).detach()) / count == pytest.approx(expected[normalisation], rel=1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["udlm", "gidd uniform", "gidd both", "gidd_dit"])
 def test_training_lowers_the_bound(name: str, tmp_path: Path) -> None:
     """Texts of two kinds, learned by a tiny model; the learned key and value of GIDD take part."""

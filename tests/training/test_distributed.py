@@ -81,6 +81,7 @@ def test_no_model_holds_the_process_group_when_it_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", [{}, {"blocks": 1}, {"average": 1}])
 def test_two_processes_are_one(kind: dict[str, int], tmp_path: Path) -> None:
     one = job(tmp_path / "one", micro_batch_size=4, save_steps=4, **kind)
@@ -138,6 +139,7 @@ def test_sharded_weights_give_the_same_loss_and_gradients(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_a_training_under_fsdp_is_that_of_one_process_and_is_resumed(kind: str, tmp_path: Path) -> None:
     given = {"steps": 4, "micro_batch_size": 4, "save_steps": 2, "eval_steps": 3, "eval_rows": 5}

@@ -181,6 +181,7 @@ def test_a_worker_reads_a_shuffled_stream_in_the_same_order(step: int, tmp_path:
     assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "settings",
     [

@@ -78,6 +78,7 @@ def test_batches_prepared_beside_and_recomputed_activations_change_nothing(
 
 
 @pytest.mark.long
+@pytest.mark.in_turn
 def test_compiled_layers_learn_the_same(tmp_path: Path, unbroken: MaskedDiffusionTrainer) -> None:
     trainer = job(tmp_path, compile=True, objective=unbroken.settings.objective)
     trainer.train()

@@ -1,5 +1,6 @@
 """Every public call of every family equals the CPU's on one GPU, over two, and with weights offloaded."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ from tests.pretend_gpu.division import KINDS, OF_A_FAMILY, ORDER, PLACED, is_mad
 from tests.pretend_gpu.placing import EVERYWHERE, PLACEMENTS, Placement, placed
 from tests.pretend_gpu.probe_scenes import PROBES
 
+SHARE = os.environ.get("PRETEND_GPU_SHARE", "01")
+SHARED = [(family, where) for family, where in PLACED if str(FAMILIES.index(family) % 2) in SHARE]
+"""With every family, or with every second one: 0 or 1 of two shares."""
 
-@pytest.mark.parametrize(("family", "where"), PLACED)
+
+@pytest.mark.parametrize(("family", "where"), SHARED)
 def test_calls_equal_those_on_the_cpu(family: str, where: Placement, tmp_path: Path) -> None:
     failed = []
     # One for all calls: to build and to move it takes longer than many of them. The CPU's is a new one for each, so
@@ -27,6 +32,7 @@ def test_calls_equal_those_on_the_cpu(family: str, where: Placement, tmp_path: P
 
 
 @pytest.mark.skipif(NO_FLOAT64, reason="few families are made there")
+@pytest.mark.skipif(SHARE not in ("01", "0"), reason="once is enough")
 def test_every_call_is_made_in_every_place_and_with_families_of_every_kind() -> None:
     for name in set(ORDER) - {*OF_A_FAMILY, *PROBES}:
         without = [kind for kind in KINDS if whose_turn(name, kind) is None]
